@@ -1,4 +1,6 @@
-"""Two epochs from a slow Drive, three ways: `python -m benchmarks.arrival --images DIR --annotations FILE`."""
+"""Two epochs from a slow Drive, three ways: `python -m benchmarks.arrival --images DIR
+--annotations FILE`.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,14 @@ def run_once(way: str, data: Any, shards: Path, profile: str, step_ms: float) ->
         close: Callable[[], Any] = int
         if way == "loose files on Drive":
             loose = CocoFolder(data.images, data.annotations)
-            loader: Any = DataLoader(loose, BATCH_SIZE, shuffle=True, num_workers=WORKERS, collate_fn=collate)
+            loader: Any = DataLoader(
+                loose, BATCH_SIZE, shuffle=True, num_workers=WORKERS, collate_fn=collate
+            )
         elif way == "copy, then train":
             copy_shards(shards, Path(folder) / "ssd")
-            loader = make_loader(ShardDataset(Path(folder) / "ssd"), batch_size=BATCH_SIZE, workers=WORKERS)
+            loader = make_loader(
+                ShardDataset(Path(folder) / "ssd"), batch_size=BATCH_SIZE, workers=WORKERS
+            )
             close = loader.close
         else:
             dataset = ArrivingShards(shards, Path(folder) / "ssd")
@@ -61,7 +67,11 @@ def run_once(way: str, data: Any, shards: Path, profile: str, step_ms: float) ->
                 ends_s.append(perf_counter() - began_s)
         finally:
             close()
-    return {"first batch": times_s[0], "first epoch": ends_s[0], "second epoch": ends_s[1] - ends_s[0]}
+    return {
+        "first batch": times_s[0],
+        "first epoch": ends_s[0],
+        "second epoch": ends_s[1] - ends_s[0],
+    }
 
 
 WAYS = ("loose files on Drive", "copy, then train", "train while it is copied")
@@ -84,19 +94,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("arrival", __doc__)
     parser.add_argument("--samples", type=int, default=320, help="images, about (%(default)s)")
     parser.add_argument("--shard-mb", type=float, default=4, help="size of a shard (%(default)s)")
-    parser.add_argument("--step-ms", type=float, default=100, help="emulated step of a batch of 4 (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="of each way, in turns (%(default)s)")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="those to compare (all)")
+    parser.add_argument(
+        "--step-ms", type=float, default=100, help="emulated step of a batch of 4 (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of each way, in turns (%(default)s)"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", default=WAYS, choices=WAYS, help="those to compare (all)"
+    )
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 
     def measure() -> None:
-        data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
+        data = make_data(
+            "kept", options.work, options.images, options.annotations, samples=options.samples
+        )
         shards = options.work / "arriving"
         shutil.rmtree(shards, ignore_errors=True)
-        write_shards(data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, storage="keep")
+        write_shards(
+            data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, storage="keep"
+        )
         runs: list[Run] = [
-            ({"profile": profile, "way": way}, partial(run_once, way, data, shards, profile, options.step_ms))
+            (
+                {"profile": profile, "way": way},
+                partial(run_once, way, data, shards, profile, options.step_ms),
+            )
             for profile, way in product(PROFILES, options.ways)
         ]
         about = {"samples": options.samples, "step_ms": options.step_ms}

@@ -1,8 +1,9 @@
 """What a checkpoint costs a run: `python -m benchmarks.checkpoints --json FILE`.
 
-The same training with a checkpoint after every step and with the last one alone, in turns. The difference holds all
-that a checkpoint takes from the steps: copying the state, and the thread that writes it, reads it back and compares it.
-Steps are short here, so that a checkpoint is often waited for: in a run with minutes between two it costs less.
+The same training with a checkpoint after every step and with the last one alone, in turns. The
+difference holds all that a checkpoint takes from the steps: copying the state, and the thread that
+writes it, reads it back and compares it. Steps are short here, so that a checkpoint is often waited
+for: in a run with minutes between two it costs less.
 """
 
 from __future__ import annotations
@@ -30,34 +31,53 @@ PAUSES_S = (60, 10)  # between two, by default: the shorter one at the end of an
 
 
 def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict[str, float]:
-    """Seconds from the first step's end to the end of the run, and the checkpoints written in them."""
+    """Seconds from the first step's end to the end of the run, and the checkpoints written in
+    them.
+    """
     with TemporaryDirectory(dir=folder) as run:
         marks_s: list[float] = []
         train(
-            work / "shards", Path(run) / "run", steps=steps + 1, model=model, weights=None, min_size=64, batch_size=2,
+            work / "shards",
+            Path(run) / "run",
+            steps=steps + 1,
+            model=model,
+            weights=None,
+            min_size=64,
+            batch_size=2,
             checkpoint_steps=1 if way == "every step" else None,
             log=lambda line: marks_s.append(perf_counter()),
-        )  # fmt: skip
+        )
         seconds = perf_counter() - marks_s[1]  # the plan was logged first
         size = max(path.stat().st_size for path in (Path(run) / "run").glob("*.pt"))
-    return {"seconds": seconds, "checkpoints": steps + 1 if way == "every step" else 1, "bytes": size}
+    return {
+        "seconds": seconds,
+        "checkpoints": steps + 1 if way == "every step" else 1,
+        "bytes": size,
+    }
 
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
-    """Seconds that one more checkpoint adds, medians [lowest-highest], and their share of the time between two."""
+    """Seconds that one more checkpoint adds, medians [lowest-highest], and their share of the time
+    between two.
+    """
     table = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        last, every = ([row for row in rows if (row["model"], row["way"]) == (model, way)] for way in WAYS)
+        last, every = (
+            [row for row in rows if (row["model"], row["way"]) == (model, way)] for way in WAYS
+        )
         costs = [
             (more["seconds"] - less["seconds"]) / (more["checkpoints"] - less["checkpoints"])
             for less, more in zip(last, every, strict=False)
         ]
         if costs:
-            table.append({
-                "model": model, "checkpoint, MB": f"{every[0]['bytes'] / 1e6:.0f}",
-                "costs, s": format_spread(costs),
-                **{f"of {pause} s": f"{median(costs) / pause:.2%}" for pause in PAUSES_S},
-            })  # fmt: skip
+            table.append(
+                {
+                    "model": model,
+                    "checkpoint, MB": f"{every[0]['bytes'] / 1e6:.0f}",
+                    "costs, s": format_spread(costs),
+                    **{f"of {pause} s": f"{median(costs) / pause:.2%}" for pause in PAUSES_S},
+                }
+            )
     return str(make_table(table)) if table else "nothing was measured"
 
 
@@ -66,16 +86,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("checkpoints", __doc__, builtin="checkpoints")
     parser.add_argument("--steps", type=int, default=6, help="of each run (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
-    parser.add_argument("--run", type=Path, help="where the checkpoints are written, a folder on Drive say (--work)")
+    parser.add_argument(
+        "--run", type=Path, help="where the checkpoints are written, a folder on Drive say (--work)"
+    )
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 
     def measure() -> None:
-        made = make_dataset(options.work / "images", n=2 * (options.steps + 1), width=320, height=240)
+        made = make_dataset(
+            options.work / "images", n=2 * (options.steps + 1), width=320, height=240
+        )
         write_shards(made.images, made.annotations, shards=options.work / "shards")
         folder = options.run or options.work
         runs: list[Run] = [
-            ({"model": model, "way": way}, partial(time_run, model, way, options.work, folder, options.steps))
+            (
+                {"model": model, "way": way},
+                partial(time_run, model, way, options.work, folder, options.steps),
+            )
             for model in MODELS
             for way in WAYS
         ]

@@ -1,4 +1,6 @@
-"""What the benchmarks' command lines share: the data they are asked for, runs in turns, and how they end."""
+"""What the benchmarks' command lines share: the data they are asked for, runs in turns, and how
+they end.
+"""
 
 from __future__ import annotations
 
@@ -24,36 +26,63 @@ Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
 """What names a run, and the run itself."""
 
 
-def make_parser(name: str, text: str | None, *, builtin: str | None = None) -> argparse.ArgumentParser:
-    """A parser that asks for COCO data, a folder to work in, and where the result goes; with ``builtin`` not for data,
-    and that is the subfolder in which the built-in dataset is made.
+def make_parser(
+    name: str, text: str | None, *, builtin: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser that asks for COCO data, a folder to work in, and where the result goes; with
+    ``builtin`` not for data, and that is the subfolder in which the built-in dataset is made.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
     if builtin is None:
-        parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
         parser.add_argument(
-            "--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each"
+            "--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders"
         )
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks", builtin or ""), help="for the data")
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
+        parser.add_argument(
+            "--annotations",
+            type=Path,
+            nargs="+",
+            metavar="FILE",
+            required=True,
+            help="COCO JSON of each",
+        )
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/benchmarks", builtin or ""), help="for the data"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", required=True, help="all that is measured"
+    )
     return parser
 
 
 def measure_in_turns(
-    runs: Sequence[Run], rows: list[dict[str, Any]], *, repeats: int, about: dict[str, Any], path: Path
+    runs: Sequence[Run],
+    rows: list[dict[str, Any]],
+    *,
+    repeats: int,
+    about: dict[str, Any],
+    path: Path,
 ) -> None:
-    """Do every run once, then each again; the JSON at ``path`` holds ``about`` and the ``rows`` so far.
+    """Do every run once, then each again; the JSON at ``path`` holds ``about`` and the ``rows`` so
+    far.
 
-    Each has the share of this machine's CPU time that its host gave to others meanwhile (steal), where it is told.
+    Each has the share of this machine's CPU time that its host gave to others meanwhile (steal),
+    where it is told.
     """
     for repeat, (names, run) in product(range(repeats), runs):
-        print(f"{', '.join(names.values())}: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+        print(
+            f"{', '.join(names.values())}: {repeat + 1} of {repeats}", file=sys.stderr, flush=True
+        )
         before = psutil.cpu_times()
         row = {**names, "repeat": repeat, **run()}
         spent = [after - earlier for after, earlier in zip(psutil.cpu_times(), before, strict=True)]
-        stolen = dict(zip(before._fields, spent, strict=True)).get("steal", 0.0) / max(sum(spent), 1e-9)
+        stolen = dict(zip(before._fields, spent, strict=True)).get("steal", 0.0) / max(
+            sum(spent), 1e-9
+        )
         if stolen > NOTED_SHARE:
-            print(f"note: {stolen:.0%} of the CPU time went to other machines of this host", file=sys.stderr)
+            print(
+                f"note: {stolen:.0%} of the CPU time went to other machines of this host",
+                file=sys.stderr,
+            )
         rows.append({**row, "stolen_share": stolen})
         content = {"machine": asdict(describe_machine()), **about, "rows": rows}
         write_file(path, json.dumps(content, indent=1, default=str).encode())

@@ -1,6 +1,8 @@
-"""`colab_utils.compare` with other libraries among the strategies: `packed`, `webdataset`, `litdata` and so on.
+"""`colab_utils.compare` with other libraries among the strategies: `packed`, `webdataset`,
+`litdata` and so on.
 
-Each library that is named must be installed (benchmarks/requirements.txt); one that is missing gets a row that says so.
+Each library that is named must be installed (benchmarks/requirements.txt); one that is missing gets
+a row that says so.
 """
 
 from __future__ import annotations
@@ -25,13 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("--images", type=Path, metavar="DIR", required=True, help="image folder")
     parser.add_argument("--annotations", type=Path, metavar="FILE", required=True, help="COCO JSON")
-    parser.add_argument("--report", type=Path, metavar="DIR", required=True, help="where the receipt goes")
     parser.add_argument(
-        "--strategies", metavar="A,B,C", default=",".join(("packed", *PEERS)),
+        "--report", type=Path, metavar="DIR", required=True, help="where the receipt goes"
+    )
+    parser.add_argument(
+        "--strategies",
+        metavar="A,B,C",
+        default=",".join(("packed", *PEERS)),
         help=f"names of {', '.join((*STRATEGIES, *PEERS))}; default: %(default)s",
-    )  # fmt: skip
-    parser.add_argument("--drive-profile", default="none", metavar="NAME", help="how slow Drive is made (none)")
-    parser.add_argument("--step-ms", type=float, default=100.0, help="length of the emulated step (100)")
+    )
+    parser.add_argument(
+        "--drive-profile", default="none", metavar="NAME", help="how slow Drive is made (none)"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=100.0, help="length of the emulated step (100)"
+    )
     parser.add_argument("--batch-size", type=int, default=4, help="images in a batch (4)")
     parser.add_argument("--batches", type=int, default=24, help="timed batches of each repeat (24)")
     parser.add_argument("--repeats", type=int, default=3, help="how often each is timed (3)")
@@ -41,11 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_receipt_folder(options.report)
         found = compare(
-            options.images, options.annotations, folder=options.report / "work",
-            strategies=[PEERS.get(name, name) for name in names], drive_profile=options.drive_profile,
-            step=EmulatedStep(options.step_ms), batch_size=options.batch_size, batches=options.batches,
-            repeats=options.repeats, timeline_s=options.seconds,
-        )  # fmt: skip
+            options.images,
+            options.annotations,
+            folder=options.report / "work",
+            strategies=[PEERS.get(name, name) for name in names],
+            drive_profile=options.drive_profile,
+            step=EmulatedStep(options.step_ms),
+            batch_size=options.batch_size,
+            batches=options.batches,
+            repeats=options.repeats,
+            timeline_s=options.seconds,
+        )
         print(found)
         print(f"receipt: {write_receipt(found, options.report)}", file=sys.stderr)
     except ColabUtilsError as error:

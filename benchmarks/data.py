@@ -1,4 +1,6 @@
-"""The data of the scenarios: COCO datasets made once from the given images, each image under several ids."""
+"""The data of the scenarios: COCO datasets made once from the given images, each image under
+several ids.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ JPEG_QUALITY = 95
 
 @dataclass(frozen=True)
 class Data:
-    """A COCO dataset; its records 0, ``copies``, 2 ``copies``, ... are distinct images, those between are the same."""
+    """A COCO dataset; its records 0, ``copies``, 2 ``copies``, ... are distinct images, those
+    between are the same.
+    """
 
     folder: Path
     name: str
@@ -80,8 +84,12 @@ class Entry(NamedTuple):
     annotations: list[dict[str, Any]]
 
 
-def resize_sample(image: Tensor, target: Target, *, min_size: int = 800, max_size: int = 1333) -> tuple[Tensor, Target]:
-    """A sample at the size that Mask R-CNN trains at, by the rule of torchvision's ``GeneralizedRCNNTransform``."""
+def resize_sample(
+    image: Tensor, target: Target, *, min_size: int = 800, max_size: int = 1333
+) -> tuple[Tensor, Target]:
+    """A sample at the size that Mask R-CNN trains at, by the rule of torchvision's
+    ``GeneralizedRCNNTransform``.
+    """
     from torchvision.transforms.v2 import InterpolationMode, functional
 
     height, width = image.shape[-2:]
@@ -91,14 +99,22 @@ def resize_sample(image: Tensor, target: Target, *, min_size: int = 800, max_siz
     if len(masks):
         masks = torch.nn.functional.interpolate(masks[:, None], size=size, mode="nearest")[:, 0]
     boxes = target["boxes"] * torch.tensor([size[1] / width, size[0] / height] * 2)
-    image = functional.resize(image, size, interpolation=InterpolationMode.BILINEAR, antialias=False)
+    image = functional.resize(
+        image, size, interpolation=InterpolationMode.BILINEAR, antialias=False
+    )
     return image, {**target, "boxes": boxes, "masks": masks.reshape(-1, *size)}
 
 
 def make_data(
-    name: str, work: Path, images: Sequence[Path], annotations: Sequence[Path], *, samples: int = 1600
+    name: str,
+    work: Path,
+    images: Sequence[Path],
+    annotations: Sequence[Path],
+    *,
+    samples: int = 1600,
 ) -> Data:
-    """One of `DATA`, made in ``work`` if it is not there: about ``samples`` records of the images that are given.
+    """One of `DATA`, made in ``work`` if it is not there: about ``samples`` records of the images
+    that are given.
 
     Raises:
         ColabUtilsError: if the images or annotations are not there or not COCO.
@@ -115,14 +131,24 @@ def make_data(
     if name == "kept":
         folders = [CocoFolder(*pair) for pair in zip(images, annotations, strict=True)]
         if any(other.category_ids != folders[0].category_ids for other in folders):
-            raise ColabUtilsError("expected the same categories in all annotations, found others: give one dataset")
+            raise ColabUtilsError(
+                "expected the same categories in all annotations, found others: give one dataset"
+            )
         rows = [(part, row) for part in folders for row in range(len(part))][:samples]
         copies = max(1, round(samples / len(rows)))
     else:
-        source = make_data("pixels_800" if name == "jpg_800" else "kept", work, images, annotations, samples=samples)
+        source = make_data(
+            "pixels_800" if name == "jpg_800" else "kept",
+            work,
+            images,
+            annotations,
+            samples=samples,
+        )
         rows, copies = list(source.iterate_distinct()), source.copies
     entries = DATA[name](rows)
-    records = _write_coco(folder, entries, categories=list(rows[0][0].coco.categories), copies=copies)
+    records = _write_coco(
+        folder, entries, categories=list(rows[0][0].coco.categories), copies=copies
+    )
     description = {"made": made, "records": records, "copies": copies}
     write_file(folder / "made.json", json.dumps(description).encode())
     return Data(folder, name, records, copies)
@@ -141,7 +167,9 @@ def link_copies(path: Path, others: Sequence[Path]) -> None:
         os.link(path, other)
 
 
-def _write_coco(folder: Path, entries: Iterator[Entry], *, categories: list[dict[str, Any]], copies: int) -> int:
+def _write_coco(
+    folder: Path, entries: Iterator[Entry], *, categories: list[dict[str, Any]], copies: int
+) -> int:
     (folder / "images").mkdir(parents=True)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -151,9 +179,13 @@ def _write_coco(folder: Path, entries: Iterator[Entry], *, categories: list[dict
         link_copies(folder / "images" / names[0], [folder / "images" / name for name in names[1:]])
         for name in names:
             height, width = entry.size
-            images.append({"id": len(images) + 1, "file_name": name, "height": height, "width": width})
+            images.append(
+                {"id": len(images) + 1, "file_name": name, "height": height, "width": width}
+            )
             for annotation in entry.annotations:
-                annotations.append({**annotation, "id": len(annotations) + 1, "image_id": len(images)})
+                annotations.append(
+                    {**annotation, "id": len(annotations) + 1, "image_id": len(images)}
+                )
     coco = {"images": images, "annotations": annotations, "categories": categories}
     (folder / "instances.json").write_text(json.dumps(coco))
     return len(images)
@@ -167,33 +199,48 @@ def _keep(rows: _Rows) -> Iterator[Entry]:
     for folder, row in rows:
         image = folder.coco.image(row)
         yield Entry(
-            folder.read(row), Path(image["file_name"]).suffix, (image["height"], image["width"]),
+            folder.read(row),
+            Path(image["file_name"]).suffix,
+            (image["height"], image["width"]),
             folder.coco.annotations(row),
-        )  # fmt: skip
+        )
 
 
 def _resize_all(rows: _Rows) -> Iterator[Entry]:
-    """Images as PNG at the size that training takes, enlarged or shrunk; masks as RLE at that size."""
+    """Images as PNG at the size that training takes, enlarged or shrunk; masks as RLE at that
+    size.
+    """
     from pycocotools import mask as coco_mask
 
     for folder, row in rows:
         image, target = resize_sample(*folder[row])
         annotations = []
-        for box, label, mask in zip(target["boxes"].tolist(), target["labels"].tolist(), target["masks"], strict=True):
+        for box, label, mask in zip(
+            target["boxes"].tolist(), target["labels"].tolist(), target["masks"], strict=True
+        ):
             rle = coco_mask.encode(np.asfortranarray(mask.numpy()))
             x0, y0, x1, y1 = box
-            annotations.append({
-                "bbox": [x0, y0, x1 - x0, y1 - y0], "area": int(mask.sum()), "iscrowd": 0, "category_id": label,
-                "segmentation": {"size": rle["size"], "counts": rle["counts"].decode()},
-            })  # fmt: skip
+            annotations.append(
+                {
+                    "bbox": [x0, y0, x1 - x0, y1 - y0],
+                    "area": int(mask.sum()),
+                    "iscrowd": 0,
+                    "category_id": label,
+                    "segmentation": {"size": rle["size"], "counts": rle["counts"].decode()},
+                }
+            )
         height, width = image.shape[-2:]
-        yield Entry(_encode(image.permute(1, 2, 0).numpy(), ".png"), ".png", (height, width), annotations)
+        yield Entry(
+            _encode(image.permute(1, 2, 0).numpy(), ".png"), ".png", (height, width), annotations
+        )
 
 
 def _compress(rows: _Rows) -> Iterator[Entry]:
     """The same as JPEG."""
     for entry, (folder, row) in zip(_keep(rows), rows, strict=True):
-        yield entry._replace(data=_encode(folder[row][0].permute(1, 2, 0).numpy(), ".jpg"), suffix=".jpg")
+        yield entry._replace(
+            data=_encode(folder[row][0].permute(1, 2, 0).numpy(), ".jpg"), suffix=".jpg"
+        )
 
 
 def _enlarge(rows: _Rows) -> Iterator[Entry]:
@@ -221,12 +268,21 @@ def _crowd(rows: _Rows) -> Iterator[Entry]:
 
 
 def _list_polygons(folder: CocoFolder, row: int) -> list[dict[str, Any]]:
-    return [a for a in folder.coco.annotations(row) if not a["iscrowd"] and isinstance(a["segmentation"], list)]
+    return [
+        a
+        for a in folder.coco.annotations(row)
+        if not a["iscrowd"] and isinstance(a["segmentation"], list)
+    ]
 
 
-def _move(annotation: dict[str, Any], *, scale: float = 1, shift: tuple[float, float] = (0, 0)) -> dict[str, Any]:
+def _move(
+    annotation: dict[str, Any], *, scale: float = 1, shift: tuple[float, float] = (0, 0)
+) -> dict[str, Any]:
     x, y, width, height = (value * scale for value in annotation["bbox"])
-    polygons = [(np.reshape(points, (-1, 2)) * scale + shift).ravel().tolist() for points in annotation["segmentation"]]
+    polygons = [
+        (np.reshape(points, (-1, 2)) * scale + shift).ravel().tolist()
+        for points in annotation["segmentation"]
+    ]
     bbox, area = [x + shift[0], y + shift[1], width, height], annotation["area"] * scale**2
     return {**annotation, "bbox": bbox, "area": area, "segmentation": polygons}
 
@@ -249,5 +305,6 @@ DATA: dict[str, Callable[[_Rows], Iterator[Entry]]] = {
     "photos_12mp": _enlarge,
     "objects_300": _crowd,
 }
-"""What each dataset is made of: JPEGs and polygons as they are; images at 800/1333 as PNG (the source of all raw-pixel
-forms) and as JPEG of quality 95, with masks of that size; large photos; images full of objects."""
+"""What each dataset is made of: JPEGs and polygons as they are; images at 800/1333 as PNG (the
+source of all raw-pixel forms) and as JPEG of quality 95, with masks of that size; large photos;
+images full of objects."""

@@ -1,4 +1,6 @@
-"""An environment for each peer, on top of the packages that are installed here: `python -m benchmarks.environments`."""
+"""An environment for each peer, on top of the packages that are installed here: `python -m
+benchmarks.environments`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def read_sections(text: str) -> dict[str, list[str]]:
         {'ffcv': ['ffcv>=1'], 'grain': ['grain']}
     """
     parts = re.split(r"^# \[(\w+)\]$", text, flags=re.MULTILINE)[1:]
-    bodies = [[line for line in body.splitlines() if line and not line.startswith("#")] for body in parts[1::2]]
+    bodies = [
+        [line for line in body.splitlines() if line and not line.startswith("#")]
+        for body in parts[1::2]
+    ]
     return dict(zip(parts[::2], bodies, strict=True))
 
 
@@ -51,7 +56,9 @@ def find_python(environment: str, work: Path) -> Path:
 def list_versions(environment: str) -> dict[str, str]:
     """The versions of what a section names, where it is installed; empty for no section."""
     lines = read_sections(REQUIREMENTS.read_text()).get(environment, [])
-    return {name: metadata.version(name) for name in (re.split(r"[<>=~!]", line)[0] for line in lines)}
+    return {
+        name: metadata.version(name) for name in (re.split(r"[<>=~!]", line)[0] for line in lines)
+    }
 
 
 def build_environment(environment: str, work: Path) -> str:
@@ -63,8 +70,22 @@ def build_environment(environment: str, work: Path) -> str:
     # what is installed here, torch above all, is found there too, after the peer's own packages
     Path(purelib, "installed_here.pth").write_text(sysconfig.get_path("purelib"))
     requirements = read_sections(REQUIREMENTS.read_text())[environment]
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *requirements]
-    done = subprocess.run(pip, capture_output=True, text=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        *requirements,
+    ]
+    done = subprocess.run(
+        pip,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+    )
     reason = ""
     if done.returncode:
         errors = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
@@ -77,8 +98,15 @@ def main() -> int:
     """Build the environments that are missing, and say which could not be built."""
     sections = read_sections(REQUIREMENTS.read_text())
     parser = argparse.ArgumentParser(prog="python -m benchmarks.environments", description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="folder for data and environments")
-    parser.add_argument("--only", choices=sections, action="append", help="one environment, or several times one")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/benchmarks"),
+        help="folder for data and environments",
+    )
+    parser.add_argument(
+        "--only", choices=sections, action="append", help="one environment, or several times one"
+    )
     options = parser.parse_args()
     for name in options.only or sections:
         try:

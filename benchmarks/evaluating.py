@@ -1,9 +1,10 @@
-"""What evaluation costs for each image: `python -m benchmarks.evaluating --images DIR ... --json FILE`.
+"""What evaluation costs for each image: `python -m benchmarks.evaluating --images DIR ... --json
+FILE`.
 
-The same model finds 100 objects in each image, one image at a time. torchvision makes its masks at the size of the
-image, and they are encoded as ``references/detection/coco_eval.py`` does it; ours are drawn in their boxes by another
-process. Both give the same results, which is checked before anything is timed. The model alone is timed, too: no
-evaluation takes less.
+The same model finds 100 objects in each image, one image at a time. torchvision makes its masks at
+the size of the image, and they are encoded as ``references/detection/coco_eval.py`` does it; ours
+are drawn in their boxes by another process. Both give the same results, which is checked before
+anything is timed. The model alone is timed, too: no evaluation takes less.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ from colab_utils.training.model import LIGHT_MODEL
 __all__ = ["WAYS", "check_results", "main", "measure_way", "tabulate_runs"]
 
 DATA = ("kept", "photos_12mp")
-_, TORCHVISION, OURS = WAYS = ("the model alone", "torchvision's references", "in boxes, another process")
+_, TORCHVISION, OURS = WAYS = (
+    "the model alone",
+    "torchvision's references",
+    "in boxes, another process",
+)
 
 
 def describe_stock(model: nn.Module, image: Tensor, *, device: str) -> list[Any]:
@@ -56,20 +61,35 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
     """
     image = dataset.decode(dataset.read(0))
     (found,) = detect(model, [image], device=device)
-    ours = [result["segmentation"] for result in _describe(found, image.shape[1:], dataset.category_ids)]
+    ours = [
+        result["segmentation"] for result in _describe(found, image.shape[1:], dataset.category_ids)
+    ]
     theirs = describe_stock(model, image, device=device)
     same = sum(one == other for one, other in zip(ours, theirs, strict=False))
     # on a GPU pixels at exactly the threshold may differ from those on a CPU
-    if not theirs or len(ours) != len(theirs) or same < (0.9 if device == "cuda" else 1) * len(theirs):
-        raise ColabUtilsError(f"expected the masks of torchvision's references, found {same} of {len(theirs)} the same")
+    if (
+        not theirs
+        or len(ours) != len(theirs)
+        or same < (0.9 if device == "cuda" else 1) * len(theirs)
+    ):
+        raise ColabUtilsError(
+            f"expected the masks of torchvision's references, found {same} of {len(theirs)} the "
+            "same"
+        )
 
 
-def _describe(found: dict[str, Any], size: Sequence[int], category_ids: dict[int, int]) -> list[dict[str, Any]]:
+def _describe(
+    found: dict[str, Any], size: Sequence[int], category_ids: dict[int, int]
+) -> list[dict[str, Any]]:
     return describe_detections(found, image_id=0, size=size, category_ids=category_ids)
 
 
-def measure_way(way: str, model: nn.Module, dataset: ShardDataset, *, device: str, images: int) -> dict[str, float]:
-    """Milliseconds an image, those in this process too, and the most megabytes of tensors on the device."""
+def measure_way(
+    way: str, model: nn.Module, dataset: ShardDataset, *, device: str, images: int
+) -> dict[str, float]:
+    """Milliseconds an image, those in this process too, and the most megabytes of tensors on the
+    device.
+    """
     with fork_pool(1, torch.set_num_threads, 1) as pool:
 
         def evaluate_image(i: int) -> Future[Any] | None:
@@ -78,7 +98,11 @@ def measure_way(way: str, model: nn.Module, dataset: ShardDataset, *, device: st
                 describe_stock(model, image, device=device)
                 return None
             (found,) = detect(model, [image], device=device)
-            return pool.submit(_describe, found, image.shape[1:], dataset.category_ids) if way == OURS else None
+            return (
+                pool.submit(_describe, found, image.shape[1:], dataset.category_ids)
+                if way == OURS
+                else None
+            )
 
         wait(filter(None, [evaluate_image(0)]))
         began_s = perf_counter()
@@ -92,7 +116,11 @@ def measure_way(way: str, model: nn.Module, dataset: ShardDataset, *, device: st
         with nullcontext() if device == "cuda" else counted:
             evaluate_image(0)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else counted.peak
-    return {"image_ms": total_s / images * 1000, "own_ms": own_s / images * 1000, "peak_mb": peak / 1e6}
+    return {
+        "image_ms": total_s / images * 1000,
+        "own_ms": own_s / images * 1000,
+        "peak_mb": peak / 1e6,
+    }
 
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
@@ -100,11 +128,15 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     table = []
     for data, way in dict.fromkeys((row["data"], row["way"]) for row in rows):
         of = [row for row in rows if (row["data"], row["way"]) == (data, way)]
-        table.append({
-            "data": data, "way": way, "ms an image": format_spread([row["image_ms"] for row in of], ".0f"),
-            "in the training process": format_spread([row["own_ms"] for row in of], ".0f"),
-            "MB": f"{median(row['peak_mb'] for row in of):,.0f}",
-        })  # fmt: skip
+        table.append(
+            {
+                "data": data,
+                "way": way,
+                "ms an image": format_spread([row["image_ms"] for row in of], ".0f"),
+                "in the training process": format_spread([row["own_ms"] for row in of], ".0f"),
+                "MB": f"{median(row['peak_mb'] for row in of):,.0f}",
+            }
+        )
     return str(make_table(table)) if table else "nothing was measured"
 
 
@@ -112,9 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = make_parser("evaluating", __doc__)
-    parser.add_argument("--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL)
+    parser.add_argument(
+        "--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL
+    )
     parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 320)
-    parser.add_argument("--evaluated", type=int, default=16, help="images of each run (%(default)s)")
+    parser.add_argument(
+        "--evaluated", type=int, default=16, help="images of each run (%(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -126,8 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shards = data.folder / "evaluated"
             write_shards(data.images, data.annotations, shards=shards, storage="keep")
             dataset = ShardDataset(shards, contiguous_labels=True)
-            model: Any = make_model(options.model, num_classes=dataset.num_classes, min_size=options.min_size)
-            model.to(device).eval().roi_heads.score_thresh = 0.0  # it has learned nothing: 100 objects an image
+            model: Any = make_model(
+                options.model, num_classes=dataset.num_classes, min_size=options.min_size
+            )
+            # it has learned nothing: 100 objects an image
+            model.to(device).eval().roi_heads.score_thresh = 0.0
             check_results(model, dataset, device)
             images = min(options.evaluated, len(dataset))
             for way in WAYS:
@@ -135,7 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     measure_way, way, model, dataset, device=device, images=images
                 )
                 runs.append(({"data": name, "way": way}, run))
-        about = {"device": device, "model": options.model, "min_size": options.min_size, "evaluated": options.evaluated}
+        about = {
+            "device": device,
+            "model": options.model,
+            "min_size": options.min_size,
+            "evaluated": options.evaluated,
+        }
         measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))

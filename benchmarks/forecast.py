@@ -1,4 +1,6 @@
-"""Check the forecasts of `diagnose` against what is then measured: `python -m benchmarks.forecast --images DIR ...`."""
+"""Check the forecasts of `diagnose` against what is then measured: `python -m benchmarks.forecast
+--images DIR ...`.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,13 @@ __all__ = ["Case", "list_cases", "main", "run_case", "tabulate_errors"]
 DATA = ("builtin", "kept", "photos_12mp", "objects_300")
 PROFILES = ("none", "fast", "typical", "bad")
 STEPS_MS = (20, 100, 400)
-BATCH_SIZES = {"photos_12mp": 2}  # a dense batch of 4 photos is half a GB, and each worker has two ahead
+# a dense batch of 4 photos is half a GB, and each worker has two ahead
+BATCH_SIZES = {"photos_12mp": 2}
 
 
 class Endless(Sampler[int]):
-    """Every image in a random order, again and again, and the same from the start in each pass: no epoch ends while it
-    is timed, and a few heavy images weigh the same before and after a fix.
+    """Every image in a random order, again and again, and the same from the start in each pass: no
+    epoch ends while it is timed, and a few heavy images weigh the same before and after a fix.
     """
 
     def __init__(self, count: int) -> None:
@@ -50,7 +53,9 @@ class Endless(Sampler[int]):
 
 @dataclass(frozen=True)
 class Case:
-    """A dataset at the speed of a Drive profile, ``workers`` of a plain ``DataLoader``, an emulated step."""
+    """A dataset at the speed of a Drive profile, ``workers`` of a plain ``DataLoader``, an emulated
+    step.
+    """
 
     data: str
     profile: str
@@ -59,7 +64,8 @@ class Case:
 
 
 def list_cases(count: int, *, seed: int = 0) -> list[Case]:
-    """So many cases in a random order; each dataset with each profile comes once before one comes again.
+    """So many cases in a random order; each dataset with each profile comes once before one comes
+    again.
 
     Example:
         >>> len({(case.data, case.profile) for case in list_cases(16)})
@@ -73,33 +79,46 @@ def list_cases(count: int, *, seed: int = 0) -> list[Case]:
         chance.shuffle(pairs)
         rounds += pairs
     chance.shuffle(settings)
-    return [Case(*pair, *settings[number % len(settings)]) for number, pair in enumerate(rounds)][:count]
+    return [Case(*pair, *settings[number % len(settings)]) for number, pair in enumerate(rounds)][
+        :count
+    ]
 
 
-def run_case(case: Case, images: Path, annotations: Path, *, seconds: float) -> list[dict[str, Any]]:
+def run_case(
+    case: Case, images: Path, annotations: Path, *, seconds: float
+) -> list[dict[str, Any]]:
     """Diagnose, apply every fix, and give each forecast beside what was measured."""
     with read_at_full_speed():
         slow_down(images, case.profile)
         dataset = CocoFolder(images, annotations)
         loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=BATCH_SIZES.get(case.data, 4), num_workers=case.workers, collate_fn=collate,
+            dataset,
+            batch_size=BATCH_SIZES.get(case.data, 4),
+            num_workers=case.workers,
+            collate_fn=collate,
             sampler=Endless(len(dataset)),
-        )  # fmt: skip
+        )
         found = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
         # the same loader once more: what the machine itself changed meanwhile
         again = None
         if found.fixes:
-            again = time_batches(loader, EmulatedStep(case.step_ms), batches=500, max_s=0.4 * seconds)
+            again = time_batches(
+                loader, EmulatedStep(case.step_ms), batches=500, max_s=0.4 * seconds
+            )
     return [
         {
-            **asdict(case), "fix": fix.id, "now": found.images_per_second, "headspace": found.headspace,
+            **asdict(case),
+            "fix": fix.id,
+            "now": found.images_per_second,
+            "headspace": found.headspace,
             "again": again.images_per_second if again else None,
-            "forecast": fix.forecast_images_per_second, "measured": fix.measured_images_per_second,
+            "forecast": fix.forecast_images_per_second,
+            "measured": fix.measured_images_per_second,
             "error": fix.forecast_images_per_second / fix.measured_images_per_second - 1,
         }
         for fix in found.fixes
         if fix.forecast_images_per_second and fix.measured_images_per_second
-    ]  # fmt: skip
+    ]
 
 
 def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
@@ -110,17 +129,24 @@ def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
     table = []
     for name in names:
         errors = [abs(row["error"]) for row in rows if name in (row["fix"], "all")]
-        table.append({
-            "fix": name, "forecasts": len(errors), "median error": f"{median(errors):.0%}",
-            "worst error": f"{max(errors):.0%}", "within 25 %": f"{sum(e <= 0.25 for e in errors) / len(errors):.0%}",
-        })  # fmt: skip
+        table.append(
+            {
+                "fix": name,
+                "forecasts": len(errors),
+                "median error": f"{median(errors):.0%}",
+                "worst error": f"{max(errors):.0%}",
+                "within 25 %": f"{sum(e <= 0.25 for e in errors) / len(errors):.0%}",
+            }
+        )
     return str(make_table(table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = make_parser("forecast", __doc__)
-    parser.add_argument("--cases", type=int, default=16, help="how many; the JSON keeps those it has (%(default)s)")
+    parser.add_argument(
+        "--cases", type=int, default=16, help="how many; the JSON keeps those it has (%(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=40, help="of each diagnosis (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -129,7 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def measure() -> None:
         if options.json.exists():
             rows.extend(json.loads(options.json.read_text())["rows"])
-        done = {tuple(row[name] for name in ("data", "profile", "workers", "step_ms")) for row in rows}
+        done = {
+            tuple(row[name] for name in ("data", "profile", "workers", "step_ms")) for row in rows
+        }
         for number, case in enumerate(list_cases(options.cases), start=1):
             if astuple(case) in done:
                 continue
@@ -137,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 made = make_dataset(options.work / "data" / "builtin", n=160)
                 images, annotations = made.images, made.annotations
             else:
-                data = make_data(case.data, options.work, options.images, options.annotations, samples=300)
+                data = make_data(
+                    case.data, options.work, options.images, options.annotations, samples=300
+                )
                 images, annotations = data.images, data.annotations
             print(f"{number} of {options.cases}: {case}", file=sys.stderr, flush=True)
             rows.extend(run_case(case, images, annotations, seconds=options.seconds))

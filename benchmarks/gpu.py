@@ -1,10 +1,11 @@
-"""All that only a GPU can tell, by one command: `python -m benchmarks.gpu --json FILE`, or `make gpu`.
+"""All that only a GPU can tell, by one command: `python -m benchmarks.gpu --json FILE`, or `make
+gpu`.
 
-It runs the tests that are skipped without a GPU, then measures on data made by code: the step of torchvision's
-references (with AMP) and each change of ours, for two models and several batches; the same in float16 with a batch of
-4, as a T4 trains; the memory of 300 objects an image; training from shards against training on one batch that lies
-ready; and evaluation. What no longer fits into its minutes is left out, and named in the JSON. The table goes into
-``benchmarks/README.md``.
+It runs the tests that are skipped without a GPU, then measures on data made by code: the step of
+torchvision's references (with AMP) and each change of ours, for two models and several batches; the
+same in float16 with a batch of 4, as a T4 trains; the memory of 300 objects an image; training from
+shards against training on one batch that lies ready; and evaluation. What no longer fits into its
+minutes is left out, and named in the JSON. The table goes into ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ import torch
 from benchmarks import step as steps
 from benchmarks.command import make_parser, run_to_end
 from benchmarks.operations import make_batch
-from benchmarks.step import CHANGES, COMPILED, REFERENCES, compare_losses, make_model, make_step, time_steps
+from benchmarks.step import (
+    CHANGES,
+    COMPILED,
+    REFERENCES,
+    compare_losses,
+    make_model,
+    make_step,
+    time_steps,
+)
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -75,7 +84,9 @@ def measure_real_data(
     """Images per second of training from shards, and on one batch of them that lies ready."""
     model, images = make_model(name, num_classes=dataset.num_classes, min_size=min_size), 0
     step = make_step(model, device, CHANGES)
-    with closing(make_loader(dataset, batch_size=batch_size, deliver="packed", drop_last=True)) as loader:
+    with closing(
+        make_loader(dataset, batch_size=batch_size, deliver="packed", drop_last=True)
+    ) as loader:
         batches = (batch for _ in range(1000) for batch in loader)
         ready = next(batches)
         rates = []
@@ -92,7 +103,9 @@ def measure_real_data(
     return {"images_per_second": rates[0], "cached_images_per_second": rates[1]}
 
 
-def measure_evaluation(dataset: ShardDataset, name: str, *, min_size: int, device: str) -> dict[str, float]:
+def measure_evaluation(
+    dataset: ShardDataset, name: str, *, min_size: int, device: str
+) -> dict[str, float]:
     """Milliseconds an image of an evaluation, drawing of masks and scores included."""
     model = make_model(name, num_classes=dataset.num_classes, min_size=min_size)
     evaluate(model, dataset, device=device)
@@ -107,17 +120,29 @@ def _finish(device: str) -> None:
 
 
 def list_runs(
-    models: Sequence[str], sizes: Sequence[int], *, min_size: int, device: str, dataset: ShardDataset
+    models: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    min_size: int,
+    device: str,
+    dataset: ShardDataset,
 ) -> list[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
     """What names each measurement, and the measurement, the most telling first."""
     runs: list[tuple[dict[str, Any], Callable[[], dict[str, float]]]] = []
     full = {"min_size": min_size, "device": device}
 
-    def add(what: str, name: str, size: int, call: Callable[[], dict[str, float]], step: str = "") -> None:
+    def add(
+        what: str, name: str, size: int, call: Callable[[], dict[str, float]], step: str = ""
+    ) -> None:
         runs.append(({"what": what, "model": name, "batch_size": size, "step": step}, call))
 
-    def time(name: str, size: int, changes: Sequence[str], objects: int, half: bool) -> dict[str, float]:
-        model, batch = make_model(name, num_classes=2, min_size=min_size), make_batch(size, objects=objects)
+    def time(
+        name: str, size: int, changes: Sequence[str], objects: int, half: bool
+    ) -> dict[str, float]:
+        model, batch = (
+            make_model(name, num_classes=2, min_size=min_size),
+            make_batch(size, objects=objects),
+        )
         compare_losses(copy.deepcopy(model), [batch], device)
         with (
             patch("colab_utils.training.step.choose_precision", lambda device: torch.float16)
@@ -126,16 +151,29 @@ def list_runs(
         ):
             return time_steps(model, [batch], device, changes)
 
-    for number in (len(CHANGES), 0, *range(1, len(CHANGES))):  # the last and the first change are told in any case
+    # the last and the first change are told in any case
+    for number in (len(CHANGES), 0, *range(1, len(CHANGES))):
         for name in models:
             for size in sizes:
                 label = f"+ {CHANGES[number - 1]}" if number else REFERENCES
-                add("step", name, size, partial(time, name, size, CHANGES[:number], 8, False), label)
+                add(
+                    "step", name, size, partial(time, name, size, CHANGES[:number], 8, False), label
+                )
     for name in models:
-        add("step", name, 8, partial(time, name, 8, (*CHANGES, COMPILED), 8, False), f"+ {COMPILED}")
+        add(
+            "step", name, 8, partial(time, name, 8, (*CHANGES, COMPILED), 8, False), f"+ {COMPILED}"
+        )
     for changes, label in (((), REFERENCES), (CHANGES, "ours")):
-        add("300 objects an image", models[0], 2, partial(time, models[0], 2, changes, 300, False), label)
-        add("float16, as a T4", models[-1], 4, partial(time, models[-1], 4, changes, 8, True), label)
+        add(
+            "300 objects an image",
+            models[0],
+            2,
+            partial(time, models[0], 2, changes, 300, False),
+            label,
+        )
+        add(
+            "float16, as a T4", models[-1], 4, partial(time, models[-1], 4, changes, 8, True), label
+        )
     for name in models:
         add("real data", name, 8, partial(measure_real_data, dataset, name, batch_size=8, **full))
         add("evaluation", name, 8, partial(measure_evaluation, dataset, name, **full))
@@ -143,21 +181,36 @@ def list_runs(
 
 
 def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
-    """One table: what was measured, and how it stands beside the references or beside a cached batch."""
+    """One table: what was measured, and how it stands beside the references or beside a cached
+    batch.
+    """
     table = []
-    references = {(row["what"], row["model"], row["batch_size"]): row for row in rows if row["step"] == REFERENCES}
+    references = {
+        (row["what"], row["model"], row["batch_size"]): row
+        for row in rows
+        if row["step"] == REFERENCES
+    }
     for row in rows:
-        line = {"what": row["what"], "model": row["model"], "batch": row["batch_size"], "step": row["step"] or "ours"}
+        line = {
+            "what": row["what"],
+            "model": row["model"],
+            "batch": row["batch_size"],
+            "step": row["step"] or "ours",
+        }
         line |= {"figure": "", "over the references": "", "MB": ""}
         usual = references.get((row["what"], row["model"], row["batch_size"]))
         if "step_ms" in row:
             line |= {"figure": f"{row['step_ms']:.1f} ms", "MB": f"{row.get('memory_mb', 0):,.0f}"}
-            line["over the references"] = f"{usual['step_ms'] / row['step_ms']:.2f}" if usual else ""
+            line["over the references"] = (
+                f"{usual['step_ms'] / row['step_ms']:.2f}" if usual else ""
+            )
         elif "evaluation_ms" in row:
             line["figure"] = f"{row['evaluation_ms']:.1f} ms an image"
         else:
             ratio = row["images_per_second"] / row["cached_images_per_second"]
-            line["figure"] = f"{row['images_per_second']:.1f} images/s, {ratio:.2f} of a cached batch"
+            line["figure"] = (
+                f"{row['images_per_second']:.1f} images/s, {ratio:.2f} of a cached batch"
+            )
         table.append(line)
     return str(make_table(table)) if table else "nothing was measured"
 
@@ -167,7 +220,9 @@ def write_table(text: str, path: Path = README) -> None:
     content = path.read_text(encoding="utf-8")
     between = re.compile(f"({re.escape(MARKS[0])}).*?({re.escape(MARKS[1])})", re.DOTALL)
     if not between.search(content):
-        raise ColabUtilsError(f"expected the marks {MARKS[0]} and {MARKS[1]} in {path}, found none: put them back")
+        raise ColabUtilsError(
+            f"expected the marks {MARKS[0]} and {MARKS[1]} in {path}, found none: put them back"
+        )
     write_file(path, between.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", content).encode())
 
 
@@ -177,10 +232,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=BATCH_SIZES)
     parser.add_argument("--min-size", type=int, default=800, help="pixels (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=25, help="after which nothing new is begun (%(default)s)")
-    parser.add_argument("--device", default="cuda", help="cpu only tries the command out (%(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=25, help="after which nothing new is begun (%(default)s)"
+    )
+    parser.add_argument(
+        "--device", default="cuda", help="cpu only tries the command out (%(default)s)"
+    )
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {"machine": asdict(describe_machine()), "tests": "", "left_out": [], "rows": []}
+    results: dict[str, Any] = {
+        "machine": asdict(describe_machine()),
+        "tests": "",
+        "left_out": [],
+        "rows": [],
+    }
 
     def measure() -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
@@ -200,7 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_file(options.json, json.dumps(results, indent=1, default=str).encode())
         if options.device == "cuda":
             machine = results["machine"]
-            about = f"{machine['gpu']}, {machine['software']}, {machine['cpu']}. Tests: {results['tests']}"
+            about = (
+                f"{machine['gpu']}, {machine['software']}, {machine['cpu']}. Tests: "
+                f"{results['tests']}"
+            )
             write_table(f"{about}\n\n{tabulate_results(results['rows'])}")
 
     return run_to_end(measure, lambda: tabulate_results(results["rows"]))

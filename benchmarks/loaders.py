@@ -1,4 +1,6 @@
-"""Measure every loader on the same work: `python -m benchmarks.loaders --images DIR --annotations FILE --json FILE`."""
+"""Measure every loader on the same work: `python -m benchmarks.loaders --images DIR --annotations
+FILE --json FILE`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ class Row:
         """Ready for JSON."""
         figures = summarise(self.repeats) if self.repeats else None
         crew = str(self.crew) if self.crew else ""
-        known = {"system": self.job.system, "data": self.job.data.name, "crew": crew, "figures": figures}
+        known = {
+            "system": self.job.system,
+            "data": self.job.data.name,
+            "crew": crew,
+            "figures": figures,
+        }
         return {**{name: value for name, value in vars(self).items() if name != "job"}, **known}
 
 
@@ -68,8 +75,12 @@ class Settings:
     seconds: float
 
 
-def run_scenario(scenario: Scenario, systems: Sequence[str], settings: Settings) -> tuple[dict[str, Any], list[Row]]:
-    """Prepare, try, check, then measure in turns; what could not be done has a reason in its row."""
+def run_scenario(
+    scenario: Scenario, systems: Sequence[str], settings: Settings
+) -> tuple[dict[str, Any], list[Row]]:
+    """Prepare, try, check, then measure in turns; what could not be done has a reason in its
+    row.
+    """
     rows = [_plan_row(scenario, system, settings) for system in systems]
     for row in rows:
         _attempt(row, "prepare", settings)
@@ -80,16 +91,24 @@ def run_scenario(scenario: Scenario, systems: Sequence[str], settings: Settings)
     for repeat in range(settings.repeats):
         for row in rows:
             _attempt(row, "measure", settings, f" {repeat + 1} of {settings.repeats}")
-    figures = {row.job.system: summarise(row.repeats) for row in rows if row.repeats and not row.difference}
+    figures = {
+        row.job.system: summarise(row.repeats) for row in rows if row.repeats and not row.difference
+    }
     targets = [judge(target, figures) for target in scenario.targets]
-    return {"name": scenario.name, "rows": [row.describe() for row in rows], "targets": targets}, rows
+    return {
+        "name": scenario.name,
+        "rows": [row.describe() for row in rows],
+        "targets": targets,
+    }, rows
 
 
 def _plan_row(scenario: Scenario, system: str, settings: Settings) -> Row:
     kind = get_system(system)
 
     def make(name: str) -> Data:
-        return make_data(name, settings.work, settings.images, settings.annotations, samples=settings.samples)
+        return make_data(
+            name, settings.work, settings.images, settings.annotations, samples=settings.samples
+        )
 
     data = make("kept" if kind.size_800 else scenario.data)
     reference = make("pixels_800") if kind.size_800 else data
@@ -118,7 +137,8 @@ def _prepare(row: Row, settings: Settings) -> None:
     needed, free = LARGEST_BYTES * job.data.records, shutil.disk_usage(settings.work).free
     if needed > free:
         raise ColabUtilsError(
-            f"expected {format_bytes(needed)} of free disk, found {format_bytes(free)}. Use fewer --samples."
+            f"expected {format_bytes(needed)} of free disk, found {format_bytes(free)}. Use fewer "
+            "--samples."
         )
     job.folder.mkdir(parents=True)
     run_apart(job, python, timeout_s=1800)
@@ -148,7 +168,9 @@ def _check(row: Row, settings: Settings) -> None:
 
 def _measure(row: Row, settings: Settings) -> None:
     python = find_python(get_system(row.job.system).environment, settings.work)
-    row.repeats.append(run_apart(replace(row.job, task="measure"), python, timeout_s=180 + row.job.seconds))
+    row.repeats.append(
+        run_apart(replace(row.job, task="measure"), python, timeout_s=180 + row.job.seconds)
+    )
 
 
 _TASKS = {"prepare": _prepare, "trial": _try_crews, "check": _check, "measure": _measure}
@@ -158,9 +180,14 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
     """Do a job in a process of its own, in the environment of its system."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
-        [python, *_COMMAND, job.dump()], cwd=ROOT, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [python, *_COMMAND, job.dump()],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         answer, said = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -173,7 +200,9 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(answer)
     except ValueError:
         last = (said.strip().splitlines() or ["nothing said"])[-1]
-        raise ColabUtilsError(f"ended with code {process.returncode} in {job.task}: {last[:300]}") from None
+        raise ColabUtilsError(
+            f"ended with code {process.returncode} in {job.task}: {last[:300]}"
+        ) from None
     if "error" in found:
         raise ColabUtilsError(f"{job.task}: {found['error'][:300]}")
     return found
@@ -183,16 +212,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loaders", description=__doc__)
     parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", help="image folders")
-    parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", help="COCO instance JSON of each")
-    parser.add_argument("--systems", help=f"some of: {', '.join(SYSTEMS)}")
-    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="one scenario, or several times one")
-    parser.add_argument("--repeats", type=int, default=3, help="of each system, in turns (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=8, help="length of a repeat (%(default)s)")
-    parser.add_argument("--samples", type=int, default=320, help="records in an epoch, about (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for data, forms, environments")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all that is measured; its other scenarios stay")
     parser.add_argument(
-        "--readme", type=Path, metavar="FILE", help="put such a file's tables into benchmarks/README.md"
+        "--annotations", type=Path, nargs="+", metavar="FILE", help="COCO instance JSON of each"
+    )
+    parser.add_argument("--systems", help=f"some of: {', '.join(SYSTEMS)}")
+    parser.add_argument(
+        "--scenario", action="append", choices=SCENARIOS, help="one scenario, or several times one"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of each system, in turns (%(default)s)"
+    )
+    parser.add_argument("--seconds", type=float, default=8, help="length of a repeat (%(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=320, help="records in an epoch, about (%(default)s)"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/benchmarks"), help="for data, forms, environments"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="all that is measured; its other scenarios stay"
+    )
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        metavar="FILE",
+        help="put such a file's tables into benchmarks/README.md",
     )
     options = parser.parse_args(arguments)
     try:
@@ -212,25 +256,42 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     if not options.images or not options.annotations or not options.json:
         parser.error("--images, --annotations and --json are needed")
     if len(options.images) != len(options.annotations) or min(options.repeats, options.samples) < 1:
-        parser.error("as many --annotations as --images are needed, and 1 or more --repeats and --samples")
+        parser.error(
+            "as many --annotations as --images are needed, and 1 or more --repeats and --samples"
+        )
     wanted = options.systems.split(",") if options.systems else list(SYSTEMS)
     unknown = [name for name in wanted if name not in SYSTEMS]
     if unknown:
-        raise ColabUtilsError(f"expected systems among {', '.join(SYSTEMS)}; found {', '.join(unknown)}: choose again")
+        raise ColabUtilsError(
+            f"expected systems among {', '.join(SYSTEMS)}; found {', '.join(unknown)}: choose again"
+        )
     settings = Settings(
-        options.work, options.images, options.annotations, options.samples, options.repeats, options.seconds
+        options.work,
+        options.images,
+        options.annotations,
+        options.samples,
+        options.repeats,
+        options.seconds,
     )
     options.work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
-        "machine": asdict(describe_machine()), "date": date.today().isoformat(),
-        "command": _describe_command(options), "versions": {}, "samples": options.samples,
-        "repeats": options.repeats, "seconds": options.seconds, "batch_size": BATCH_SIZE, "scenarios": [],
-    }  # fmt: skip
+        "machine": asdict(describe_machine()),
+        "date": date.today().isoformat(),
+        "command": _describe_command(options),
+        "versions": {},
+        "samples": options.samples,
+        "repeats": options.repeats,
+        "seconds": options.seconds,
+        "batch_size": BATCH_SIZE,
+        "scenarios": [],
+    }
     todo = [SCENARIOS[name] for name in options.scenario or SCENARIOS]
     todo = [scenario for scenario in todo if any(name in wanted for name in scenario.systems)]
     kept = _read_earlier(options.json, results, [scenario.name for scenario in todo])
     for number, scenario in enumerate(todo):
-        found, rows = run_scenario(scenario, [name for name in scenario.systems if name in wanted], settings)
+        found, rows = run_scenario(
+            scenario, [name for name in scenario.systems if name in wanted], settings
+        )
         kept[scenario.name] = found
         results["scenarios"] = [kept[name] for name in SCENARIOS if name in kept]
         for row in rows:
@@ -249,20 +310,32 @@ def _describe_command(options: argparse.Namespace) -> str:
     above = Path(os.path.commonpath(paths)).parent
     names = [str(path.relative_to(above)) for path in paths]
     count = len(options.images)
-    words = ["--images", *names[:count], "--annotations", *names[count:], "--samples", str(options.samples)]
+    words = [
+        "--images",
+        *names[:count],
+        "--annotations",
+        *names[count:],
+        "--samples",
+        str(options.samples),
+    ]
     words += ["--repeats", str(options.repeats), "--seconds", f"{options.seconds:g}"]
     words += ["--systems", options.systems] if options.systems else []
     return shlex.join(["python", "-m", "benchmarks.loaders", *words, "--json", options.json.name])
 
 
 def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> dict[str, Any]:
-    """The scenarios in a file of earlier results that are not measured anew: of this machine, with these settings."""
+    """The scenarios in a file of earlier results that are not measured anew: of this machine, with
+    these settings.
+    """
     if not path.exists():
         return {}
     earlier, same = json.loads(path.read_text()), ("samples", "repeats", "seconds", "batch_size")
-    if earlier["machine"] != results["machine"] or any(earlier[name] != results[name] for name in same):
+    if earlier["machine"] != results["machine"] or any(
+        earlier[name] != results[name] for name in same
+    ):
         raise ColabUtilsError(
-            f"expected results of this machine with these settings in {path}, found others. Name another --json file."
+            f"expected results of this machine with these settings in {path}, found others. Name "
+            "another --json file."
         )
     results["versions"] = earlier["versions"]
     return {found["name"]: found for found in earlier["scenarios"] if found["name"] not in anew}

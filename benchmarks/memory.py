@@ -1,8 +1,9 @@
 """What a training step holds: `python -m benchmarks.memory --images DIR ... --json FILE`.
 
-Forward and backward pass of Mask R-CNN at full size, by torchvision's own path and from packed batches, then with what
-`train` does so that a batch fits, one after the other. On a GPU its allocator says what was held; without one the bytes
-of all tensors are counted, which leaves out what a GPU's libraries need for themselves.
+Forward and backward pass of Mask R-CNN at full size, by torchvision's own path and from packed
+batches, then with what `train` does so that a batch fits, one after the other. On a GPU its
+allocator says what was held; without one the bytes of all tensors are counted, which leaves out
+what a GPU's libraries need for themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _LOOK_BYTES = 300_000  # to look for what has gone takes long
 
 
 class CountedMemory(TorchDispatchMode):
-    """Counts the bytes of all storages that live, as a GPU's allocator does, and runs out above ``limit``."""
+    """Counts the bytes of all storages that live, as a GPU's allocator does, and runs out above
+    ``limit``.
+    """
 
     def __init__(self, limit: float = float("inf")) -> None:
         super().__init__()
@@ -58,7 +61,9 @@ class CountedMemory(TorchDispatchMode):
         """Begin to look for the highest sum anew."""
         self.peak = self.count_held()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
@@ -75,7 +80,9 @@ class CountedMemory(TorchDispatchMode):
         if self.held > min(self.peak + _LOOK_BYTES, self.limit):
             self.peak = max(self.peak, self.count_held())
         if self.held > self.limit:
-            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {self.held:,} of {self.limit:,} bytes")
+            raise torch.cuda.OutOfMemoryError(
+                f"CUDA out of memory: {self.held:,} of {self.limit:,} bytes"
+            )
 
 
 def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str) -> dict[str, float]:
@@ -85,9 +92,15 @@ def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str) -> di
     """
     step = TrainingStep(copy.deepcopy(model).to(device), device)
     step.parts = 2 if way == PARTS else 1
-    moved = [{key: value.to(device) for key, value in target.items() if isinstance(value, Tensor)}
-             for target in batch.targets]  # fmt: skip
-    given = ([image.to(device) for image in batch.images], moved) if way == TORCHVISION else (batch.packed.to(device),)
+    moved = [
+        {key: value.to(device) for key, value in target.items() if isinstance(value, Tensor)}
+        for target in batch.targets
+    ]
+    given = (
+        ([image.to(device) for image in batch.images], moved)
+        if way == TORCHVISION
+        else (batch.packed.to(device),)
+    )
     torch.manual_seed(0)
     began_s = perf_counter()
     if device == "cuda":
@@ -108,8 +121,18 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     for name in dict.fromkeys(row["data"] for row in rows):
         of = [row for row in rows if row["data"] == name]
         for way in dict.fromkeys(row["way"] for row in of):
-            peak, first = (median(row["peak_mb"] for row in of if row["way"] == each) for each in (way, of[0]["way"]))
-            table.append({"data": name, "way": way, "MB": f"{peak:,.0f}", "of torchvision's": f"{peak / first:.2f}"})
+            peak, first = (
+                median(row["peak_mb"] for row in of if row["way"] == each)
+                for each in (way, of[0]["way"])
+            )
+            table.append(
+                {
+                    "data": name,
+                    "way": way,
+                    "MB": f"{peak:,.0f}",
+                    "of torchvision's": f"{peak / first:.2f}",
+                }
+            )
     return str(make_table(table)) if table else "nothing was measured"
 
 
@@ -131,8 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             classes = 1 + max(int(target["labels"].max()) for target in batch.targets)
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
             # a part is an image or more
-            for way in (TORCHVISION, PACKED, PARTS) if options.batch_size > 1 else (TORCHVISION, PACKED):
-                run: Callable[[], dict[str, float]] = partial(measure_step, model, batch, device, way=way)
+            for way in (
+                (TORCHVISION, PACKED, PARTS) if options.batch_size > 1 else (TORCHVISION, PACKED)
+            ):
+                run: Callable[[], dict[str, float]] = partial(
+                    measure_step, model, batch, device, way=way
+                )
                 runs.append(({"data": name, "way": way}, run))
         about = {
             "device": device,

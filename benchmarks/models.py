@@ -1,9 +1,11 @@
-"""Lighter models and pruning, compared with the usual models: `python -m benchmarks.models --json FILE`.
+"""Lighter models and pruning, compared with the usual models: `python -m benchmarks.models --json
+FILE`.
 
-Each trains on the built-in dataset from random weights for the same number of steps: milliseconds a step and an
-evaluated image, memory, and average precision. Memory is what does not depend on the device: weights with gradients and
-the optimiser's averages, and what the forward pass keeps for the backward pass. The large models are timed, and trained
-only with ``--all``: on a CPU that takes an hour.
+Each trains on the built-in dataset from random weights for the same number of steps: milliseconds a
+step and an evaluated image, memory, and average precision. Memory is what does not depend on the
+device: weights with gradients and the optimiser's averages, and what the forward pass keeps for the
+backward pass. The large models are timed, and trained only with ``--all``: on a CPU that takes an
+hour.
 """
 
 from __future__ import annotations
@@ -34,10 +36,21 @@ from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, assemble_mask_rcnn
 from colab_utils.training.step import TrainingStep, choose_rate, compute_rate, make_optimizer
 
-__all__ = ["MODELS", "build", "count_kept_bytes", "main", "measure_model", "prune_weights", "tabulate_runs"]
+__all__ = [
+    "MODELS",
+    "build",
+    "count_kept_bytes",
+    "main",
+    "measure_model",
+    "prune_weights",
+    "tabulate_runs",
+]
 
 LARGE = (GPU_MODEL, "maskrcnn_resnet50_fpn")
-SMALL_HEADS, PRUNED = f"{LIGHT_MODEL}, heads of half the channels", f"{LIGHT_MODEL}, half of the weights pruned"
+SMALL_HEADS, PRUNED = (
+    f"{LIGHT_MODEL}, heads of half the channels",
+    f"{LIGHT_MODEL}, half of the weights pruned",
+)
 MODELS = (*LARGE, LIGHT_MODEL, SMALL_HEADS, PRUNED)
 BATCH_SIZE, TIMED = 2, 8
 PRUNED_SHARE, PRUNED_AFTER = 0.5, 0.5  # of the weights; of the steps
@@ -59,8 +72,12 @@ def build(name: str, *, num_classes: int, min_size: int) -> nn.Module:
 
 
 def prune_weights(model: nn.Module) -> None:
-    """Set the smallest half of all convolutions' and linear layers' weights to zero, for good while it trains."""
-    layers = [(layer, "weight") for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    """Set the smallest half of all convolutions' and linear layers' weights to zero, for good while
+    it trains.
+    """
+    layers = [
+        (layer, "weight") for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)
+    ]
     prune.global_unstructured(layers, prune.L1Unstructured, amount=PRUNED_SHARE)
 
 
@@ -72,7 +89,8 @@ def count_kept_bytes(model: nn.Module, batch: Any) -> int:
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, or its address would be given out again
+            # held, or its address would be given out again
+            kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -80,28 +98,42 @@ def count_kept_bytes(model: nn.Module, batch: Any) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def measure_model(name: str, work: Path, *, steps: int, seed: int, min_size: int, device: str) -> dict[str, float]:
+def measure_model(
+    name: str, work: Path, *, steps: int, seed: int, min_size: int, device: str
+) -> dict[str, float]:
     """Train (0 ``steps``: not), evaluate, and time one model."""
     torch.manual_seed(seed)
-    data, validation = (ShardDataset(work / part, contiguous_labels=True) for part in ("train", "val"))
+    data, validation = (
+        ShardDataset(work / part, contiguous_labels=True) for part in ("train", "val")
+    )
     model = build(name, num_classes=data.num_classes, min_size=min_size)
     known = name.partition(", ")[0]
-    step = TrainingStep(model, device, optimizer=make_optimizer(model, name=known, learning_rate=0.0))
+    step = TrainingStep(
+        model, device, optimizer=make_optimizer(model, name=known, learning_rate=0.0)
+    )
     highest, found = choose_rate(known, BATCH_SIZE), dict[str, float]()
-    loader = make_loader(data, batch_size=BATCH_SIZE, workers=1, seed=seed, device=device, deliver="packed")
+    loader = make_loader(
+        data, batch_size=BATCH_SIZE, workers=1, seed=seed, device=device, deliver="packed"
+    )
     with closing(loader):
         batches: Any = chain.from_iterable(repeat(loader))
         for number in range(steps):
             if name == PRUNED and number == int(PRUNED_AFTER * steps):
                 prune_weights(model)
-                step.optimizer = make_optimizer(model, name=known, learning_rate=0.0)  # of the new parameters
+                # of the new parameters
+                step.optimizer = make_optimizer(model, name=known, learning_rate=0.0)
             for group in step.optimizer.param_groups:
                 group["lr"] = compute_rate(number, steps=steps, highest=highest)
             step(next(batches), flips=(torch.rand(BATCH_SIZE) < 0.5).tolist())
         batch = next(batches)
         found["step_ms"] = _time(lambda _: step(batch), device)
         found["kept_mb"] = count_kept_bytes(model, batch) / 1e6
-    state = {id(t): t for values in step.optimizer.state.values() for t in values.values() if torch.is_tensor(t)}
+    state = {
+        id(t): t
+        for values in step.optimizer.state.values()
+        for t in values.values()
+        if torch.is_tensor(t)
+    }
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     tensors = [
         *model.parameters(),
@@ -118,7 +150,9 @@ def measure_model(name: str, work: Path, *, steps: int, seed: int, min_size: int
 
     def detect_image(i: int) -> None:
         (objects,) = detect(model, [images[i]], device=device)
-        describe_detections(objects, image_id=i, size=images[i].shape[1:], category_ids=validation.category_ids)
+        describe_detections(
+            objects, image_id=i, size=images[i].shape[1:], category_ids=validation.category_ids
+        )
 
     found["detect_ms"] = _time(detect_image, device)
     return found
@@ -142,14 +176,23 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     table = []
     for name in dict.fromkeys(row["model"] for row in rows):
         runs = [row for row in rows if row["model"] == name]
-        found = {key: mean(run[key] for run in runs) for key in runs[0] if key not in ("model", "seed", "repeat")}
-        table.append({
-            "model": name, "ms a step": f"{found['step_ms']:.0f}", "ms an image evaluated": f"{found['detect_ms']:.0f}",
-            "weights, gradients, averages, MB": f"{found['weights_mb']:.0f}",
-            "kept for backward, MB": f"{found['kept_mb']:.0f}",
-            "box AP": _spread([run.get("box_ap") for run in runs]),
-            "mask AP": _spread([run.get("mask_ap") for run in runs]), "seeds": len(runs),
-        })  # fmt: skip
+        found = {
+            key: mean(run[key] for run in runs)
+            for key in runs[0]
+            if key not in ("model", "seed", "repeat")
+        }
+        table.append(
+            {
+                "model": name,
+                "ms a step": f"{found['step_ms']:.0f}",
+                "ms an image evaluated": f"{found['detect_ms']:.0f}",
+                "weights, gradients, averages, MB": f"{found['weights_mb']:.0f}",
+                "kept for backward, MB": f"{found['kept_mb']:.0f}",
+                "box AP": _spread([run.get("box_ap") for run in runs]),
+                "mask AP": _spread([run.get("mask_ap") for run in runs]),
+                "seeds": len(runs),
+            }
+        )
     return str(make_table(table)) if table else "nothing was measured"
 
 
@@ -165,7 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each model (%(default)s)")
     parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 192)
-    parser.add_argument("--all", action="store_true", help="train the large models too; always on a GPU")
+    parser.add_argument(
+        "--all", action="store_true", help="train the large models too; always on a GPU"
+    )
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 
@@ -175,11 +220,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed, name in product(range(options.seeds), MODELS):
             trains = options.all or device == "cuda" or name not in LARGE
             measured = partial(
-                measure_model, name, options.work, steps=options.steps if trains else 0, seed=seed,
-                min_size=options.min_size, device=device,
-            )  # fmt: skip
+                measure_model,
+                name,
+                options.work,
+                steps=options.steps if trains else 0,
+                seed=seed,
+                min_size=options.min_size,
+                device=device,
+            )
             runs.append(({"model": name, "seed": str(seed)}, measured))
-        about = {"device": device, "steps": options.steps, "min_size": options.min_size, "batch_size": BATCH_SIZE}
+        about = {
+            "device": device,
+            "steps": options.steps,
+            "min_size": options.min_size,
+            "batch_size": BATCH_SIZE,
+        }
         measure_in_turns(runs, rows, repeats=1, about=about, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))

@@ -1,9 +1,11 @@
-"""What one training step asks of a device, counted without one: `python -m benchmarks.operations --json FILE`.
+"""What one training step asks of a device, counted without one: `python -m benchmarks.operations
+--json FILE`.
 
-A fast GPU waits for its next operation, and for every value that the CPU reads from it. Both can be counted on a CPU:
-the operations that torch dispatches in one step (forward, backward, optimizer), the readings (``nonzero``, scalars),
-the calls of ``nms``, and the bytes of the largest tensor. Ours beside the step of torchvision's references, on the same
-images. The counts say nothing about the time that an operation takes.
+A fast GPU waits for its next operation, and for every value that the CPU reads from it. Both can be
+counted on a CPU: the operations that torch dispatches in one step (forward, backward, optimizer),
+the readings (``nonzero``, scalars), the calls of ``nms``, and the bytes of the largest tensor. Ours
+beside the step of torchvision's references, on the same images. The counts say nothing about the
+time that an operation takes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ __all__ = ["Counted", "count_step", "main", "make_batch", "make_small"]
 
 MODELS = ("maskrcnn_resnet50_fpn", GPU_MODEL, LIGHT_MODEL)
 BATCH_SIZES = (2, 8, 16)
-MIN_SIZE, USUAL_SIZE = 64, 800  # pixels: the calls are the same ones, and a batch of 16 takes seconds
+# pixels: the calls are the same ones, and a batch of 16 takes seconds
+MIN_SIZE, USUAL_SIZE = 64, 800
 REGIONS = 16  # of each image, not 512
 STRIDES, RATIOS = (4, 8, 16, 32, 64), 3
 WAITING = ("nonzero", "_local_scalar_dense", "masked_select")
@@ -47,7 +50,9 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.operations, self.waits, self.suppressions, self.largest_bytes = 0, 0, 0, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
         self.operations += 1
         self.waits += function.overloadpacket.__name__ in WAITING
@@ -61,14 +66,20 @@ def make_batch(size: int, *, objects: int = 8) -> Batch:
     samples, chance = [], torch.Generator().manual_seed(0)
     for number in range(size):
         corners = torch.randint(0, 380, (objects, 2), generator=chance)
-        boxes = torch.cat([corners, corners + torch.randint(16, 100, (objects, 1), generator=chance)], 1)
+        boxes = torch.cat(
+            [corners, corners + torch.randint(16, 100, (objects, 1), generator=chance)], 1
+        )
         drawn = torch.zeros(objects, 480, 640, dtype=torch.uint8)
         for mask, (x0, y0, x1, y1) in zip(drawn, boxes.tolist(), strict=True):
             mask[y0:y1, x0:x1] = 1
         target = {
-            "boxes": boxes.float(), "labels": torch.ones(objects, dtype=torch.int64), "masks": drawn,
-            "image_id": number, "area": drawn.sum((1, 2)).float(), "iscrowd": torch.zeros(objects, dtype=torch.int64),
-        }  # fmt: skip
+            "boxes": boxes.float(),
+            "labels": torch.ones(objects, dtype=torch.int64),
+            "masks": drawn,
+            "image_id": number,
+            "area": drawn.sum((1, 2)).float(),
+            "iscrowd": torch.zeros(objects, dtype=torch.int64),
+        }
         image = torch.randint(0, 255, (3, 480, 640), dtype=torch.uint8, generator=chance)
         samples.append(pack_target(image, target))
     packed = collate_packed(samples)
@@ -76,7 +87,9 @@ def make_batch(size: int, *, objects: int = 8) -> Batch:
 
 
 def make_small(name: str) -> Any:
-    """A model that samples few regions of small images, which makes it quick and changes no count but of bytes."""
+    """A model that samples few regions of small images, which makes it quick and changes no count
+    but of bytes.
+    """
     model: Any = make_model(name, num_classes=2, min_size=MIN_SIZE)
     model.roi_heads.fg_bg_sampler.batch_size_per_image = REGIONS
     return model
@@ -91,18 +104,23 @@ def _count_candidates(model: Any, side: int) -> int:
 def count_step(model: Any, batch: Batch, *, ours: bool) -> dict[str, int]:
     """Operations, waits and bytes of the largest tensor of one step, after one that is not counted.
 
-    Optimizers are those that a GPU gets by default. Limits of memory are a GPU's, scaled down as the images are.
+    Optimizers are those that a GPU gets by default. Limits of memory are a GPU's, scaled down as
+    the images are.
     """
     model, side = copy.deepcopy(model).train(), model.transform.min_size[0]
     candidates = _count_candidates(model, side) / _count_candidates(model, USUAL_SIZE)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if ours:
         fold_norms(model)
-        step: Any = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, fused=True))
+        step: Any = TrainingStep(
+            model, "cpu", optimizer=torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, fused=True)
+        )
         given: Any = batch.packed
     else:
         step, given = ReferenceStep(model, "cpu"), batch
-        step.optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, weight_decay=1e-4, foreach=True)
+        step.optimizer = torch.optim.SGD(
+            trainable, lr=1e-4, momentum=0.9, weight_decay=1e-4, foreach=True
+        )
     with ExitStack() as stack:
         for limits, share in (
             (losses._PAIRS, (side / USUAL_SIZE) ** 2),
@@ -126,16 +144,28 @@ def tabulate_counts(rows: Sequence[dict[str, Any]]) -> str:
     table = []
     for name, size in dict.fromkeys((row["model"], row["batch_size"]) for row in rows):
         ours, theirs = (
-            next(row for row in rows if (row["model"], row["batch_size"], row["step"]) == (name, size, step))
+            next(
+                row
+                for row in rows
+                if (row["model"], row["batch_size"], row["step"]) == (name, size, step)
+            )
             for step in ("ours", "references")
         )
-        table.append({
-            "model": name, "batch": size, "operations": f"{ours['operations']:,}",
-            "references'": f"{theirs['operations']:,}", "ratio": f"{ours['operations'] / theirs['operations']:.2f}",
-            "waits": ours["waits"], "references' waits": theirs["waits"], "nms": ours["nms"],
-            "references' nms": theirs["nms"],
-            "largest MB": ours["largest_mb"], "references' MB": theirs["largest_mb"],
-        })  # fmt: skip
+        table.append(
+            {
+                "model": name,
+                "batch": size,
+                "operations": f"{ours['operations']:,}",
+                "references'": f"{theirs['operations']:,}",
+                "ratio": f"{ours['operations'] / theirs['operations']:.2f}",
+                "waits": ours["waits"],
+                "references' waits": theirs["waits"],
+                "nms": ours["nms"],
+                "references' nms": theirs["nms"],
+                "largest MB": ours["largest_mb"],
+                "references' MB": theirs["largest_mb"],
+            }
+        )
     return str(make_table(table)) if table else "nothing was counted"
 
 

@@ -1,8 +1,10 @@
-"""What `watch` costs: `python -m benchmarks.overhead --json FILE` runs the same loop bare and watched, in turns.
+"""What `watch` costs: `python -m benchmarks.overhead --json FILE` runs the same loop bare and
+watched, in turns.
 
-A step trains a tiny model and keeps its core busy until ``--step-ms`` are over: what the watch adds cannot hide. A pair
-is an epoch of each, in changing order. The wall time of a pair differs by some percent by itself, so the cost is also
-counted: the time of the loop outside of its steps and of the loader's own calls, and the CPU time of other threads.
+A step trains a tiny model and keeps its core busy until ``--step-ms`` are over: what the watch adds
+cannot hide. A pair is an epoch of each, in changing order. The wall time of a pair differs by some
+percent by itself, so the cost is also counted: the time of the loop outside of its steps and of the
+loader's own calls, and the CPU time of other threads.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class ClockedLoader(DataLoader[Any]):
 
 
 def time_loop(loader: Iterable[Any], clocked: ClockedLoader, *, step_ms: float) -> dict[str, float]:
-    """An epoch: its wall seconds, those outside of steps and of the loader, and the CPU seconds of other threads."""
+    """An epoch: its wall seconds, those outside of steps and of the loader, and the CPU seconds of
+    other threads.
+    """
     model = nn.Linear(3 * 32 * 32, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     clocked.inside_s, stepped_s = 0.0, 0.0
@@ -63,14 +67,21 @@ def time_loop(loader: Iterable[Any], clocked: ClockedLoader, *, step_ms: float) 
         stepped_s += perf_counter() - step_began_s
     wall_s = perf_counter() - began_s
     threads_s = process_time() - thread_time() - threads_s
-    return {"wall_s": wall_s, "outside_s": wall_s - stepped_s - clocked.inside_s, "threads_s": threads_s}
+    return {
+        "wall_s": wall_s,
+        "outside_s": wall_s - stepped_s - clocked.inside_s,
+        "threads_s": threads_s,
+    }
 
 
-def make_pair(folder: Path, *, workers: int, batches: int) -> dict[str, tuple[Iterable[Any], ClockedLoader]]:
+def make_pair(
+    folder: Path, *, workers: int, batches: int
+) -> dict[str, tuple[Iterable[Any], ClockedLoader]]:
     """A bare loader and a watched one, whose workers live already."""
     photos = Photos(folder, count=4 * batches)
     bare, inner = (
-        ClockedLoader(photos, batch_size=4, num_workers=workers, persistent_workers=workers > 0) for _ in range(2)
+        ClockedLoader(photos, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+        for _ in range(2)
     )
     loaders: dict[str, tuple[Iterable[Any], ClockedLoader]] = {
         "bare": (bare, bare),
@@ -93,9 +104,15 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> str:
     """Medians, each with the range of the middle half of the pairs."""
     table = []
     for workers in dict.fromkeys(row["workers"] for row in rows):
-        costs = [sorted(found) for found in zip(*(find_costs(r) for r in rows if r["workers"] == workers), strict=True)]
+        costs = [
+            sorted(found)
+            for found in zip(*(find_costs(r) for r in rows if r["workers"] == workers), strict=True)
+        ]
         quarter = len(costs[0]) // 4
-        counted, wall = (f"{median(more):+.2%} ({more[quarter]:+.2%} to {more[-1 - quarter]:+.2%})" for more in costs)
+        counted, wall = (
+            f"{median(more):+.2%} ({more[quarter]:+.2%} to {more[-1 - quarter]:+.2%})"
+            for more in costs
+        )
         table.append({"workers": workers, "pairs": len(costs[0]), "counted": counted, "wall": wall})
     return str(make_table(table)) if table else "nothing was timed"
 
@@ -103,7 +120,9 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = make_parser("overhead", __doc__, builtin="overhead")
-    parser.add_argument("--pairs", type=int, default=8, help="of epochs, for each number of workers (%(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=8, help="of epochs, for each number of workers (%(default)s)"
+    )
     parser.add_argument("--batches", type=int, default=500, help="of an epoch (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=20, help="of a step (%(default)s)")
     options = parser.parse_args(arguments)
@@ -112,13 +131,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def measure() -> None:
         torch.set_num_threads(1)
         with TemporaryDirectory() as folder:
-            pairs = {workers: make_pair(Path(folder), workers=workers, batches=options.batches) for workers in WORKERS}
+            pairs = {
+                workers: make_pair(Path(folder), workers=workers, batches=options.batches)
+                for workers in WORKERS
+            }
             for number, (workers, loaders) in product(range(options.pairs), pairs.items()):
                 order = sorted(loaders, reverse=bool(number % 2))
                 times = {name: time_loop(*loaders[name], step_ms=options.step_ms) for name in order}
                 rows.append({"workers": workers, **times})
                 print(rows[-1], file=sys.stderr, flush=True)
-                content = {"machine": asdict(describe_machine()), "step_ms": options.step_ms, "rows": rows}
+                content = {
+                    "machine": asdict(describe_machine()),
+                    "step_ms": options.step_ms,
+                    "rows": rows,
+                }
                 write_file(options.json, json.dumps(content, indent=1, default=str).encode())
 
     return run_to_end(measure, lambda: tabulate(rows))

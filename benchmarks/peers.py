@@ -1,6 +1,8 @@
-"""Other libraries as strategies of `compare`: one adapter from a `System` of benchmarks/systems to a `Strategy`.
+"""Other libraries as strategies of `compare`: one adapter from a `System` of benchmarks/systems to
+a `Strategy`.
 
-`python -m benchmarks.compare` passes them in. Each library reads a format of its own, written from the same shards.
+`python -m benchmarks.compare` passes them in. Each library reads a format of its own, written from
+the same shards.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Shards(Data):
 
 
 class Peer:
-    """A system as `compare` iterates over it: samples as they are, in batches of the setting, on its device."""
+    """A system as `compare` iterates over it: samples as they are, in batches of the setting, on
+    its device.
+    """
 
     def __init__(self, setting: Setting, system: str) -> None:
         self._setting, kind = setting, get_system(system)
@@ -47,7 +51,8 @@ class Peer:
         self._system = as_they_are(data, folder, crew)
 
     def __iter__(self) -> Iterator[Any]:
-        gc.collect()  # in a library's forked workers torch would complain of loaders that are garbage by now
+        # in a library's forked workers torch would complain of loaders that are garbage by now
+        gc.collect()
         samples: list[Any] = []
         for batch in self._system:
             for sample in self._system.unpack(batch):

@@ -1,9 +1,11 @@
-"""Preprocess and copy against bare calls, and the planned seconds: `python -m benchmarks.preparing --images DIR ...`.
+"""Preprocess and copy against bare calls, and the planned seconds: `python -m benchmarks.preparing
+--images DIR ...`.
 
-Preprocess is compared with decoding, resizing and encoding alone, on as many processes: of the images (Pillow), and of
-images and masks (pycocotools, and torch's nearest neighbour, as torchvision's references resize them). From a mounted
-Drive (FUSE) the bare calls read a file at a time in each process. The copy from such a mount is compared with as many
-streams that read the same files from start to end and keep nothing.
+Preprocess is compared with decoding, resizing and encoding alone, on as many processes: of the
+images (Pillow), and of images and masks (pycocotools, and torch's nearest neighbour, as
+torchvision's references resize them). From a mounted Drive (FUSE) the bare calls read a file at a
+time in each process. The copy from such a mount is compared with as many streams that read the same
+files from start to end and keep nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +42,18 @@ from colab_utils.show.table import make_table
 __all__ = ["main"]
 
 COPIED = 6000  # images, about
-SIZES: dict[Storage, dict[str, Any]] = {"keep": {}, "shrink": {"min_size": 400, "max_size": 667}, "pixels": {}}
+SIZES: dict[Storage, dict[str, Any]] = {
+    "keep": {},
+    "shrink": {"min_size": 400, "max_size": 667},
+    "pixels": {},
+}
 
 
-def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], processes: int, *, masks: bool) -> float:
-    """Seconds of reading, decoding, resizing and encoding every image, or also its masks, each process with its
-    share.
+def make_bare(
+    images: Path, dataset: CocoDataset, recipe: dict[str, Any], processes: int, *, masks: bool
+) -> float:
+    """Seconds of reading, decoding, resizing and encoding every image, or also its masks, each
+    process with its share.
     """
     shares = [range(first, len(dataset), processes) for first in range(processes)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
@@ -55,11 +63,15 @@ def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], proces
         return perf_counter() - began_s
 
 
-def _store_all(images: Path, dataset: CocoDataset, recipe: dict[str, Any], masks: bool, share: Sequence[int]) -> None:
+def _store_all(
+    images: Path, dataset: CocoDataset, recipe: dict[str, Any], masks: bool, share: Sequence[int]
+) -> None:
     torch.set_num_threads(1)
     settings = {name: recipe[name] for name in ("min_size", "max_size", "storage")}
     for i in share:
-        stored = store_image(read_image(images, dataset, i), tuple(dataset.sizes[i].tolist()), **settings)
+        stored = store_image(
+            read_image(images, dataset, i), tuple(dataset.sizes[i].tolist()), **settings
+        )
         for annotation in dataset.annotations(i) if masks else ():
             _store_mask(annotation["segmentation"], stored)
 
@@ -68,7 +80,9 @@ def _store_mask(segmentation: Any, stored: StoredImage) -> None:
     drawn = coco_mask.frPyObjects(segmentation, *stored.original)
     dense = coco_mask.decode(coco_mask.merge(drawn) if isinstance(drawn, list) else drawn)
     if dense.shape != stored.size:
-        resized = torch.nn.functional.interpolate(torch.from_numpy(dense)[None, None].float(), stored.size)
+        resized = torch.nn.functional.interpolate(
+            torch.from_numpy(dense)[None, None].float(), stored.size
+        )
         dense = np.asfortranarray(resized[0, 0].byte().numpy())
     coco_mask.encode(dense)
 
@@ -93,18 +107,24 @@ def time_preprocess(data: Any, storage: Storage, workers: int, folder: Path) -> 
     # several shards for each process, as a dataset worth preprocessing has
     settings = {"storage": storage, "workers": workers, **SIZES[storage]}
     plan = plan_shards(data.images, data.annotations, **settings)
-    made = write_shards(data.images, data.annotations, shards=folder / "shards", shard_mb=8, **settings)
+    made = write_shards(
+        data.images, data.annotations, shards=folder / "shards", shard_mb=8, **settings
+    )
     recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
     return {
-        "planned": plan.write_s, "made": made.seconds,
+        "planned": plan.write_s,
+        "made": made.seconds,
         "bare": make_bare(Path(data.images), dataset, recipe, workers, masks=False),
         "bare with masks": make_bare(Path(data.images), dataset, recipe, workers, masks=True),
-        "planned bytes": plan.bytes, "bytes": made.bytes,
-    }  # fmt: skip
+        "planned bytes": plan.bytes,
+        "bytes": made.bytes,
+    }
 
 
 def time_copy(shards: Path, profile: str, folder: Path) -> dict[str, float]:
-    """Seconds of `copy_shards` from a mount, and of bare reads on another mount of the same folder."""
+    """Seconds of `copy_shards` from a mount, and of bare reads on another mount of the same
+    folder.
+    """
     from tests.drive_mount import mount_drive  # it needs libfuse
 
     times = {}
@@ -116,11 +136,20 @@ def time_copy(shards: Path, profile: str, folder: Path) -> dict[str, float]:
     return times
 
 
-def time_preprocess_from_drive(data: Any, profile: str, workers: int, folder: Path) -> dict[str, float]:
-    """Seconds of `write_shards` from images on a mount, and of the bare calls on another mount of the same folder."""
+def time_preprocess_from_drive(
+    data: Any, profile: str, workers: int, folder: Path
+) -> dict[str, float]:
+    """Seconds of `write_shards` from images on a mount, and of the bare calls on another mount of
+    the same folder.
+    """
     from tests.drive_mount import mount_drive  # it needs libfuse
 
-    settings: dict[str, Any] = {"shards": folder / "shards", "storage": "keep", "workers": workers, "shard_mb": 8}
+    settings: dict[str, Any] = {
+        "shards": folder / "shards",
+        "storage": "keep",
+        "workers": workers,
+        "shard_mb": 8,
+    }
     with mount_drive(data.images, folder / "made", profile=profile) as mount:
         made = write_shards(mount.folder, data.annotations, **settings)
     recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
@@ -135,29 +164,47 @@ def _run_in_folder(work: Path, run: Callable[[Path], dict[str, float]]) -> dict[
 
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
-    """Medians [lowest-highest]: for preprocess and copy, each as a ratio to the bare calls of the same repeat."""
+    """Medians [lowest-highest]: for preprocess and copy, each as a ratio to the bare calls of the
+    same repeat.
+    """
     table: dict[str, list[dict[str, Any]]] = {"making": [], "reading": [], "copying": []}
     for name in dict.fromkeys(row["name"] for row in rows):
         runs = [row for row in rows if row["name"] == name]
         if "planned" in runs[0]:
-            table["making"].append({
-                "preprocess": name, "made in, s": format_spread([run["made"] for run in runs]),
-                "planned / made": format_spread([run["planned"] / run["made"] for run in runs]),
-                "planned / made, bytes": format_spread([run["planned bytes"] / run["bytes"] for run in runs]),
-                "made / bare calls": format_spread([run["made"] / run["bare"] for run in runs]),
-                "made / bare calls with masks": format_spread([run["made"] / run["bare with masks"] for run in runs]),
-            })  # fmt: skip
+            table["making"].append(
+                {
+                    "preprocess": name,
+                    "made in, s": format_spread([run["made"] for run in runs]),
+                    "planned / made": format_spread([run["planned"] / run["made"] for run in runs]),
+                    "planned / made, bytes": format_spread(
+                        [run["planned bytes"] / run["bytes"] for run in runs]
+                    ),
+                    "made / bare calls": format_spread([run["made"] / run["bare"] for run in runs]),
+                    "made / bare calls with masks": format_spread(
+                        [run["made"] / run["bare with masks"] for run in runs]
+                    ),
+                }
+            )
         elif "made" in runs[0]:
-            table["reading"].append({
-                "preprocess from": name, "made in, s": format_spread([run["made"] for run in runs]),
-                "bare calls / made": format_spread([run["bare"] / run["made"] for run in runs]),
-            })  # fmt: skip
+            table["reading"].append(
+                {
+                    "preprocess from": name,
+                    "made in, s": format_spread([run["made"] for run in runs]),
+                    "bare calls / made": format_spread([run["bare"] / run["made"] for run in runs]),
+                }
+            )
         else:
-            table["copying"].append({
-                "copy from": name, "copied in, s": format_spread([run["copy"] for run in runs]),
-                "bare reads / copy": format_spread([run["bare"] / run["copy"] for run in runs]),
-            })  # fmt: skip
-    return "\n\n".join(str(make_table(part)) for part in table.values() if part) or "nothing was measured"
+            table["copying"].append(
+                {
+                    "copy from": name,
+                    "copied in, s": format_spread([run["copy"] for run in runs]),
+                    "bare reads / copy": format_spread([run["bare"] / run["copy"] for run in runs]),
+                }
+            )
+    return (
+        "\n\n".join(str(make_table(part)) for part in table.values() if part)
+        or "nothing was measured"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -172,9 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tests.drive_mount import can_mount
 
         if reason := can_mount():
-            raise ColabUtilsError(f"expected that a Drive can be mounted here, found {reason}: run make fuse as root")
-        data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
-        copied = make_data("kept", options.work / "copied", options.images, options.annotations, samples=COPIED)
+            raise ColabUtilsError(
+                f"expected that a Drive can be mounted here, found {reason}: run make fuse as root"
+            )
+        data = make_data(
+            "kept", options.work, options.images, options.annotations, samples=options.samples
+        )
+        copied = make_data(
+            "kept", options.work / "copied", options.images, options.annotations, samples=COPIED
+        )
         shards = options.work / "preparing"
         shutil.rmtree(shards, ignore_errors=True)
         write_shards(copied.images, copied.annotations, shards=shards, shard_mb=32, storage="keep")
@@ -184,12 +237,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for storage, workers in product(SIZES, cores)
         }
         things |= {
-            f"Drive, typical, {workers} processes": partial(time_preprocess_from_drive, data, "typical", workers)
+            f"Drive, typical, {workers} processes": partial(
+                time_preprocess_from_drive, data, "typical", workers
+            )
             for workers in cores
         }
         things |= {f"Drive, {name}": partial(time_copy, shards, name) for name in DRIVE_PROFILES}
-        runs: list[Run] = [({"name": name}, partial(_run_in_folder, options.work, run)) for name, run in things.items()]
-        measure_in_turns(runs, rows, repeats=options.repeats, about={"samples": options.samples}, path=options.json)
+        runs: list[Run] = [
+            ({"name": name}, partial(_run_in_folder, options.work, run))
+            for name, run in things.items()
+        ]
+        measure_in_turns(
+            runs,
+            rows,
+            repeats=options.repeats,
+            about={"samples": options.samples},
+            path=options.json,
+        )
 
     return run_to_end(measure, lambda: tabulate_runs(rows))
 

@@ -1,9 +1,11 @@
-"""Average precision after the same training by torchvision's own path and by ours: `python -m benchmarks.quality ...`.
+"""Average precision after the same training by torchvision's own path and by ours: `python -m
+benchmarks.quality ...`.
 
-Both train the same model from the same random weights on the built-in dataset, in the same order, for several seeds:
-once from dense targets, through ``model(images, targets)`` with torchvision's transform, and once from packed batches.
-With ``--norms``, frozen batch norms beside trained ones instead: the backbone is first trained on other images, and its
-weights are taken as published ones are. With ``--small``, the tiny model on small pictures, which takes minutes.
+Both train the same model from the same random weights on the built-in dataset, in the same order,
+for several seeds: once from dense targets, through ``model(images, targets)`` with torchvision's
+transform, and once from packed batches. With ``--norms``, frozen batch norms beside trained ones
+instead: the backbone is first trained on other images, and its weights are taken as published ones
+are. With ``--small``, the tiny model on small pictures, which takes minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ PICTURES = {"width": 160, "height": 120, "objects": (1, 3), "categories": ("ball
 
 
 def pretrain(work: Path, steps: int) -> dict[str, Tensor]:
-    """The weights of a backbone that was trained on other images, by the names of published ones."""
+    """The weights of a backbone that was trained on other images, by the names of published
+    ones.
+    """
     run = work / f"pretrained-{steps}"
     made = make_dataset(work / "others-data", n=IMAGES, seed=SEED)
     write_shards(made.images, made.annotations, shards=work / "others")
@@ -56,18 +60,33 @@ def make_small_data(work: Path) -> None:
 
 
 def train_once(
-    way: str, seed: int, work: Path, steps: int, backbone: dict[str, Tensor] | None = None, *, small: bool = False
+    way: str,
+    seed: int,
+    work: Path,
+    steps: int,
+    backbone: dict[str, Tensor] | None = None,
+    *,
+    small: bool = False,
 ) -> dict[str, float]:
-    """AP of boxes and masks on images that were not trained on, and the mean loss of the last tenth of the steps."""
-    settings: dict[str, Any] = {"augment": v2.RandomHorizontalFlip(0.5) if way == "torchvision" else "flip"}
+    """AP of boxes and masks on images that were not trained on, and the mean loss of the last tenth
+    of the steps.
+    """
+    settings: dict[str, Any] = {
+        "augment": v2.RandomHorizontalFlip(0.5) if way == "torchvision" else "flip"
+    }
     settings |= SMALL if small else {}
     settings |= {"norms": way.partition(" ")[0]} if way in NORMS else {"weights": None}
     fetched = patch("colab_utils.training.model._fetch_pretrained", return_value=backbone)
     with TemporaryDirectory(dir=work) as run, fetched:
         report = train(
-            work / "train", Path(run) / "run", steps=steps, seed=seed, log=lambda line: None, val_shards=work / "val",
+            work / "train",
+            Path(run) / "run",
+            steps=steps,
+            seed=seed,
+            log=lambda line: None,
+            val_shards=work / "val",
             **settings,
-        )  # fmt: skip
+        )
     assert report.ap is not None
     last = [point.loss for point in report.losses[-max(1, steps // 10) :]]
     return {"box AP": report.ap.bbox, "mask AP": report.ap.segm, "loss": mean(last)}
@@ -90,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("quality", __doc__, builtin="quality")
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each path (%(default)s)")
-    parser.add_argument("--norms", type=int, metavar="STEPS", help="frozen or trained norms, after so many steps")
+    parser.add_argument(
+        "--norms", type=int, metavar="STEPS", help="frozen or trained norms, after so many steps"
+    )
     parser.add_argument("--small", action="store_true", help="the tiny model on small pictures")
     options = parser.parse_args(arguments)
     if options.small and options.norms:
@@ -109,7 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for seed, way in product(range(options.seeds), NORMS if backbone else WAYS)
         ]
         measure_in_turns(
-            runs, rows, repeats=1, about={"steps": options.steps, "norms": options.norms}, path=options.json
+            runs,
+            rows,
+            repeats=1,
+            about={"steps": options.steps, "norms": options.norms},
+            path=options.json,
         )
 
     return run_to_end(measure, lambda: tabulate_runs(rows))

@@ -42,12 +42,20 @@ def write_readme(results: dict[str, Any], path: Path = README) -> None:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ColabUtilsError(f"expected the lines {BEGIN!r} and {END!r} in {path}, found them not. Put them back.")
+        raise ColabUtilsError(
+            f"expected the lines {BEGIN!r} and {END!r} in {path}, found them not. Put them back."
+        )
     parts = [_describe_run(results)]
     for scenario in results["scenarios"]:
         table = _tabulate(scenario)
-        lines = [table.headings, ["--:" if number else "---" for number in table.is_number], *table.rows]
-        rows = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+        lines = [
+            table.headings,
+            ["--:" if number else "---" for number in table.is_number],
+            *table.rows,
+        ]
+        rows = "\n".join(
+            f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines
+        )
         targets = "\n".join(f"- {line}" for line in _list_targets(scenario))
         idea = SCENARIOS[scenario["name"]].idea
         head = f"### {scenario['name']}\n\n{idea[0].upper()}{idea[1:]}."
@@ -60,26 +68,40 @@ def _describe_run(results: dict[str, Any]) -> str:
     machine = results["machine"]
     rows = [row for scenario in results["scenarios"] for row in scenario["rows"]]
     controls = [repeat["control_s"] for row in rows for repeat in row["repeats"]]
-    drift = f"{min(controls) * 1000:.0f} to {max(controls) * 1000:.0f} ms" if controls else "not measured"
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
+    drift = (
+        f"{min(controls) * 1000:.0f} to {max(controls) * 1000:.0f} ms"
+        if controls
+        else "not measured"
+    )
+    versions = ", ".join(
+        f"{name} {version}" for name, version in sorted(results["versions"].items())
+    )
     return (
         f"Measured on {results['date']}: {machine['cores']} cores ({machine['cpu']}), "
         f"{format_bytes(machine['ram_bytes'])} RAM, {machine['software']}. "
         f"{results['repeats']} repeats of about {results['seconds']:g} s, in "
-        f"turns; medians [lowest-highest]. The fixed control job beside each repeat took {drift}.\n\n"
+        "turns; medians [lowest-highest]. The fixed control job beside each repeat took "
+        f"{drift}.\n\n"
         f"Peers: {versions or 'none'}.\n\n```\n{results['command']}\n```"
     )
 
 
 def _tabulate(scenario: dict[str, Any]) -> Table:
-    rows = sorted(scenario["rows"], key=lambda row: -(row["figures"] or {"images_per_second": 0})["images_per_second"])
+    rows = sorted(
+        scenario["rows"],
+        key=lambda row: -(row["figures"] or {"images_per_second": 0})["images_per_second"],
+    )
     waits = SCENARIOS[scenario["name"]].step_ms is not None
     return make_table([_format_row(row, waits=waits) for row in rows])
 
 
 def _format_row(row: dict[str, Any], *, waits: bool) -> dict[str, Any]:
     figures: dict[str, Any] = row["figures"] or {}
-    speeds = [_round(figures[name]) for name in ("images_per_second", "lowest", "highest")] if figures else []
+    speeds = (
+        [_round(figures[name]) for name in ("images_per_second", "lowest", "highest")]
+        if figures
+        else []
+    )
     remark = row["reason"] or (f"not comparable: {row['difference']}" if row["difference"] else "")
     return {
         "system": row["system"],
@@ -93,7 +115,9 @@ def _format_row(row: dict[str, Any], *, waits: bool) -> dict[str, Any]:
 
 
 def _round(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    return (
+        f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    )
 
 
 def _list_targets(scenario: dict[str, Any]) -> list[str]:

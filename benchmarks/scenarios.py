@@ -9,7 +9,11 @@ from typing import Any, Literal, NamedTuple
 __all__ = ["SCENARIOS", "Scenario", "Target", "judge"]
 
 Measure = Literal["images_per_second", "cpu_ms_per_image", "wait_share"]
-_UNITS = {"images_per_second": "images/s", "cpu_ms_per_image": "CPU-ms an image", "wait_share": "share of waiting"}
+_UNITS = {
+    "images_per_second": "images/s",
+    "cpu_ms_per_image": "CPU-ms an image",
+    "wait_share": "share of waiting",
+}
 
 
 class Target(NamedTuple):
@@ -24,7 +28,9 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Systems on one dataset (see `benchmarks.data.DATA`); ``step_ms``: of an emulated step after each batch."""
+    """Systems on one dataset (see `benchmarks.data.DATA`); ``step_ms``: of an emulated step after
+    each batch.
+    """
 
     name: str
     idea: str
@@ -35,23 +41,39 @@ class Scenario:
 
 
 _PEERS = (
-    "ffcv", "spdl", "memmap", "pt_files", "litdata", "grain", "mosaicml", "hf_datasets", "webdataset", "tf_data",
-)  # fmt: skip
+    "ffcv",
+    "spdl",
+    "memmap",
+    "pt_files",
+    "litdata",
+    "grain",
+    "mosaicml",
+    "hf_datasets",
+    "webdataset",
+    "tf_data",
+)
 
 
 def _step(step_ms: float, most: float) -> Scenario:
     return Scenario(
-        f"step_{step_ms:g}", f"training with an emulated step of {step_ms:g} ms a batch of 4, 0.9 of a core busy",
-        "kept", ("packed", "references"), (Target("packed", "wait_share", at_most=most),), step_ms,
-    )  # fmt: skip
+        f"step_{step_ms:g}",
+        f"training with an emulated step of {step_ms:g} ms a batch of 4, 0.9 of a core busy",
+        "kept",
+        ("packed", "references"),
+        (Target("packed", "wait_share", at_most=most),),
+        step_ms,
+    )
 
 
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
         Scenario(
-            "kept_jpeg", "JPEGs as they are, resize left to the device; bare_decode: two threads that only decode",
-            "kept", ("packed", "bare_decode", "references", "references_800", "spdl_files", "dali"),
+            "kept_jpeg",
+            "JPEGs as they are, resize left to the device; bare_decode: two threads that only "
+            "decode",
+            "kept",
+            ("packed", "bare_decode", "references", "references_800", "spdl_files", "dali"),
             (
                 Target("packed", "images_per_second", ("references",), at_least=4.5),
                 Target("packed", "images_per_second", ("bare_decode",), at_least=0.85),
@@ -59,8 +81,11 @@ SCENARIOS = {
             ),
         ),
         Scenario(
-            "pixels_800", "raw pixels at 800/1333, packed; the ceiling is hand-made, the peers deliver dense batches",
-            "pixels_800", ("packed", "ceiling", "ffcv", "spdl", "memmap", "references_800"),
+            "pixels_800",
+            "raw pixels at 800/1333, packed; the ceiling is hand-made, the peers deliver dense "
+            "batches",
+            "pixels_800",
+            ("packed", "ceiling", "ffcv", "spdl", "memmap", "references_800"),
             (
                 Target("packed", "images_per_second", ("ffcv", "spdl", "memmap"), at_least=4),
                 Target("packed", "images_per_second", ("references_800",), at_least=35),
@@ -68,33 +93,45 @@ SCENARIOS = {
             ),
         ),
         Scenario(
-            "dense_pixels_800", "the same pixels, delivered as dense uint8 images and masks, flipped at random",
-            "pixels_800", ("dense", "dense_float", *_PEERS),
+            "dense_pixels_800",
+            "the same pixels, delivered as dense uint8 images and masks, flipped at random",
+            "pixels_800",
+            ("dense", "dense_float", *_PEERS),
             (Target("dense", "images_per_second", _PEERS, at_least=1.8),),
         ),
         Scenario(
-            "dense_jpeg_800", "the same as JPEGs of quality 95",
-            "jpg_800", ("dense", "dense_float", *_PEERS),
+            "dense_jpeg_800",
+            "the same as JPEGs of quality 95",
+            "jpg_800",
+            ("dense", "dense_float", *_PEERS),
             (Target("dense", "images_per_second", _PEERS, at_least=1.5),),
         ),
         Scenario(
-            "photos_12mp", "photos of 12 megapixels; ours were shrunk once, when the shards were written",
-            "photos_12mp", ("packed", "references"),
+            "photos_12mp",
+            "photos of 12 megapixels; ours were shrunk once, when the shards were written",
+            "photos_12mp",
+            ("packed", "references"),
             (Target("packed", "images_per_second", ("references",), at_least=50),),
         ),
         Scenario(
-            "objects_300", "300 objects in each image", "objects_300", ("packed", "references"),
+            "objects_300",
+            "300 objects in each image",
+            "objects_300",
+            ("packed", "references"),
             (Target("packed", "images_per_second", ("references",), at_least=30),),
         ),
         _step(20, 0.05),
         _step(100, 0.01),
         _step(180, 0.01),
         Scenario(
-            "ssd_files_vs_shards", "loose files on the SSD against shards on the SSD, same loader: shards win nothing "
-            "but the polygons that are drawn already", "kept", ("packed", "packed_files"),
+            "ssd_files_vs_shards",
+            "loose files on the SSD against shards on the SSD, same loader: shards win nothing "
+            "but the polygons that are drawn already",
+            "kept",
+            ("packed", "packed_files"),
         ),
     )
-}  # fmt: skip
+}
 """By name, in the order in which they run."""
 
 
@@ -108,12 +145,18 @@ def judge(target: Target, figures: Mapping[str, Mapping[str, Any]]) -> dict[str,
     """
     best = min if target.measure == "cpu_ms_per_image" else max
     others = [(figures[name][target.measure], name) for name in target.over if name in figures]
-    wanted = f"at least {target.at_least:.3g}" if target.at_least is not None else f"at most {target.at_most:.3g}"
+    wanted = (
+        f"at least {target.at_least:.3g}"
+        if target.at_least is not None
+        else f"at most {target.at_most:.3g}"
+    )
     text, value = f"{_UNITS[target.measure]} of {target.system}", None
     if target.over:
         text += f" over {best(others)[1] if others else ', '.join(target.over)}"
     if target.system in figures and (others or not target.over):
         value = figures[target.system][target.measure] / (best(others)[0] if others else 1)
     low, high = target.at_least, target.at_most
-    reached = None if value is None else (low is None or value >= low) and (high is None or value <= high)
+    reached = (
+        None if value is None else (low is None or value >= low) and (high is None or value <= high)
+    )
     return {"text": text, "wanted": wanted, "value": value, "reached": reached}

@@ -1,10 +1,11 @@
 """What each change brings to a training step: `python -m benchmarks.step --images DIR ...`.
 
-It begins with the step of torchvision's references (``train_one_epoch`` in ``references/detection/engine.py``, with
-``--amp`` on a GPU): float images and dense masks on the CPU, each loss asked for. Then the product's own `TrainingStep`
-trains the same model, and what `train` adds to it comes one after the other, changes that bring nothing too. Same
-weights, same batches; before anything is timed the losses of both are compared. Without a GPU it runs small, on the
-CPU; the JSON says on what.
+It begins with the step of torchvision's references (``train_one_epoch`` in
+``references/detection/engine.py``, with ``--amp`` on a GPU): float images and dense masks on the
+CPU, each loss asked for. Then the product's own `TrainingStep` trains the same model, and what
+`train` adds to it comes one after the other, changes that bring nothing too. Same weights, same
+batches; before anything is timed the losses of both are compared. Without a GPU it runs small, on
+the CPU; the JSON says on what.
 """
 
 from __future__ import annotations
@@ -70,24 +71,36 @@ class Batch(NamedTuple):
 def prepare_batches(data: Any, *, batch_size: int) -> list[Batch]:
     """Batches of images with objects."""
     dataset = CocoFolder(data.images, data.annotations, contiguous_labels=True)
-    useful = (sample for sample in map(dataset.__getitem__, range(len(dataset))) if len(sample[1]["labels"]))
+    useful = (
+        sample
+        for sample in map(dataset.__getitem__, range(len(dataset)))
+        if len(sample[1]["labels"])
+    )
     samples = list(islice(useful, BATCHES * batch_size))
     batches = []
     for first in range(0, len(samples), batch_size):
-        packed = collate_packed([pack_target(*sample) for sample in samples[first : first + batch_size]])
+        packed = collate_packed(
+            [pack_target(*sample) for sample in samples[first : first + batch_size]]
+        )
         batches.append(Batch(packed, packed.to_images("cpu"), packed.to_targets("cpu")))
     return batches
 
 
 def make_model(name: str, *, num_classes: int, min_size: int) -> nn.Module:
-    """With frozen stages and norms, as from pretrained weights; the weights are random, and scaled."""
+    """With frozen stages and norms, as from pretrained weights; the weights are random, and
+    scaled.
+    """
     torch.manual_seed(0)
     model = assemble_mask_rcnn(
-        name, num_classes=num_classes, starts_from="imagenet" if name == LIGHT_MODEL else "coco", min_size=min_size,
+        name,
+        num_classes=num_classes,
+        starts_from="imagenet" if name == LIGHT_MODEL else "coco",
+        min_size=min_size,
         max_size=round(min_size * 5 / 3),
-    )  # fmt: skip
+    )
     for key, norm in model.backbone.body.named_modules():
-        if key.endswith("bn3"):  # the last one of a residual block: 16 of them would double what they are given
+        # the last one of a residual block: 16 of them would double what they are given
+        if key.endswith("bn3"):
             norm.weight.fill_(0.2)
     return model
 
@@ -107,7 +120,9 @@ class ReferenceStep:
             losses = self.model(*move_dense(batch, self.device))
             loss: Tensor = torch.stack([part.float() for part in losses.values()]).sum()
         if not np.isfinite(loss.item()):
-            raise ColabUtilsError(f"expected a finite loss, found {loss.item()}: nothing can be timed")
+            raise ColabUtilsError(
+                f"expected a finite loss, found {loss.item()}: nothing can be timed"
+            )
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -132,8 +147,12 @@ def make_step(model: Any, device: str, changes: Sequence[str]) -> Callable[[Batc
         fold_norms(model)
     if "channels_last" in changes:
         model.to(memory_format=torch.channels_last)
-    parameters = [parameter for parameter in model.to(device).parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4, fused=device == "cuda" or None)
+    parameters = [
+        parameter for parameter in model.to(device).parameters() if parameter.requires_grad
+    ]
+    optimizer = torch.optim.SGD(
+        parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4, fused=device == "cuda" or None
+    )
     step = TrainingStep(model, device, optimizer=optimizer)
     if COMPILED in changes:
         for part in (model.backbone, model.rpn.head):
@@ -145,7 +164,9 @@ def make_step(model: Any, device: str, changes: Sequence[str]) -> Callable[[Batc
 
 @contextmanager
 def record_choices() -> Iterator[list[Any]]:
-    """Note the proposals of `compute_losses`, the anchors that it samples, and the regions, one after the other."""
+    """Note the proposals of `compute_losses`, the anchors that it samples, and the regions, one
+    after the other.
+    """
     found: list[Any] = []
 
     def note(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,8 +180,8 @@ def record_choices() -> Iterator[list[Any]]:
 
 @contextmanager
 def repeat_choices(model: Any, found: Sequence[Any], counts: Sequence[int]) -> Iterator[None]:
-    """Let torchvision's path of a model take the same proposals, anchors and regions; its own order of proposals with
-    equal scores is another one. ``counts`` are objects of each image.
+    """Let torchvision's path of a model take the same proposals, anchors and regions; its own order
+    of proposals with equal scores is another one. ``counts`` are objects of each image.
     """
     (boxes, exists), anchors, chosen = found
     proposals = [image[there] for image, there in zip(boxes, exists, strict=True)]
@@ -168,7 +189,11 @@ def repeat_choices(model: Any, found: Sequence[Any], counts: Sequence[int]) -> I
         for part, name, value in (
             (model.rpn, "filter_proposals", lambda *given: (proposals, None)),
             (model.rpn, "fg_bg_sampler", partial(_pick_again, anchors, counts=None, first=0)),
-            (model.roi_heads, "fg_bg_sampler", partial(_pick_again, chosen, counts=counts, first=boxes.shape[1])),
+            (
+                model.roi_heads,
+                "fg_bg_sampler",
+                partial(_pick_again, chosen, counts=counts, first=boxes.shape[1]),
+            ),
         ):
             stack.enter_context(patch.object(part, name, value))
         yield
@@ -177,10 +202,14 @@ def repeat_choices(model: Any, found: Sequence[Any], counts: Sequence[int]) -> I
 def _pick_again(
     samples: Samples, labels: list[Tensor], *, counts: Sequence[int] | None, first: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """As torchvision's sampler answers. The objects of an image follow its proposals, which fill ``first`` places."""
+    """As torchvision's sampler answers. The objects of an image follow its proposals, which fill
+    ``first`` places.
+    """
     chosen: tuple[list[Tensor], list[Tensor]] = [], []
     for number, label in enumerate(labels):
-        index, positive = (part[number][samples.exists[number]] for part in (samples.places, samples.positive))
+        index, positive = (
+            part[number][samples.exists[number]] for part in (samples.places, samples.positive)
+        )
         if counts is not None:
             index = torch.where(index >= first, index - first + len(label) - counts[number], index)
         for part, wanted in zip(chosen, (positive, ~positive), strict=True):
@@ -191,7 +220,8 @@ def _pick_again(
 
 
 def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> float:
-    """The largest relative difference of any loss of any batch, with the same proposals sampled, in float32.
+    """The largest relative difference of any loss of any batch, with the same proposals sampled, in
+    float32.
 
     Raises:
         ColabUtilsError: It is over 1 %.
@@ -203,15 +233,22 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
                 found = losses.compute_losses(moved, batch.packed.to(device))
             with repeat_choices(moved, choices, batch.packed.counts.tolist()):
                 expected = moved(*move_dense(batch, device))
-        differences = [abs(found[name].item() / loss.item() - 1) for name, loss in expected.items() if loss]
+        differences = [
+            abs(found[name].item() / loss.item() - 1) for name, loss in expected.items() if loss
+        ]
         worst = float(np.max([worst, *differences]))  # of a NaN too
     if not worst <= DIFFERENCE:
-        raise ColabUtilsError(f"expected losses within {DIFFERENCE:.0%} of torchvision's, found {worst:.1%}")
+        raise ColabUtilsError(
+            f"expected losses within {DIFFERENCE:.0%} of torchvision's, found {worst:.1%}"
+        )
     return worst
 
 
-def time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]) -> dict[str, float]:
-    """Median milliseconds of a step; on a GPU also the most memory that steps took beyond what was there, MB.
+def time_steps(
+    model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]
+) -> dict[str, float]:
+    """Median milliseconds of a step; on a GPU also the most memory that steps took beyond what was
+    there, MB.
 
     Both are infinite where memory runs out.
     """
@@ -221,7 +258,9 @@ def time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes:
         return {"step_ms": math.inf, "memory_mb": math.inf}
 
 
-def _time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]) -> dict[str, float]:
+def _time_steps(
+    model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]
+) -> dict[str, float]:
     step, on_gpu = make_step(copy.deepcopy(model), device, changes), device == "cuda"
     finish: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     order = cycle(batches)
@@ -243,17 +282,27 @@ def _time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes
 
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
-    """Medians [lowest-highest] of each row, over the row before and over the references in the same repeat."""
+    """Medians [lowest-highest] of each row, over the row before and over the references in the same
+    repeat.
+    """
     table = []
     for name in dict.fromkeys(row["data"] for row in rows):
         ways = [*dict.fromkeys(row["step"] for row in rows if row["data"] == name)]
-        of = {way: [row for row in rows if (row["data"], row["step"]) == (name, way)] for way in ways}
+        of = {
+            way: [row for row in rows if (row["data"], row["step"]) == (name, way)] for way in ways
+        }
         for before, way in zip([ways[0], *ways], ways, strict=False):
             runs = of[way]
-            found = {"data": name, "step": way, "ms a step": format_spread([run["step_ms"] for run in runs], ".0f")}
+            found = {
+                "data": name,
+                "step": way,
+                "ms a step": format_spread([run["step_ms"] for run in runs], ".0f"),
+            }
             for label, rival in (("over the row before", before), ("over the references", ways[0])):
                 pairs = zip(of[rival], runs, strict=False)
-                found[label] = format_spread([theirs["step_ms"] / ours["step_ms"] for theirs, ours in pairs])
+                found[label] = format_spread(
+                    [theirs["step_ms"] / ours["step_ms"] for theirs, ours in pairs]
+                )
             if "memory_mb" in runs[0]:
                 found["MB"] = f"{median(run['memory_mb'] for run in runs):.0f}"
             table.append(found)
@@ -262,7 +311,9 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser, device: str) -> None:
     """Model, size and batch: the usual ones on a GPU, small ones on a CPU."""
-    parser.add_argument("--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL)
+    parser.add_argument(
+        "--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL
+    )
     parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 320)
     parser.add_argument("--batch-size", type=int, default=8 if device == "cuda" else 2)
 
@@ -282,16 +333,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in DATA:
             data = make_data(name, options.work, options.images, options.annotations, samples=300)
             batches = prepare_batches(data, batch_size=options.batch_size)
-            classes = 1 + max(int(target["labels"].max()) for batch in batches for target in batch.targets)
+            classes = 1 + max(
+                int(target["labels"].max()) for batch in batches for target in batch.targets
+            )
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
             differences[name] = compare_losses(model, batches, device)
             for number in range(len(CHANGES) + 1):
                 run = partial(time_steps, model, batches, device, CHANGES[:number])
-                runs.append(({"data": name, "step": f"+ {CHANGES[number - 1]}" if number else REFERENCES}, run))
+                runs.append(
+                    (
+                        {
+                            "data": name,
+                            "step": f"+ {CHANGES[number - 1]}" if number else REFERENCES,
+                        },
+                        run,
+                    )
+                )
         about = {
-            "device": device, "model": options.model, "min_size": options.min_size, "batch_size": options.batch_size,
+            "device": device,
+            "model": options.model,
+            "min_size": options.min_size,
+            "batch_size": options.batch_size,
             "differences": differences,
-        }  # fmt: skip
+        }
         measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))

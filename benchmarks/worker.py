@@ -1,4 +1,6 @@
-"""One job, in the environment of its system: `python -m benchmarks.worker JOB` answers with one line of JSON."""
+"""One job, in the environment of its system: `python -m benchmarks.worker JOB` answers with one
+line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ CODEC_LEVELS = 3.0  # of 255, on average: one image through two JPEG codecs at q
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with a system; ``batches`` and ``seconds`` say when to stop measuring, whichever comes first."""
+    """What to do with a system; ``batches`` and ``seconds`` say when to stop measuring, whichever
+    comes first.
+    """
 
     task: Literal["prepare", "trial", "check", "measure"]
     system: str
@@ -100,9 +104,11 @@ def try_crews(job: Job) -> dict[str, Any]:
             errors.append(f"{crew}: {describe_error(error)}")
     size = sum(path.stat().st_size for path in job.files.rglob("*") if path.is_file())
     return {
-        "rates": rates, "errors": errors, "kb_per_image": size / job.data.records / 1000,
+        "rates": rates,
+        "errors": errors,
+        "kb_per_image": size / job.data.records / 1000,
         "versions": list_versions(get_system(job.system).environment),
-    }  # fmt: skip
+    }
 
 
 def measure(system: System, job: Job) -> dict[str, Any]:
@@ -116,9 +122,12 @@ def measure(system: System, job: Job) -> dict[str, Any]:
     times = time_batches(stream, step, batches=job.batches, max_s=job.seconds, warmup=0)
     stream.close()
     return {
-        "images_per_second": times.images_per_second, "cpu_ms_per_image": times.cpu_ms_per_image,
-        "wait_share": times.wait_share, "images": times.images, "control_s": control_s,
-    }  # fmt: skip
+        "images_per_second": times.images_per_second,
+        "cpu_ms_per_image": times.cpu_ms_per_image,
+        "wait_share": times.wait_share,
+        "images": times.images,
+        "control_s": control_s,
+    }
 
 
 def _repeat(system: System) -> Generator[Any, None, None]:
@@ -132,7 +141,9 @@ def _repeat(system: System) -> Generator[Any, None, None]:
 
 
 def check(system: System, job: Job) -> dict[str, Any]:
-    """Whether every image comes once in an epoch, and the first ones are what the reference gives."""
+    """Whether every image comes once in an epoch, and the first ones are what the reference
+    gives.
+    """
     reference = job.reference.open()
     row_of = {image_id: row for row, image_id in enumerate(reference.image_ids.tolist())}
     seen: Counter[int] = Counter()
@@ -144,30 +155,45 @@ def check(system: System, job: Job) -> dict[str, Any]:
             compared += 1
             if not difference and target["image_id"] in row_of:
                 levels = CODEC_LEVELS if system.own_codec and job.data.is_jpeg else 0.0
-                found = _compare((image, target), reference[row_of[int(target["image_id"])]], levels=levels)
+                found = _compare(
+                    (image, target), reference[row_of[int(target["image_id"])]], levels=levels
+                )
                 difference = found and f"image {target['image_id']}: {found}"
         if perf_counter() - began_s > CHECK_S:
             whole = False
             break
-    unknown, repeated = seen.keys() - row_of.keys(), [image_id for image_id, times in seen.items() if times > 1]
+    unknown, repeated = (
+        seen.keys() - row_of.keys(),
+        [image_id for image_id, times in seen.items() if times > 1],
+    )
     if unknown or repeated or (whole and len(seen) < len(row_of)):
-        difference = f"{len(unknown)} images unknown, {len(repeated)} came twice, {len(seen)} of {len(row_of)} came"
+        difference = (
+            f"{len(unknown)} images unknown, {len(repeated)} came twice, {len(seen)} of "
+            f"{len(row_of)} came"
+        )
     return {"difference": difference, "seen": len(seen), "whole_epoch": whole, "compared": compared}
 
 
 def _compare(sample: Sample, wanted: Sample, *, levels: float) -> str:
-    """How a sample differs from the reference, which is mirrored where the sample is; what it lacks is not compared.
+    """How a sample differs from the reference, which is mirrored where the sample is; what it lacks
+    is not compared.
 
     Pixels that differ by at most ``levels`` of 255, on average, count as equal.
     """
     (image, target), (wanted_image, wanted_target) = sample, wanted
     if image.shape == wanted_image.shape:
         pixels = image.float() * (255 if image.is_floating_point() else 1)
-        as_is, mirrored = ((pixels - other.float()).abs().mean() for other in (wanted_image, wanted_image.flip(-1)))
+        as_is, mirrored = (
+            (pixels - other.float()).abs().mean() for other in (wanted_image, wanted_image.flip(-1))
+        )
         if mirrored < as_is:
             x0, y0, x1, y1 = wanted_target["boxes"].unbind(1)
             boxes = torch.stack([image.shape[-1] - x1, y0, image.shape[-1] - x0, y1], 1)
-            wanted_target = {**wanted_target, "boxes": boxes, "masks": wanted_target["masks"].flip(-1)}
+            wanted_target = {
+                **wanted_target,
+                "boxes": boxes,
+                "masks": wanted_target["masks"].flip(-1),
+            }
             wanted_image = wanted_image.flip(-1)
         if min(as_is, mirrored) <= levels:
             image = wanted_image
@@ -189,7 +215,9 @@ def _warm(folder: Path) -> None:
 
 
 def _time_control() -> float:
-    """Seconds that a fixed piece of work takes: it shows whether the machine drifted between repeats."""
+    """Seconds that a fixed piece of work takes: it shows whether the machine drifted between
+    repeats.
+    """
     numbers = np.random.default_rng(0).integers(0, 1 << 30, 1 << 20)
     source, target = np.ones(1 << 26, np.uint8), np.zeros(1 << 26, np.uint8)
     began_s = perf_counter()
@@ -204,7 +232,8 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a peer prints must not mix with the answer
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # as in a DataLoader's workers: systems that use threads bring their own
+    # as in a DataLoader's workers: systems that use threads bring their own
+    torch.set_num_threads(1)
     try:
         found = run_job(Job.parse(sys.argv[1]))
     except Exception as error:

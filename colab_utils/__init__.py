@@ -10,15 +10,31 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Threads of OpenMP that wait must sleep: threads that spin take the cores of the loader's workers, and training on a
-# CPU falls to a fifth of its speed. It is read once, when torch is loaded: import colab_utils before torch.
+# Threads of OpenMP that wait must sleep: threads that spin take the cores of the loader's workers,
+# and training on a CPU falls to a fifth of its speed. It is read once, when torch is loaded: import
+# colab_utils before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [  # noqa: RUF022
-    "ArrivingShards", "CocoFolder", "ColabUtilsError", "ShardDataset", "Workspace", "build_mask_rcnn", "check_dataset",
-    "compare", "copy_shards", "diagnose", "load_trained_model", "make_loader", "simulate", "train", "verify_shards",
-    "watch", "write_shards", "__version__",
-]  # fmt: skip
+    "ArrivingShards",
+    "CocoFolder",
+    "ColabUtilsError",
+    "ShardDataset",
+    "Workspace",
+    "build_mask_rcnn",
+    "check_dataset",
+    "compare",
+    "copy_shards",
+    "diagnose",
+    "load_trained_model",
+    "make_loader",
+    "simulate",
+    "train",
+    "verify_shards",
+    "watch",
+    "write_shards",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import compare

@@ -1,4 +1,6 @@
-"""The command line: ``python -m colab_utils COMMAND``; each command calls one function of the package."""
+"""The command line: ``python -m colab_utils COMMAND``; each command calls one function of the
+package.
+"""
 
 import argparse
 import dataclasses
@@ -22,24 +24,35 @@ _JSON_START = b'{\n "command": '
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on Ctrl-C."""
-    options = vars(_make_parser().parse_args(arguments))  # the rest is passed on to the command's function
+    """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on
+    Ctrl-C.
+    """
+    # the rest is passed on to the command's function
+    options = vars(_make_parser().parse_args(arguments))
     command, function, target = options.pop("command"), options.pop("function"), options.pop("json")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
             _check_json(target)
-            with redirect_stdout(sys.stderr):  # torch announces a download there; standard output is the result's
+            # torch announces a download there; standard output is the result's
+            with redirect_stdout(sys.stderr):
                 report = function(**options)
             return 0 if report is None else _finish(report, command, target)
         except ColabUtilsError as error:
             return _fail(error)
         except KeyboardInterrupt:
-            print("\nstopped: what was finished is safe, the same command continues there", file=sys.stderr)
+            print(
+                "\nstopped: what was finished is safe, the same command continues there",
+                file=sys.stderr,
+            )
             return 130
         except OSError as error:
-            return _fail(ColabUtilsError(f"expected to read and write files, found: {error}. Check disk and Drive."))
+            return _fail(
+                ColabUtilsError(
+                    f"expected to read and write files, found: {error}. Check disk and Drive."
+                )
+            )
 
 
 def _finish(report: Any, command: str, target: str) -> int:
@@ -51,15 +64,25 @@ def _finish(report: Any, command: str, target: str) -> int:
     if target not in ("", "-"):
         _check_json(target)  # by now --repair or --report may lie there
         write_file(Path(target), text.encode())
-    _print(text if target == "-" else "".join(f"{escape(line)}\n" for line in str(report).split("\n")))
+    _print(
+        text if target == "-" else "".join(f"{escape(line)}\n" for line in str(report).split("\n"))
+    )
     if getattr(getattr(report, "change", None), "fails", False):
-        _fail(ColabUtilsError("expected no slower loop than --fail-below allows, found one. See the last line."))
+        _fail(
+            ColabUtilsError(
+                "expected no slower loop than --fail-below allows, found one. See the last line."
+            )
+        )
         return 3
     if bad := getattr(report, "bad", ()):
-        cure = "Copy the named file again from a good folder, or delete it and run preprocess again."
+        cure = (
+            "Copy the named file again from a good folder, or delete it and run preprocess again."
+        )
         raise ColabUtilsError(f"expected complete shards, found {bad[0].reason}. {cure}")
     if not getattr(report, "ok", True):
-        first = next(problem for problem in report.problems if not problem.effect.startswith("note"))
+        first = next(
+            problem for problem in report.problems if not problem.effect.startswith("note")
+        )
         found = f"{first.count:,} x {first.kind} ({first.examples[0]}): {first.effect}"
         cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
         raise ColabUtilsError(f"expected a dataset without defects, found {found}. {cure}")
@@ -71,13 +94,17 @@ def _check_json(target: str) -> None:
     if target not in ("", "-"):
         folder = Path(target).parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise ColabUtilsError(f"expected a folder to write --json into, found {folder}: make it first")
+            raise ColabUtilsError(
+                f"expected a folder to write --json into, found {folder}: make it first"
+            )
         require_new(Path(target), _JSON_START)
 
 
 def _to_json(content: dict[str, Any]) -> str:
     """As JSON knows it: null for a number that is none, and text for whatever else."""
-    text = json.dumps(content, default=lambda value: value.item() if hasattr(value, "item") else str(value))
+    text = json.dumps(
+        content, default=lambda value: value.item() if hasattr(value, "item") else str(value)
+    )
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1) + "\n"
 
 
@@ -103,9 +130,15 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 
 
 def _check(
-    images: str, annotations: str, repair: str = "", crowds: Any = "leave", val_images: str = "",
-    val_annotations: str = "", report: str = "", deep: bool = False,
-) -> Any:  # fmt: skip
+    images: str,
+    annotations: str,
+    repair: str = "",
+    crowds: Any = "leave",
+    val_images: str = "",
+    val_annotations: str = "",
+    report: str = "",
+    deep: bool = False,
+) -> Any:
     """Look over a COCO dataset: every defect by name."""
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
@@ -116,37 +149,64 @@ def _check(
         validation = (val_images or images, val_annotations) if val_annotations else None
         found = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
     if report:
-        print(f"report: {write_check(found, images, annotations, report, repaired=repair)}", file=sys.stderr)
+        print(
+            f"report: {write_check(found, images, annotations, report, repaired=repair)}",
+            file=sys.stderr,
+        )
     return found
 
 
 def _diagnose(
-    images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
-    workers: int | Literal["auto"] = "auto", verify: bool = False, against: str = "", fail_below: float | None = None,
-) -> Any:  # fmt: skip
+    images: str = "",
+    annotations: str = "",
+    shards: str = "",
+    step_ms: float = 100,
+    batch_size: int = 4,
+    workers: int | Literal["auto"] = "auto",
+    verify: bool = False,
+    against: str = "",
+    fail_below: float | None = None,
+) -> Any:
     """What is training waiting for, and which fix wins most?"""
     from colab_utils.diagnosis.diagnose import compare_runs, read_run
     from colab_utils.loading.emulated_step import EmulatedStep
 
     if fail_below is not None and not against:
-        raise ColabUtilsError("expected --against FILE beside --fail-below, found none. Name an earlier JSON.")
+        raise ColabUtilsError(
+            "expected --against FILE beside --fail-below, found none. Name an earlier JSON."
+        )
     before = read_run(against) if against else None  # before the work: a wrong file is said at once
     if shards and not (images or annotations):
         dataset: Any = colab_utils.ShardDataset(shards)
     elif images and annotations and not shards:
         dataset = colab_utils.CocoFolder(images, annotations)
     else:
-        raise ColabUtilsError("expected --images and --annotations, or --shards alone, found others. See --help.")
-    with closing(colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)) as loader:
+        raise ColabUtilsError(
+            "expected --images and --annotations, or --shards alone, found others. See --help."
+        )
+    with closing(
+        colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
+    ) as loader:
         found = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
     if before is None:
         return found
-    now = {"images_per_second": found.images_per_second, "wait_share": found.stall_share, "error": found.error}
-    return dataclasses.replace(found, change=compare_runs(before, now, fail_below=fail_below or 0.0))
+    now = {
+        "images_per_second": found.images_per_second,
+        "wait_share": found.stall_share,
+        "error": found.error,
+    }
+    return dataclasses.replace(
+        found, change=compare_runs(before, now, fail_below=fail_below or 0.0)
+    )
 
 
 def _preprocess(
-    images: str, annotations: str, shards: str, plan: bool = False, storage: Any = "auto", **settings: Any
+    images: str,
+    annotations: str,
+    shards: str,
+    plan: bool = False,
+    storage: Any = "auto",
+    **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
     from colab_utils.shards.write import find_recipe, plan_shards
@@ -154,13 +214,17 @@ def _preprocess(
     if storage == "auto" and (begun := find_recipe(shards)):
         storage = begun["storage"]  # what is not asked for stays as it was begun
     if plan or storage == "auto":
-        sizes = {name: settings[name] for name in settings.keys() & {"min_size", "max_size", "workers"}}
+        sizes = {
+            name: settings[name] for name in settings.keys() & {"min_size", "max_size", "workers"}
+        }
         found = plan_shards(images, annotations, storage=storage, **sizes)
         if plan:
             return found
         storage = found.storage
         print(f"note: {found}", file=sys.stderr)
-    report = colab_utils.write_shards(images, annotations, shards=shards, storage=storage, **settings)
+    report = colab_utils.write_shards(
+        images, annotations, shards=shards, storage=storage, **settings
+    )
     for image in report.skipped:
         print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
@@ -184,9 +248,14 @@ def _train(shards: str, run: str, **options: Any) -> Any:
 
 
 def _compare(
-    report: str, images: str = "", annotations: str = "", strategies: str = "", step_ms: float = 100,
-    against: Sequence[str] = (), **options: Any,
-) -> Any:  # fmt: skip
+    report: str,
+    images: str = "",
+    annotations: str = "",
+    strategies: str = "",
+    step_ms: float = 100,
+    against: Sequence[str] = (),
+    **options: Any,
+) -> Any:
     """Time every way of loading, side by side, and write a receipt."""
     from colab_utils.loading.emulated_step import EmulatedStep
     from colab_utils.show.charts import plot_receipts, read_receipts
@@ -199,10 +268,15 @@ def _compare(
         figure.savefig(Path(report, "receipts.png"))
         return make_table(read_receipts(against))
     if not (images and annotations):
-        raise ColabUtilsError("expected --images and --annotations, or --against, found neither. See --help.")
+        raise ColabUtilsError(
+            "expected --images and --annotations, or --against, found neither. See --help."
+        )
     check_receipt_folder(report)
     options.setdefault("drive_profile", find_profile(images) or "typical")
-    options |= {"strategies": strategies.split(",") if strategies else None, "step": EmulatedStep(step_ms)}
+    options |= {
+        "strategies": strategies.split(",") if strategies else None,
+        "step": EmulatedStep(step_ms),
+    }
     found = colab_utils.compare(images, annotations, **options, folder=Path(report) / "work")
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
@@ -226,7 +300,9 @@ def number_or_auto(text: str) -> int | str:
 
 
 def local_path(text: str) -> str:
-    """Return the path of a folder or a file as it was given; a URL is told before any work begins."""
+    """Return the path of a folder or a file as it was given; a URL is told before any work
+    begins.
+    """
     try:
         require_local_path(text)
     except ColabUtilsError as error:
@@ -246,62 +322,155 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("check diagnose preprocess compare", "--images", _DIR, "image folder"),
     ("check diagnose preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
     ("check", "--deep", {"action": "store_true"}, "decode each image, in place of its header"),
-    ("check", "--repair", {**_FILE, "metavar": "OUT.json"}, "write a repaired copy of the annotations"),
-    ("check", "--report", {**_FILE, "metavar": "FILE.html"},
-     "write a page: what to do, the worst images, the data in numbers"),
-    ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),
+    (
+        "check",
+        "--repair",
+        {**_FILE, "metavar": "OUT.json"},
+        "write a repaired copy of the annotations",
+    ),
+    (
+        "check",
+        "--report",
+        {**_FILE, "metavar": "FILE.html"},
+        "write a page: what to do, the worst images, the data in numbers",
+    ),
+    (
+        "check",
+        "--crowds",
+        {"choices": ("leave", "objects")},
+        "with --repair: take crowds as objects, as CVAT's masks",
+    ),
     ("check", "--val-images", _DIR, "image folder of the validation set (that of --images)"),
     ("check", "--val-annotations", _FILE, "its JSON: is a picture in both?"),
     ("diagnose preprocess verify copy train", "--shards", _DIR, "folder of shards"),
     ("copy", "--to", _DIR, "folder to copy to"),
     ("train", "--run", _DIR, "folder for checkpoints"),
     ("train", "--local", _DIR, "folder on the SSD: copy the shards there while it trains"),
-    ("copy train", "--limit-gb", _NUMBER, "most to hold there, GB: copy takes the first that fit, train takes turns"),
+    (
+        "copy train",
+        "--limit-gb",
+        _NUMBER,
+        "most to hold there, GB: copy takes the first that fit, train takes turns",
+    ),
     ("train", "--val-shards", _DIR, "shards to evaluate on: box and mask AP"),
     ("train", "--steps", _COUNT, "train for N steps in all"),
     ("train", "--epochs", _COUNT, "or for N epochs in all (1)"),
-    ("train", "--model", {"metavar": "NAME"}, "model by torchvision's name (depends on the device)"),
+    (
+        "train",
+        "--model",
+        {"metavar": "NAME"},
+        "model by torchvision's name (depends on the device)",
+    ),
     ("train", "--batch-size", _AUTO, "images in a batch (auto)"),
     ("diagnose compare", "--batch-size", _COUNT, "images in a batch (4)"),
     ("diagnose preprocess", "--workers", _AUTO, "worker processes (auto)"),
-    ("diagnose preprocess compare", "--step-ms", _NUMBER, "training step, ms a batch of 4: emulated (100), or yours"),
-    ("diagnose", "--verify", {"action": "store_true"}, "apply the fixes that can be applied here, and measure"),
+    (
+        "diagnose preprocess compare",
+        "--step-ms",
+        _NUMBER,
+        "training step, ms a batch of 4: emulated (100), or yours",
+    ),
+    (
+        "diagnose",
+        "--verify",
+        {"action": "store_true"},
+        "apply the fixes that can be applied here, and measure",
+    ),
     ("diagnose", "--against", _JSON, "say what changed since this earlier result"),
-    ("diagnose", "--fail-below", {"metavar": "RATIO", "type": float}, "exit status 3 if images/s fall below it: 0.9"),
+    (
+        "diagnose",
+        "--fail-below",
+        {"metavar": "RATIO", "type": float},
+        "exit status 3 if images/s fall below it: 0.9",
+    ),
     ("preprocess train", "--min-size", _COUNT, "shorter side in training, px (800)"),
-    ("preprocess train", "--max-size", _COUNT, "limit of the longer side, px (1333; train: 5/3 of --min-size)"),
-    ("preprocess", "--storage", {"choices": ("auto", "keep", "shrink", "pixels")},
-     "shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any is larger)"),
-    ("preprocess", "--plan", {"action": "store_true"}, "print the plan with its estimate, and write nothing"),
+    (
+        "preprocess train",
+        "--max-size",
+        _COUNT,
+        "limit of the longer side, px (1333; train: 5/3 of --min-size)",
+    ),
+    (
+        "preprocess",
+        "--storage",
+        {"choices": ("auto", "keep", "shrink", "pixels")},
+        "shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any is "
+        "larger)",
+    ),
+    (
+        "preprocess",
+        "--plan",
+        {"action": "store_true"},
+        "print the plan with its estimate, and write nothing",
+    ),
     ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
-    ("preprocess", "--max-bad", {"metavar": "SHARE", "type": float}, "share of bad images to allow, 0 to 1 (0.01)"),
+    (
+        "preprocess",
+        "--max-bad",
+        {"metavar": "SHARE", "type": float},
+        "share of bad images to allow, 0 to 1 (0.01)",
+    ),
     ("train", "--learning-rate", _NUMBER, "the highest (follows the batch size)"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
-    ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),
+    (
+        "train",
+        "--checkpoint-steps",
+        _COUNT,
+        "steps between checkpoints (one a minute, and at an epoch's end)",
+    ),
     ("compare", "--strategies", {"metavar": "A,B,C"}, "names, separated by commas (13 of them)"),
-    ("compare", "--drive-profile", {"metavar": "NAME"}, "speed of Drive (that of a slowed folder, else typical)"),
+    (
+        "compare",
+        "--drive-profile",
+        {"metavar": "NAME"},
+        "speed of Drive (that of a slowed folder, else typical)",
+    ),
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
-    ("compare", "--seconds", {**_NUMBER, "dest": "timeline_s"}, "that each runs cold, for its timeline (30)"),
+    (
+        "compare",
+        "--seconds",
+        {**_NUMBER, "dest": "timeline_s"},
+        "that each runs cold, for its timeline (30)",
+    ),
     ("compare", "--report", _DIR, "folder for the receipt"),
-    ("compare", "--against", {**_JSON, "nargs": "+"}, "draw these receipts of many machines, time nothing"),
-)  # fmt: skip
+    (
+        "compare",
+        "--against",
+        {**_JSON, "nargs": "+"},
+        "draw these receipts of many machines, time nothing",
+    ),
+)
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """An option that is not given is left to the default of the command's function; one without a default is needed."""
-    parser = _Parser(prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN.")
+    """An option that is not given is left to the default of the command's function; one without a
+    default is needed.
+    """
+    parser = _Parser(
+        prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN."
+    )
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     for function in _COMMANDS:
         name, text = function.__name__.removeprefix("_"), function.__doc__
-        command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
-        needed = {one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty}
+        command = commands.add_parser(
+            name, help=text, description=text, argument_default=argparse.SUPPRESS
+        )
+        needed = {
+            one.name
+            for one in inspect.signature(function).parameters.values()
+            if one.default is one.empty
+        }
         command.set_defaults(function=function)
-        command.add_argument("--json", **_FILE, default="", help="write the result as JSON (-: standard output)")
+        command.add_argument(
+            "--json", **_FILE, default="", help="write the result as JSON (-: standard output)"
+        )
         for names, flag, kind, meaning in _OPTIONS:
             if name in names.split():
-                command.add_argument(flag, **kind, required=flag.removeprefix("--") in needed, help=meaning)
+                command.add_argument(
+                    flag, **kind, required=flag.removeprefix("--") in needed, help=meaning
+                )
     return parser
 
 

@@ -1,4 +1,6 @@
-"""Google Drive as a mounted folder: what lies on it, what to do when it fails, and how slow it is."""
+"""Google Drive as a mounted folder: what lies on it, what to do when it fails, and how slow
+it is.
+"""
 
 import errno
 import io
@@ -27,7 +29,8 @@ RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a rem
 _Result = TypeVar("_Result")
 
 _SLOWED = "COLAB_UTILS_SLOWED"  # the slowed folders as JSON, where child processes find them
-# when the link to Drive is free again, in a file: all that this user runs on this machine shares one link
+# when the link to Drive is free again, in a file: all that this user runs on this machine shares
+# one link
 _LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else '/tmp'}/colab_utils-drive-{getattr(os, 'getuid', int)()}"
 
 
@@ -41,7 +44,9 @@ class ShortReadError(DriveLostError):
 
 @dataclass(frozen=True)
 class DriveProfile:
-    """How slow a cold read is: one that Drive's cache does not answer. A second read of a file waits as long."""
+    """How slow a cold read is: one that Drive's cache does not answer. A second read of a file
+    waits as long.
+    """
 
     name: str
     """One word, shown in reports."""
@@ -52,10 +57,13 @@ class DriveProfile:
     source: str
     """Where the two figures come from."""
     tail: float = 0.0
-    """How much openings differ: the sigma of their log-normal distribution; 0.8 makes one of 20 take 2.7 means."""
+    """How much openings differ: the sigma of their log-normal distribution; 0.8 makes one of 20
+    take 2.7 means.
+    """
 
     def draw_open_s(self, path: str | Path, offset: int = 0) -> float:
-        """Seconds to reach this place in a file: always the same for a folder's name, a file's name and an offset.
+        """Seconds to reach this place in a file: always the same for a folder's name, a file's name
+        and an offset.
 
         Example:
             >>> slow = DRIVE_PROFILES["bad"]
@@ -67,20 +75,30 @@ class DriveProfile:
         return self.open_s * math.exp(self.tail * NormalDist().inv_cdf(share) - self.tail**2 / 2)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
+        return (
+            f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
+        )
 
 
 DRIVE_PROFILES = {
-    "fast": DriveProfile("fast", 0.015, 130e6, "130 MB/s: the best reported (newbe.dev). 15 ms per file: assumed"),
-    "typical": DriveProfile("typical", 0.059, 65e6, "59 ms: GrinkoL/skillbox_thesis_project. 65 MB/s: newbe.dev"),
-    "bad": DriveProfile("bad", 0.606, 65e6, "1.65 images/s: googlecolab/colabtools#3651. Tail: assumed", tail=0.8),
+    "fast": DriveProfile(
+        "fast", 0.015, 130e6, "130 MB/s: the best reported (newbe.dev). 15 ms per file: assumed"
+    ),
+    "typical": DriveProfile(
+        "typical", 0.059, 65e6, "59 ms: GrinkoL/skillbox_thesis_project. 65 MB/s: newbe.dev"
+    ),
+    "bad": DriveProfile(
+        "bad", 0.606, 65e6, "1.65 images/s: googlecolab/colabtools#3651. Tail: assumed", tail=0.8
+    ),
 }
 
 
 def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
-    """Read all that lies below ``folder`` at the speed of a profile from now on; ``None`` reads it at full speed.
+    """Read all that lies below ``folder`` at the speed of a profile from now on; ``None`` reads it
+    at full speed.
 
-    This holds for this process and for those that it starts from now on. Of a folder in another the inner one counts.
+    This holds for this process and for those that it starts from now on. Of a folder in another the
+    inner one counts.
 
     Example:
         >>> slow_down("no/such/folder", "typical")
@@ -100,7 +118,8 @@ def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
 def read_at_full_speed() -> Iterator[None]:
     """Slow no folder while the block runs: for what the real Drive's cache would answer.
 
-    A folder that is slowed within the block is slow until its end. Then those from before are slow again.
+    A folder that is slowed within the block is slow until its end. Then those from before are slow
+    again.
 
     Example:
         >>> with read_at_full_speed():
@@ -116,7 +135,8 @@ def read_at_full_speed() -> Iterator[None]:
 
 
 def find_profile(path: str | Path) -> DriveProfile | None:
-    """Return the profile of the slowed folder that a path lies in, and None where it is read at full speed.
+    """Return the profile of the slowed folder that a path lies in, and None where it is read at
+    full speed.
 
     Example:
         >>> find_profile("no/such/folder") is None
@@ -135,7 +155,8 @@ def find_profile(path: str | Path) -> DriveProfile | None:
 
 
 def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
-    """Return the profile of that name: ``None`` or ``"none"`` mean full speed, your own profile is passed through.
+    """Return the profile of that name: ``None`` or ``"none"`` mean full speed, your own profile is
+    passed through.
 
     Raises:
         ColabUtilsError: no profile has that name; the message lists the names.
@@ -151,7 +172,8 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
 
 
 def is_on_drive(path: str | Path) -> bool:
-    """Whether a path lies on a mounted Google Drive; on Colab also in ``/content/drive`` before that is mounted.
+    """Whether a path lies on a mounted Google Drive; on Colab also in ``/content/drive`` before
+    that is mounted.
 
     Example:
         >>> is_on_drive("/tmp")
@@ -163,8 +185,8 @@ def is_on_drive(path: str | Path) -> bool:
 def find_mount(path: str | Path) -> Path | None:
     """Where the Google Drive that a path lies on is mounted; None of any other path.
 
-    The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount`` in
-    google/colab/drive.py knows Drive by its type there.
+    The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount``
+    in google/colab/drive.py knows Drive by its type there.
 
     Example:
         >>> find_mount("/tmp") is None
@@ -185,7 +207,8 @@ def find_mount(path: str | Path) -> Path | None:
 def guard_drive(path: str | Path) -> Iterator[None]:
     """Turn the errors of a Drive that went away into a `DriveLostError` with a cure.
 
-    Errno 107 comes from a dead mount only. Errno 5 also comes from a broken disk: it counts only on Drive.
+    Errno 107 comes from a dead mount only. Errno 5 also comes from a broken disk: it counts only on
+    Drive.
 
     Example:
         >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
@@ -198,10 +221,18 @@ def guard_drive(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOTCONN and not (error.errno == errno.EIO and is_on_drive(path)):
             raise
-        found = f"Drive got disconnected or refuses, for its quota or too full a folder (errno {error.errno})"
+        found = (
+            "Drive got disconnected or refuses, for its quota or too full a folder (errno "
+            f"{error.errno})"
+        )
         mount = find_mount(path) or COLAB_ROOT / "drive"
-        cure = f"remount it with drive.mount('{mount}', force_remount=True), or restart the session; then run again"
-        raise DriveLostError(f"expected to read {path}, found that {found}: {cure}: what is done is safe") from error
+        cure = (
+            f"remount it with drive.mount('{mount}', force_remount=True), or restart the "
+            "session; then run again"
+        )
+        raise DriveLostError(
+            f"expected to read {path}, found that {found}: {cure}: what is done is safe"
+        ) from error
 
 
 @contextmanager
@@ -213,19 +244,23 @@ def explain_write(folder: Path) -> Iterator[None]:
         >>> with explain_write(Path("shards")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device: ...
+        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left ...
     """
     try:
         with guard_drive(folder):
             yield
     except (OSError, ValueError) as error:  # the latter of a name that is none
         found = getattr(error, "strerror", None) or error
-        cure = "free some space, or make it a folder that you may write to, and run the same again: it continues there"
+        cure = (
+            "free some space, or make it a folder that you may write to, and run the same "
+            "again: it continues there"
+        )
         raise ColabUtilsError(f"expected to write into {folder}, found: {found}: {cure}") from None
 
 
 class Retries:
-    """Calls again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds. Threads may share it.
+    """Calls again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds.
+    Threads may share it.
 
     Attributes:
         count: how many times a call was tried again.
@@ -260,7 +295,11 @@ class Retries:
         return Retries, ()  # another process counts its own
 
     def __str__(self) -> str:
-        return f"Drive failed {self.count} time{'s' * (self.count != 1)} and was tried again" if self.count else ""
+        return (
+            f"Drive failed {self.count} time{'s' * (self.count != 1)} and was tried again"
+            if self.count
+            else ""
+        )
 
 
 def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
@@ -273,13 +312,16 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     Example:
         >>> open_file("/dev/zero")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, found a device ...
+        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, ...
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     if not os.path.isfile(file.fileno()):
         found = "a device or a pipe: put the file there"
     elif (size := os.path.getsize(file.fileno())) > most_bytes:
-        found = f"{format_bytes(size)}, more than {format_bytes(most_bytes)}: split it, or save it smaller"
+        found = (
+            f"{format_bytes(size)}, more than {format_bytes(most_bytes)}: split it, or save "
+            "it smaller"
+        )
     else:
         return file
     file.close()
@@ -287,10 +329,13 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a named pipe waits for its writer
+    # else a named pipe waits for its writer
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def read_file(path: str | Path, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES) -> bytes:
+def read_file(
+    path: str | Path, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
+) -> bytes:
     """Read a file, no faster than the slowed folder that it lies in allows.
 
     Where Drive fails it is tried again by ``retries``; without them the first error is raised, but
@@ -336,7 +381,8 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
         content = file.read()
     if len(content) < size:
         raise ShortReadError(
-            f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: what is "
+            f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: "
+            "what is "
             "done is safe. If it stays so, put the file there again."
         )
     return content
@@ -372,7 +418,8 @@ def parse_file(
             refused = checksum
         sleep(wait_s)
     raise DriveLostError(
-        f"Each time that {path} was read, other bytes came: Drive fails. Run the same again later: what "
+        f"Each time that {path} was read, other bytes came: Drive fails. Run the same again "
+        "later: what "
         "is done is safe."
     )
 
@@ -380,9 +427,9 @@ def parse_file(
 class DriveFile(io.IOBase):
     """A file read in pieces, no faster than the slowed folder that it lies in allows; Linux only.
 
-    The first read waits ``open_s``, and so does each later one that does not start where the last one ended. Close it
-    when you are done, or use it as a context manager. Raises what `read_file` raises; where Drive fails, ``retries``
-    open the file anew and go on where they were.
+    The first read waits ``open_s``, and so does each later one that does not start where the last
+    one ended. Close it when you are done, or use it as a context manager. Raises what `read_file`
+    raises; where Drive fails, ``retries`` open the file anew and go on where they were.
 
     Example:
         >>> with DriveFile(__file__) as file:
@@ -391,7 +438,8 @@ class DriveFile(io.IOBase):
     """
 
     def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
-        self._descriptors: list[int] = []  # the last one is read, the others belong to a mount that was lost
+        # the last one is read, the others belong to a mount that was lost
+        self._descriptors: list[int] = []
         require_linux("read files in pieces")
         self.path = Path(path)
         self.profile = find_profile(path)
@@ -405,7 +453,9 @@ class DriveFile(io.IOBase):
         return bytes(memoryview(content)[: self.readinto(content, offset)])
 
     def readinto(self, buffer: Any, offset: int) -> int:
-        """Fill a writable buffer of bytes from ``offset``; returns how many came, fewer only at the end of the file."""
+        """Fill a writable buffer of bytes from ``offset``; returns how many came, fewer only at the
+        end of the file.
+        """
         started = perf_counter()
         view, got, failed = memoryview(buffer).cast("B"), 0, False
 
@@ -416,7 +466,9 @@ class DriveFile(io.IOBase):
             failed = True
             with guard_drive(self.path):
                 # a network file may give less than was asked for
-                while got < len(view) and (count := os.preadv(self._descriptors[-1], [view[got:]], offset + got)):
+                while got < len(view) and (
+                    count := os.preadv(self._descriptors[-1], [view[got:]], offset + got)
+                ):
                     got += count
 
         self.retries.run(fill) if self.retries else fill()
@@ -436,16 +488,22 @@ class DriveFile(io.IOBase):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
-def _wait(profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float) -> None:
+def _wait(
+    profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float
+) -> None:
     """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``.
 
-    ``place``: where in the file it had to begin; None goes on where it was. All share one link: each sends in turn.
+    ``place``: where in the file it had to begin; None goes on where it was. All share one link:
+    each sends in turn.
     """
     if profile is None or not count:
         return
     import fcntl
 
-    opens_s, sends_s = 0.0 if place is None else profile.draw_open_s(path, place), count / profile.bytes_per_s
+    opens_s, sends_s = (
+        0.0 if place is None else profile.draw_open_s(path, place),
+        count / profile.bytes_per_s,
+    )
     with open(_LINK, "a+") as link:
         fcntl.flock(link, fcntl.LOCK_EX)
         link.seek(0)
@@ -453,7 +511,8 @@ def _wait(profile: DriveProfile | None, path: str | Path, place: int | None, cou
         link.truncate(0)
         link.write(str(free))
         link.flush()
-        fcntl.flock(link, fcntl.LOCK_UN)  # closing is not enough: a process that was forked meanwhile has it open, too
+        # closing is not enough: a process that was forked meanwhile has it open, too
+        fcntl.flock(link, fcntl.LOCK_UN)
     rest_s = max(started + opens_s + sends_s, free) - perf_counter()
     if rest_s > 0:
         sleep(rest_s)

@@ -23,11 +23,13 @@ def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     Example:
         >>> require_choice("storage", "zip", ("keep", "shrink"))
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected storage as one of keep, shrink; found 'zip'. Choose one of them.
+        colab_utils.errors.ColabUtilsError: expected storage as one of keep, shrink; found ...
     """
     if value not in list(choices):
         known = ", ".join(map(str, choices))
-        raise ColabUtilsError(f"expected {name} as one of {known}; found {_describe(value)}. Choose one of them.")
+        raise ColabUtilsError(
+            f"expected {name} as one of {known}; found {_describe(value)}. Choose one of them."
+        )
 
 
 def require_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
@@ -41,12 +43,14 @@ def require_count(name: str, value: Any, *, least: int = 1, most: int | None = N
         4
         >>> require_count("workers", 1.5, least=0)
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected workers of 0 or more (a whole number), found 1.5. Pass another...
+        colab_utils.errors.ColabUtilsError: expected workers of 0 or more (a whole number), ...
     """
     is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_count or value < least or (most is not None and value > most):
         wanted = f"of {least:,} or more" if most is None else f"between {least:,} and {most:,}"
-        raise ColabUtilsError(f"expected {name} {wanted} (a whole number), found {value!r}. Pass another number.")
+        raise ColabUtilsError(
+            f"expected {name} {wanted} (a whole number), found {value!r}. Pass another number."
+        )
     return int(value)
 
 
@@ -71,7 +75,7 @@ def require_number(
         128
         >>> require_number("max_bad", 2, least=0, most=1)
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected max_bad between 0 and 1, found 2. Pass another number.
+        colab_utils.errors.ColabUtilsError: expected max_bad between 0 and 1, found 2. Pass ...
     """
     if not _is_number(value) or not _is_within(value, above, least, most, below):
         wanted = _describe_range(above, least, most, below)
@@ -96,7 +100,8 @@ def require_path(name: str, value: Any) -> None:
 
 
 def require_local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder or a file of this machine; a URL would become a local folder of that name.
+    """Return the path of a folder or a file of this machine; a URL would become a local folder of
+    that name.
 
     Raises:
         ColabUtilsError: it is a URL.
@@ -106,11 +111,16 @@ def require_local_path(path: str | os.PathLike[str]) -> Path:
         PosixPath('data/12:30/a.json')
         >>> require_local_path("gs://bucket/shards")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder or file of this machine, found the URL gs://bucket/...
+        colab_utils.errors.ColabUtilsError: expected a folder or file of this machine, found the ...
     """
     if _URL.match(os.fspath(path)):
-        cure = "Mount it (with gcsfuse or rclone, say) and name that folder, or copy it to a folder first"
-        raise ColabUtilsError(f"expected a folder or file of this machine, found the URL {path}. {cure}.")
+        cure = (
+            "Mount it (with gcsfuse or rclone, say) and name that folder, or copy it to a "
+            "folder first"
+        )
+        raise ColabUtilsError(
+            f"expected a folder or file of this machine, found the URL {path}. {cure}."
+        )
     return Path(path)
 
 
@@ -125,7 +135,9 @@ def _is_number(value: Any) -> bool:
     return not math.isnan(value)
 
 
-def _is_within(value: float, above: float | None, least: float | None, most: float | None, below: float | None) -> bool:
+def _is_within(
+    value: float, above: float | None, least: float | None, most: float | None, below: float | None
+) -> bool:
     if above is not None and value <= above:
         return False
     if least is not None and value < least:
@@ -135,7 +147,9 @@ def _is_within(value: float, above: float | None, least: float | None, most: flo
     return below is None or value < below
 
 
-def _describe_range(above: float | None, least: float | None, most: float | None, below: float | None) -> str:
+def _describe_range(
+    above: float | None, least: float | None, most: float | None, below: float | None
+) -> str:
     """Return a range in words that follow a name."""
     if least is not None and most is not None:
         return f"between {least:,} and {most:,}"

@@ -1,4 +1,6 @@
-"""The machine that this runs on, and what every module needs: progress bars, process pools, safe writing of files."""
+"""The machine that this runs on, and what every module needs: progress bars, process pools, safe
+writing of files.
+"""
 
 import errno
 import gc
@@ -31,19 +33,23 @@ COLAB_ROOT = Path("/content")
 
 
 def count_cores() -> int:
-    """Cores this process may use: its affinity mask, cut to the container's CPU quota where there is one.
+    """Cores this process may use: its affinity mask, cut to the container's CPU quota where there
+    is one.
 
     Example:
         >>> count_cores() >= 1
         True
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = _read_limit("cpu.max").partition(" ")
     return min(cores, max(1, round(int(quota) / int(period)))) if quota.isdigit() else cores
 
 
 def find_free_memory() -> int:
-    """Bytes of memory that can be had now without swapping, in this container if it has a limit of its own.
+    """Bytes of memory that can be had now without swapping, in this container if it has a limit of
+    its own.
 
     Example:
         >>> find_free_memory() > 0
@@ -54,7 +60,9 @@ def find_free_memory() -> int:
     if limit.isdigit():
         stat = dict(line.split() for line in _read_limit("memory.stat").splitlines())
         # the cache can be dropped
-        free = min(free, int(limit) - int(_read_limit("memory.current")) + int(stat["inactive_file"]))
+        free = min(
+            free, int(limit) - int(_read_limit("memory.current")) + int(stat["inactive_file"])
+        )
     return max(0, free)
 
 
@@ -96,7 +104,9 @@ def require_linux(work: str) -> None:
         >>> require_linux("start workers")
     """
     if sys.platform != "linux":
-        raise ColabUtilsError(f"expected Linux to {work}, found {sys.platform}: use Colab, a Linux machine or WSL 2")
+        raise ColabUtilsError(
+            f"expected Linux to {work}, found {sys.platform}: use Colab, a Linux machine or WSL 2"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,10 @@ class Machine:
 
     def __str__(self) -> str:
         memory = format_bytes(self.ram_bytes)
-        return f"{self.cores} cores ({self.cpu}), {memory} RAM, {self.gpu or 'no GPU'}, {self.software}"
+        return (
+            f"{self.cores} cores ({self.cpu}), {memory} RAM, {self.gpu or 'no GPU'}, "
+            f"{self.software}"
+        )
 
 
 def describe_machine() -> Machine:
@@ -128,15 +141,23 @@ def describe_machine() -> Machine:
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     torchvision = metadata.version("torchvision")
-    software = f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision}"
+    software = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision}"
+    )
     return Machine(cpu, count_cores(), psutil.virtual_memory().total, gpu, software)
 
 
-def show_progress(label: str, items: Any = None, *, total: Any = None, unit: str = "it", scale: bool = False) -> Any:
-    """A tqdm bar on a terminal or in a notebook, silent elsewhere, or where one runs already; ``scale`` counts bytes.
+def show_progress(
+    label: str, items: Any = None, *, total: Any = None, unit: str = "it", scale: bool = False
+) -> Any:
+    """A tqdm bar on a terminal or in a notebook, silent elsewhere, or where one runs already;
+    ``scale`` counts bytes.
 
     It gives ``items`` one after the other, if there are any, and counts them.
 
@@ -146,12 +167,22 @@ def show_progress(label: str, items: Any = None, *, total: Any = None, unit: str
         >>> list(show_progress("reading", "ab"))
         ['a', 'b']
     """
-    silent = not is_watched() or len(tqdm._instances) > 0  # a bar in a bar leaves stale lines in notebooks
-    return _Bar(items, total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
+    # a bar in a bar leaves stale lines in notebooks
+    silent = not is_watched() or len(tqdm._instances) > 0
+    return _Bar(
+        items,
+        total=total,
+        desc=label,
+        unit=unit,
+        unit_scale=scale,
+        unit_divisor=1024,
+        disable=silent,
+    )
 
 
 class _Bar(tqdm):
-    # tqdm's own lock is shared with forked processes: one that is killed while it draws would stop every later bar
+    # tqdm's own lock is shared with forked processes: one that is killed while it draws would stop
+    # every later bar
     _lock = threading.RLock()
 
 
@@ -176,7 +207,9 @@ def is_notebook() -> bool:
 
 
 def end_with_parent() -> None:
-    """In a worker process: end when the process that started it is killed; nobody would end it then."""
+    """In a worker process: end when the process that started it is killed; nobody would end it
+    then.
+    """
 
     def wait(parent: Any) -> None:
         parent.join()
@@ -189,15 +222,21 @@ class _ForkPool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
-            found = "found one that the system ended, most often for want of memory: use fewer workers (--workers 1)"
+            found = (
+                "found one that the system ended, most often for want of memory: use fewer "
+                "workers (--workers 1)"
+            )
             raise ColabUtilsError(f"expected every process to finish, {found}") from None
 
 
-def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:
-    """A pool of forked processes that end with this one and that Ctrl-C does not reach: it is the parent's to answer.
+def fork_pool(
+    workers: int, initializer: Callable[..., object] = int, *arguments: Any
+) -> ProcessPoolExecutor:
+    """A pool of forked processes that end with this one and that Ctrl-C does not reach: it is the
+    parent's to answer.
 
-    Each calls ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends with an error that
-    says so.
+    Each calls ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends
+    with an error that says so.
 
     Example:
         >>> with fork_pool(2) as pool:
@@ -207,7 +246,8 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
     require_linux("start worker processes")
 
     def begin() -> None:
-        gc.freeze()  # what the parent has left to collect, such as tensors on a GPU, is not collected here
+        # what the parent has left to collect, such as tensors on a GPU, is not collected here
+        gc.freeze()
         end_with_parent()
         initializer(*arguments)
 
@@ -225,8 +265,8 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
 def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
     """Sleep a moment; then take the futures that are done out of ``pending``.
 
-    Ctrl-C within ``concurrent.futures.wait`` or ``Future.done`` would leave a future's lock held, and its pool could
-    never end: its state is read without the lock.
+    Ctrl-C within ``concurrent.futures.wait`` or ``Future.done`` would leave a future's lock held,
+    and its pool could never end: its state is read without the lock.
 
     Example:
         >>> pop_done(set())
@@ -242,15 +282,21 @@ def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
 def quiet_fork() -> Iterator[None]:
     """Start worker processes without two warnings that tell you nothing here."""
     with warnings.catch_warnings():
-        # Python 3.12 warns that a process with threads forks; what runs in our workers touches none of them
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        # Python 3.12 warns that a process with threads forks; what runs in our workers touches none
+        # of them
+        warnings.filterwarnings(
+            "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
+        )
         # the number of workers is chosen already; torch warns of more than it counts cores
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="This DataLoader will create", category=UserWarning
+        )
         yield
 
 
 def name_temporary(path: Path) -> Path:
-    """The name under which this thread writes a file until the file is complete; it tells the process and the thread.
+    """The name under which this thread writes a file until the file is complete; it tells the
+    process and the thread.
 
     Example:
         >>> name_temporary(Path("index.json"))
@@ -260,7 +306,8 @@ def name_temporary(path: Path) -> Path:
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file under a temporary name, read it back, then rename it; a failure leaves nothing behind.
+    """Write a file under a temporary name, read it back, then rename it; a failure leaves nothing
+    behind.
 
     The file is the parts, one after the other.
 
@@ -283,14 +330,17 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def require_new(path: Path, mark: bytes = b"") -> Path:
-    """The path of a file to write: nothing is there yet, or an earlier result, which holds ``mark``, or an empty file.
+    """The path of a file to write: nothing is there yet, or an earlier result, which holds
+    ``mark``, or an empty file.
 
     Raises:
         ColabUtilsError: something else is there.
     """
     is_ours = mark and path.is_file() and mark in (path.read_bytes() or mark)
     if path.exists() and not is_ours:
-        raise ColabUtilsError(f"expected a new file, found {path}: name another: nothing of yours is overwritten")
+        raise ColabUtilsError(
+            f"expected a new file, found {path}: name another: nothing of yours is overwritten"
+        )
     return path
 
 
@@ -308,8 +358,11 @@ def hash_bytes(*parts: Any) -> str:
 
 
 def drop_cached(path: Path) -> None:
-    """Drop what Linux keeps of a written file in memory; elsewhere, and where there is no file, do nothing."""
-    with suppress(OSError, AttributeError), path.open("rb") as file:  # reading it will say what is wrong
+    """Drop what Linux keeps of a written file in memory; elsewhere, and where there is no file, do
+    nothing.
+    """
+    # reading it will say what is wrong
+    with suppress(OSError, AttributeError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -320,7 +373,9 @@ def find_free_space(folder: Path) -> int:
 
 
 def require_space(folder: Path, needed: float, cure: str) -> None:
-    """Refuse what the disk of a folder cannot hold, before its first byte; ``cure``: what helps beside freeing some."""
+    """Refuse what the disk of a folder cannot hold, before its first byte; ``cure``: what helps
+    beside freeing some.
+    """
     free = find_free_space(folder)
     if needed > free:
         found = f"found {format_bytes(free)}: free some, {cure}"
@@ -348,5 +403,9 @@ def format_seconds(seconds: float) -> str:
         >>> format_seconds(5.25), format_seconds(600)
         ('5.2 s', '10 minutes')
     """
-    size, unit = (1, "s") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
-    return f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:,.0f} {unit}"
+    size, unit = (
+        (1, "s") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
+    )
+    return (
+        f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:,.0f} {unit}"
+    )

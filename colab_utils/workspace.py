@@ -1,4 +1,6 @@
-"""Where things lie, and what a notebook finds there or makes: every notebook starts on a machine of its own."""
+"""Where things lie, and what a notebook finds there or makes: every notebook starts on a machine of
+its own.
+"""
 
 import json
 import os
@@ -9,7 +11,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from colab_utils.data.sources import is_archive, unpack_dataset
-from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
+from colab_utils.drive import (
+    DriveProfile,
+    get_profile,
+    guard_drive,
+    is_on_drive,
+    read_at_full_speed,
+    slow_down,
+)
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.require import require_choice, require_local_path
 from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file
@@ -17,7 +26,9 @@ from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_recipe, write_shards
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
-"""What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive, as it is."""
+"""What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive,
+as it is.
+"""
 
 BUILT_IN = "built-in"
 """The name of the dataset that `make_dataset` makes."""
@@ -25,7 +36,9 @@ BUILT_IN = "built-in"
 
 @dataclass(frozen=True)
 class Workspace:
-    """Two folders, ``drive`` (slow, lasts) and ``ssd`` (fast, may be lost). Make one with `Workspace.open`."""
+    """Two folders, ``drive`` (slow, lasts) and ``ssd`` (fast, may be lost). Make one with
+    `Workspace.open`.
+    """
 
     drive: Path
     ssd: Path
@@ -33,22 +46,30 @@ class Workspace:
     """The speed at which ``drive`` is read: ``None`` for a real Google Drive and for full speed."""
 
     @classmethod
-    def open(cls, drive: str | Path | None = None, *, ssd: str | Path | None = None, scene: str = "bad day") -> Self:
-        """Make the two folders, and slow the first one down as the scene says, in child processes too.
+    def open(
+        cls,
+        drive: str | Path | None = None,
+        *,
+        ssd: str | Path | None = None,
+        scene: str = "bad day",
+    ) -> Self:
+        """Make the two folders, and slow the first one down as the scene says, in child processes
+        too.
 
-        "bad day" and "good day" ask for nothing: a slowed folder on this machine stands for Google Drive, and
-        `emulated` for a GPU. "my Drive, my GPU" mounts Google Drive on Colab, which asks you to sign in; outside Colab
-        it reads the folder as fast as it goes.
+        "bad day" and "good day" ask for nothing: a slowed folder on this machine stands for Google
+        Drive, and `emulated` for a GPU. "my Drive, my GPU" mounts Google Drive on Colab, which asks
+        you to sign in; outside Colab it reads the folder as fast as it goes.
 
         Args:
-            drive: the slow folder, used as given. Default: ``/content/slow_drive``, or ``colab_utils`` in your Google
-                Drive where the scene mounts it; outside Colab ``./runs/drive``.
+            drive: the slow folder, used as given. Default: ``/content/slow_drive``, or
+                ``colab_utils`` in your Google Drive where the scene mounts it; outside Colab
+                ``./runs/drive``.
             ssd: the fast folder. Default: ``/content/colab_utils``; outside Colab ``./runs/ssd``.
             scene: a name in `SCENES`.
 
         Raises:
-            ColabUtilsError: a folder cannot be made, there is no such scene, or Google Drive, which the scene asks
-                for, cannot be mounted.
+            ColabUtilsError: a folder cannot be made, there is no such scene, or Google Drive, which
+                the scene asks for, cannot be mounted.
 
         Example:
             >>> import tempfile
@@ -61,11 +82,17 @@ class Workspace:
         slow, speed = _choose_drive(drive, scene), get_profile(SCENES[scene])
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
-            raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one")
-        for setting, named, folder, profile in (("DRIVE_FOLDER", drive, slow, speed), ("SSD_FOLDER", ssd, fast, None)):
+            raise ColabUtilsError(
+                f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one"
+            )
+        for setting, named, folder, profile in (
+            ("DRIVE_FOLDER", drive, slow, speed),
+            ("SSD_FOLDER", ssd, fast, None),
+        ):
             try:
                 with guard_drive(folder):
-                    folder.mkdir(parents=not named, exist_ok=True)  # a typing error in a name is noticed
+                    # a typing error in a name is noticed
+                    folder.mkdir(parents=not named, exist_ok=True)
             except OSError as error:
                 found = f"found {error.strerror}: name another {setting}"
                 raise ColabUtilsError(f"expected to make {folder}, {found}") from error
@@ -74,13 +101,16 @@ class Workspace:
 
     @property
     def emulated(self) -> bool:
-        """Whether the training step is to be emulated: where Drive is slowed, and where there is no GPU."""
+        """Whether the training step is to be emulated: where Drive is slowed, and where there is no
+        GPU.
+        """
         import torch
 
         return self.profile is not None or not torch.cuda.is_available()
 
     def publish(self, notebook: str, /, **numbers: Any) -> Path:
-        """Write a notebook's numbers to ``results/NOTEBOOK.json`` on Drive, for the other notebooks and the demo.
+        """Write a notebook's numbers to ``results/NOTEBOOK.json`` on Drive, for the other notebooks
+        and the demo.
 
         Example:
             >>> import tempfile
@@ -91,7 +121,11 @@ class Workspace:
         return _write_json(self.drive / "results" / f"{notebook}.json", numbers)
 
     def __str__(self) -> str:
-        real = "Google Drive: drive.flush_and_unmount() uploads it" if is_on_drive(self.drive) else "full speed"
+        real = (
+            "Google Drive: drive.flush_and_unmount() uploads it"
+            if is_on_drive(self.drive)
+            else "full speed"
+        )
         return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}"
 
 
@@ -108,7 +142,9 @@ def _choose_drive(drive: str | Path | None, scene: str) -> Path:
     if SCENES[scene] is not None:
         if chosen and is_on_drive(chosen):
             cure = "leave it empty, or choose the SCENE that mounts Drive"
-            raise ColabUtilsError(f"expected DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: {cure}")
+            raise ColabUtilsError(
+                f"expected DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: {cure}"
+            )
     elif is_colab() and (chosen is None or chosen.is_relative_to(mount)):
         _mount_google_drive(mount)
         return chosen or mount / "MyDrive" / "colab_utils"
@@ -128,7 +164,9 @@ def _mount_google_drive(mount: Path) -> None:
             failure = describe_error(error)
     if not os.path.isdir(mount / "MyDrive"):
         cure = f"sign in when it asks, choose another SCENE, or name a DRIVE_FOLDER outside {mount}"
-        raise ColabUtilsError(f"expected Google Drive in {mount}, found Drive not mounted ({failure}): {cure}")
+        raise ColabUtilsError(
+            f"expected Google Drive in {mount}, found Drive not mounted ({failure}): {cure}"
+        )
 
 
 def _to_path(path: str | Path) -> Path:
@@ -155,24 +193,32 @@ class EnsuredDataset:
 
 
 def ensure_dataset(
-    workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: str = "train"
+    workspace: Workspace,
+    *,
+    images: str = "",
+    annotations: str = "",
+    n: int = 160,
+    part: str = "train",
 ) -> EnsuredDataset:
-    """Your dataset where you name one, now or earlier, else the built-in one on Drive, made now if it is not there yet.
+    """Your dataset where you name one, now or earlier, else the built-in one on Drive, made now if
+    it is not there yet.
 
-    What you name, ``settings.json`` on Drive remembers. In a scene that slows Drive, your images are slowed, too.
+    What you name, ``settings.json`` on Drive remembers. In a scene that slows Drive, your images
+    are slowed, too.
 
     Args:
         workspace: where Drive is.
-        images: your image folder, a zip of a COCO export, or its URL, which are unpacked to the SSD; "built-in" is the
-            built-in dataset again. Empty takes what you named last, else the built-in dataset.
+        images: your image folder, a zip of a COCO export, or its URL, which are unpacked to the
+            SSD; "built-in" is the built-in dataset again. Empty takes what you named last, else the
+            built-in dataset.
         annotations: your COCO instance JSON; its name in the zip, where that holds several.
-        n: images of a built-in dataset that is made now, one of 13 of them a photo of 12 megapixels; one that is there
-            is taken as it is.
+        n: images of a built-in dataset that is made now, one of 13 of them a photo of 12
+            megapixels; one that is there is taken as it is.
         part: ``"val"`` is another dataset, to evaluate with.
 
     Raises:
-        ColabUtilsError: only one of ``images`` and ``annotations`` is given, or they are not there; or what
-            `unpack_dataset` raises.
+        ColabUtilsError: only one of ``images`` and ``annotations`` is given, or they are not there;
+            or what `unpack_dataset` raises.
 
     Example:
         >>> import tempfile
@@ -181,13 +227,20 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    settings = dict[str, list[str]]()  # of each part of the data, where its images and annotations are
+    # of each part of the data, where its images and annotations are
+    settings = dict[str, list[str]]()
     with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
         settings.update(json.loads((workspace.drive / "settings.json").read_bytes()))
     if images or annotations:
         settings[part] = _locate(images, annotations)
-    paths, folder = settings.get(part, []), workspace.drive / ("dataset" if part == "train" else "dataset_val")
-    pictures, text = [Path(path) for path in paths] or [folder / "images", folder / "annotations.json"]
+    paths, folder = (
+        settings.get(part, []),
+        workspace.drive / ("dataset" if part == "train" else "dataset_val"),
+    )
+    pictures, text = [Path(path) for path in paths] or [
+        folder / "images",
+        folder / "annotations.json",
+    ]
     if paths and is_archive(paths[0]):
         pictures, text = unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])
     with guard_drive(pictures):
@@ -195,9 +248,18 @@ def ensure_dataset(
         if not (paths or is_there):
             make_dataset(folder, n=n, seed=0 if part == "train" else 1, photos=n // 13)
     if paths and not is_there:
-        cure = f"check IMAGES and ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
-        raise ColabUtilsError(f"expected your own dataset in {' and '.join(paths)}, found none: {cure}")
-    note = "Your own dataset." if paths else f"The built-in dataset, {'found on Drive' if is_there else 'made now'}."
+        cure = (
+            "check IMAGES and ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES "
+            f"to {BUILT_IN!r}"
+        )
+        raise ColabUtilsError(
+            f"expected your own dataset in {' and '.join(paths)}, found none: {cure}"
+        )
+    note = (
+        "Your own dataset."
+        if paths
+        else f"The built-in dataset, {'found on Drive' if is_there else 'made now'}."
+    )
     if paths and workspace.profile:
         note += f" The scene slows down what is read of its images: {workspace.profile}."
     slow_down(pictures, workspace.profile)
@@ -211,15 +273,20 @@ def ensure_dataset(
 def ensure_shards(data: EnsuredDataset) -> ShardReport:
     """A dataset's shards on Drive: those that are there, else made now or completed.
 
-    They are made at full speed in every scene: to see what that takes on Drive, call `write_shards`.
+    They are made at full speed in every scene: to see what that takes on Drive, call
+    `write_shards`.
 
     Raises:
         ColabUtilsError: as `write_shards` does; the shards there are of another dataset.
     """
     folder = data.shards_on_drive
     with guard_drive(folder), read_at_full_speed():
-        begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
-        settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
+        # another notebook's settings, which stopped half-way
+        begun = find_recipe(folder) or {"shard_mb": 8}
+        settings = {
+            key: begun[key]
+            for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
+        }
         return write_shards(data.images, data.annotations, shards=folder, **settings)
 
 
@@ -230,7 +297,9 @@ def _locate(images: str, annotations: str) -> list[str]:
     if is_archive(images):  # the annotations' name is one in the zip
         return [images if "://" in images else str(_to_path(images)), annotations]
     if not (images and annotations):
-        raise ColabUtilsError("expected IMAGES and ANNOTATIONS, found only one of them: name both or neither")
+        raise ColabUtilsError(
+            "expected IMAGES and ANNOTATIONS, found only one of them: name both or neither"
+        )
     return [str(_to_path(images)), str(_to_path(annotations))]
 
 

@@ -27,7 +27,9 @@ def alter(content: bytes) -> bytes:
 
 
 class BadReads:
-    """The next ``times`` reads of files with this suffix give what ``change`` makes of their content."""
+    """The next ``times`` reads of files with this suffix give what ``change`` makes of their
+    content.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,9 @@ def ctrl_c_interrupts() -> None:
 
 @pytest.fixture(scope="module")
 def few_objects() -> Iterator[None]:
-    """Garbage collections, of which planning the memory asks for many, leave out what the libraries hold anyway."""
+    """Garbage collections, of which planning the memory asks for many, leave out what the libraries
+    hold anyway.
+    """
     gc.collect()  # garbage that is frozen stays, and the processes that it holds
     gc.freeze()
     yield
@@ -45,7 +47,9 @@ def few_objects() -> Iterator[None]:
 
 @pytest.fixture
 def few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask head takes no more regions than there are: 32 of them are most of a tiny model's memory."""
+    """The mask head takes no more regions than there are: 32 of them are most of a tiny model's
+    memory.
+    """
     monkeypatch.setattr("colab_utils.training.losses._REGIONS", 1)
 
 
@@ -92,7 +96,9 @@ def quiet_machine() -> None:
     with ThreadPoolExecutor(count_cores()) as pool:
         while max(pool.map(_measure_delay, range(count_cores()))) > 1.3:
             if time.monotonic() > until_s:
-                pytest.skip("other programs kept the cores busy for two minutes: run it on an idle machine")
+                pytest.skip(
+                    "other programs kept the cores busy for two minutes: run it on an idle machine"
+                )
             time.sleep(0.5)
 
 
@@ -123,7 +129,9 @@ def coco_mini_val(coco_mini: CocoMini) -> CocoMini:
 @pytest.fixture(scope="session")
 def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> BuiltinDataset:
     """12 small built-in images: read it, never change it."""
-    return make_dataset(tmp_path_factory.mktemp("tiny"), n=12, width=160, height=128, objects=(1, 4), workers=1)
+    return make_dataset(
+        tmp_path_factory.mktemp("tiny"), n=12, width=160, height=128, objects=(1, 4), workers=1
+    )
 
 
 @pytest.fixture(scope="session")
@@ -131,5 +139,7 @@ def tiny_shards(tiny_dataset: BuiltinDataset, tmp_path_factory: pytest.TempPathF
     """The shards of the tiny dataset, 3 or more: read them, never change them."""
     folder = tmp_path_factory.mktemp("drive") / "shards"
     shard_mb = tiny_dataset.bytes / 1e6 / 4
-    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=shard_mb, workers=1)
+    write_shards(
+        tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=shard_mb, workers=1
+    )
     return folder

@@ -1,4 +1,6 @@
-"""Counts how dense Python code is: nodes of its syntax tree, code lines, and statements that hide another one."""
+"""Counts how dense Python code is: nodes of its syntax tree, code lines, and statements that hide
+another one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Density:
     """What a reader meets in one tree of files."""
 
     nodes: int
-    """Nodes of the syntax tree, without docstrings and operators; an f-string counts as its expressions."""
+    """Nodes of the syntax tree, without docstrings and operators; an f-string counts as its
+    expressions.
+    """
     code_lines: int
     """Lines that hold code: no blank line, no comment, no docstring."""
     long_lines: int
@@ -114,7 +118,9 @@ def find_packed_lines(tree: ast.AST) -> Iterator[int]:
 
 
 def _is_packed_assignment(node: ast.Assign) -> bool:
-    """Tell whether it is ``a = b = value``, ``a, b = x, y`` (but no swap) or ``a, b = (... for ...)``."""
+    """Tell whether it is ``a = b = value``, ``a, b = x, y`` (but no swap) or ``a, b = (... for
+    ...)``.
+    """
     target = node.targets[0]
     if len(node.targets) > 1:
         return True

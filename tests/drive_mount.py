@@ -1,4 +1,6 @@
-"""A mounted Google Drive to test on: as slow as people measured it, and failing on command (FUSE)."""
+"""A mounted Google Drive to test on: as slow as people measured it, and failing on command
+(FUSE).
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ SERVER = Path(__file__).with_name("drive_server.py")
 
 @dataclass
 class Faults:
-    """What goes wrong. ``errors`` of the next reads fail with EIO; while ``lost``, every call fails with ENOTCONN;
-    while ``full``, writing fails with ENOSPC; a folder of more than ``most_entries`` cannot be listed; reads return
-    ``short_read`` bytes at most; what another machine wrote shows ``late_s`` seconds after that; of what is written,
-    the last ``lost_bytes`` of every piece are stored as zeros; the next ``cut_opens`` files that are opened
-    to be read and have ``cut_name`` in their names end in their middle, while their size stays what it is.
+    """What goes wrong. ``errors`` of the next reads fail with EIO; while ``lost``, every call fails
+    with ENOTCONN; while ``full``, writing fails with ENOSPC; a folder of more than ``most_entries``
+    cannot be listed; reads return ``short_read`` bytes at most; what another machine wrote shows
+    ``late_s`` seconds after that; of what is written, the last ``lost_bytes`` of every piece are
+    stored as zeros; the next ``cut_opens`` files that are opened to be read and have ``cut_name``
+    in their names end in their middle, while their size stays what it is.
     """
 
     errors: int = 0
@@ -71,14 +74,21 @@ class DriveMount:
 
 @contextmanager
 def mount_drive(
-    backing: Path, folder: Path, *, profile: str | DriveProfile = "none", direct: bool = False,
-    cache: Path | None = None, stat_s: float = 0.0, total_bytes_per_s: float = 0.0,
-) -> Iterator[DriveMount]:  # fmt: skip
-    """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts; its type is Drive's.
+    backing: Path,
+    folder: Path,
+    *,
+    profile: str | DriveProfile = "none",
+    direct: bool = False,
+    cache: Path | None = None,
+    stat_s: float = 0.0,
+    total_bytes_per_s: float = 0.0,
+) -> Iterator[DriveMount]:
+    """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts; its
+    type is Drive's.
 
-    ``cache``: a folder on the local disk that keeps every file that was read to its end, or written, as Drive's does;
-    without one it is only remembered which they are. ``direct``: the kernel keeps nothing, so that a short read
-    reaches the reader, and files cannot be mapped.
+    ``cache``: a folder on the local disk that keeps every file that was read to its end, or
+    written, as Drive's does; without one it is only remembered which they are. ``direct``: the
+    kernel keeps nothing, so that a short read reaches the reader, and files cannot be mapped.
     """
     name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
     backing, folder = backing.absolute(), folder.absolute()  # libfuse leaves the working directory
@@ -86,7 +96,16 @@ def mount_drive(
     faults = folder.parent / f"{folder.name}.faults.json"
     mount = DriveMount(folder, faults)
     mount.fail()
-    command = [sys.executable, str(SERVER), str(backing), str(folder), "--profile", name, "--faults", str(faults)]
+    command = [
+        sys.executable,
+        str(SERVER),
+        str(backing),
+        str(folder),
+        "--profile",
+        name,
+        "--faults",
+        str(faults),
+    ]
     command += ["--stat-s", str(stat_s), "--total-bytes-per-s", str(total_bytes_per_s)]
     command += ["--direct"] if direct else []
     command += ["--cache", str(cache)] if cache else []
@@ -97,7 +116,9 @@ def mount_drive(
         while not os.path.ismount(folder):
             if process.poll() is not None or time.monotonic() > deadline:
                 process.kill()  # or its last words would be waited for
-                raise RuntimeError(f"the mount did not come: {process.stderr.read() if process.stderr else ''}")
+                raise RuntimeError(
+                    f"the mount did not come: {process.stderr.read() if process.stderr else ''}"
+                )
             time.sleep(0.02)
         yield mount
     finally:

@@ -1,6 +1,8 @@
-"""The process behind `tests.drive_mount`: a folder of this machine, served as a slow mount that fails on command.
+"""The process behind `tests.drive_mount`: a folder of this machine, served as a slow mount that
+fails on command.
 
-The faults lie in a JSON file that is read again whenever it changes, so a test can break the mount while it is used.
+The faults lie in a JSON file that is read again whenever it changes, so a test can break the mount
+while it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 
 from colab_utils.drive import DriveProfile, get_profile
 
-BUFFERED_S = 0.01  # a stream goes on for so long while nobody reads it, into the buffers of its connection
+# a stream goes on for so long while nobody reads it, into the buffers of its connection
+BUFFERED_S = 0.01
 
 
 class _Stream:
@@ -29,7 +32,9 @@ class _Stream:
 
     def plan(self, count: int) -> float:
         """When so many more bytes are there, by `time.perf_counter`."""
-        self._last_s = max(self._last_s, time.perf_counter() - BUFFERED_S) + count / self.bytes_per_s
+        self._last_s = (
+            max(self._last_s, time.perf_counter() - BUFFERED_S) + count / self.bytes_per_s
+        )
         return self._last_s
 
 
@@ -49,10 +54,20 @@ class Drive:
     """The calls of the file system; times and faults come first, then the folder behind it."""
 
     def __init__(
-        self, backing: Path, profile: DriveProfile | None, faults_file: Path, cache: Path | None,
-        stat_s: float, total_bytes_per_s: float,
-    ) -> None:  # fmt: skip
-        self.backing, self.profile, self.faults_file, self.cache = backing, profile, faults_file, cache
+        self,
+        backing: Path,
+        profile: DriveProfile | None,
+        faults_file: Path,
+        cache: Path | None,
+        stat_s: float,
+        total_bytes_per_s: float,
+    ) -> None:
+        self.backing, self.profile, self.faults_file, self.cache = (
+            backing,
+            profile,
+            faults_file,
+            cache,
+        )
         self.stat_s = stat_s
         self._faults: dict[str, Any] = {}
         self._changed = 0
@@ -83,7 +98,11 @@ class Drive:
     def hides(self, path: str) -> bool:
         """Whether another machine wrote this so lately that it does not show yet."""
         late_s = self._faults.get("late_s", 0.0)
-        return bool(late_s) and path not in self._ours and time.time() - os.lstat(self.find(path)).st_mtime < late_s
+        return (
+            bool(late_s)
+            and path not in self._ours
+            and time.time() - os.lstat(self.find(path)).st_mtime < late_s
+        )
 
     # --- calls that look
 
@@ -95,12 +114,24 @@ class Drive:
             time.sleep(self.stat_s)
             self._known.add(path)
         found = os.lstat(self.find(path))
-        keys = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime", "st_mtime", "st_ctime", "st_ino")
+        keys = (
+            "st_mode",
+            "st_nlink",
+            "st_uid",
+            "st_gid",
+            "st_size",
+            "st_atime",
+            "st_mtime",
+            "st_ctime",
+            "st_ino",
+        )
         return {key: getattr(found, key) for key in keys}
 
     def readdir(self, path: str, fh: int) -> list[str]:
         self.check()
-        names = [name for name in os.listdir(self.find(path)) if not self.hides(os.path.join(path, name))]
+        names = [
+            name for name in os.listdir(self.find(path)) if not self.hides(os.path.join(path, name))
+        ]
         if len(names) > self._faults["most_entries"]:
             raise OSError(errno.EIO, "Input/output error")
         return [".", "..", *names]
@@ -108,7 +139,17 @@ class Drive:
     def statfs(self, path: str) -> dict[str, int]:
         self.check()
         found = os.statvfs(self.backing)
-        keys = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax")
+        keys = (
+            "f_bsize",
+            "f_frsize",
+            "f_blocks",
+            "f_bfree",
+            "f_bavail",
+            "f_files",
+            "f_ffree",
+            "f_favail",
+            "f_namemax",
+        )
         return {key: getattr(found, key) for key in keys}
 
     # --- calls that read
@@ -138,8 +179,11 @@ class Drive:
             size = max(0, min(size, os.fstat(fh).st_size // 2 - offset))
         data = os.pread(fh, size, offset)
         if file.stream:
-            with self._lock:  # the time of so many bytes: in this stream, and in the pipe that all streams share
-                ready_s = max(stream.plan(len(data)) for stream in (file.stream, self._pipe) if stream)
+            # the time of so many bytes: in this stream, and in the pipe that all streams share
+            with self._lock:
+                ready_s = max(
+                    stream.plan(len(data)) for stream in (file.stream, self._pipe) if stream
+                )
                 file.read_bytes += len(data)
             time.sleep(max(0.0, ready_s - time.perf_counter()))
         return data
@@ -220,8 +264,12 @@ def main() -> None:
     parser.add_argument("backing", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--profile", default="none", help="a name, or a profile as JSON")
-    parser.add_argument("--stat-s", type=float, default=0.0, help="to look at a file for the first time")
-    parser.add_argument("--total-bytes-per-s", type=float, default=0.0, help="of all streams together; 0: no limit")
+    parser.add_argument(
+        "--stat-s", type=float, default=0.0, help="to look at a file for the first time"
+    )
+    parser.add_argument(
+        "--total-bytes-per-s", type=float, default=0.0, help="of all streams together; 0: no limit"
+    )
     parser.add_argument("--faults", type=Path, required=True)
     parser.add_argument("--cache", type=Path, help="keeps what was read to its end or written")
     parser.add_argument("--direct", action="store_true", help="nothing is kept by the kernel")
@@ -231,7 +279,12 @@ def main() -> None:
     import mfusepy  # here, so that pytest can look at this file where there is no libfuse
 
     drive = type("Mounted", (Drive, mfusepy.Operations), {})(
-        options.backing.absolute(), profile, options.faults, options.cache, options.stat_s, options.total_bytes_per_s
+        options.backing.absolute(),
+        profile,
+        options.faults,
+        options.cache,
+        options.stat_s,
+        options.total_bytes_per_s,
     )
     folder, direct = str(options.folder), options.direct
     mfusepy.FUSE(drive, folder, foreground=True, subtype="drive", direct_io=direct, nothreads=False)

@@ -1,10 +1,11 @@
 """A GPU for machines without one: its tensors lie in the CPU's memory, and keep a GPU's rules.
 
-What is made there, or sent there, says ``cuda:0``. Tensors of both sides do not meet in one call: only copies cross
-over, and numpy reads none of a GPU's. Calls for which a CPU waits for the GPU are counted: those that read a value, or
-whose result's size depends on values, and copies from or to memory that is not pinned. So are the bytes of its tensors;
-above the limit it runs out. It computes as a CPU does, in float32, and has no streams: it tells nothing about speed. It
-does not see into other kinds of tensors, such as torchvision's tv_tensors.
+What is made there, or sent there, says ``cuda:0``. Tensors of both sides do not meet in one call:
+only copies cross over, and numpy reads none of a GPU's. Calls for which a CPU waits for the GPU are
+counted: those that read a value, or whose result's size depends on values, and copies from or to
+memory that is not pinned. So are the bytes of its tensors; above the limit it runs out. It computes
+as a CPU does, in float32, and has no streams: it tells nothing about speed. It does not see into
+other kinds of tensors, such as torchvision's tv_tensors.
 """
 
 from __future__ import annotations
@@ -26,9 +27,21 @@ __all__ = ["GpuTensor", "SimulatedGpu"]
 DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
 CROSSING = {"to", "copy_", "type", "cuda", "cpu"}
 READING = {
-    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero", "argwhere", "unique",
-    "masked_select", "equal", "allclose", "nms",
-}  # fmt: skip
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__contains__",
+    "nonzero",
+    "argwhere",
+    "unique",
+    "masked_select",
+    "equal",
+    "allclose",
+    "nms",
+}
 FROM_NUMBERS = {"tensor", "as_tensor", "new_tensor"}
 PLAIN = {"_parse_to", "_has_compatible_shallow_copy_type"}
 INDICES = (torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -49,11 +62,15 @@ class GpuParameter(GpuTensor, nn.Parameter):
 
 
 class SimulatedGpu(TorchFunctionMode):
-    """``with`` it, torch finds one GPU of ``limit`` bytes. ``waits`` counts by function and by the calling module."""
+    """``with`` it, torch finds one GPU of ``limit`` bytes. ``waits`` counts by function and by the
+    calling module.
+    """
 
     current: SimulatedGpu
 
-    def __init__(self, monkeypatch, *, limit: int = 16_000_000_000, capability: tuple[int, int] = (7, 5)) -> None:
+    def __init__(
+        self, monkeypatch, *, limit: int = 16_000_000_000, capability: tuple[int, int] = (7, 5)
+    ) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
         self.memory = CountedMemory(limit)
@@ -61,24 +78,37 @@ class SimulatedGpu(TorchFunctionMode):
         SimulatedGpu.current = self
         facts = SimpleNamespace(total_memory=limit, name="Simulated")
         found = {
-            "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "_lazy_init": int,
-            "set_device": _set_device, "synchronize": lambda device=None: self.count_wait("synchronize"),
-            "empty_cache": int, "mem_get_info": lambda device=None: (limit - self.memory.count_held(), limit),
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "_lazy_init": int,
+            "set_device": _set_device,
+            "synchronize": lambda device=None: self.count_wait("synchronize"),
+            "empty_cache": int,
+            "mem_get_info": lambda device=None: (limit - self.memory.count_held(), limit),
             "memory_reserved": lambda device=None: self.memory.count_held(),
             "memory_allocated": lambda device=None: self.memory.count_held(),
             "max_memory_allocated": lambda device=None: self.memory.peak,
             "reset_peak_memory_stats": lambda device=None: self.memory.reset_peak(),
-            "get_device_capability": lambda device=None: capability, "get_device_name": lambda device=None: facts.name,
-            "get_device_properties": lambda device=None: facts, "is_current_stream_capturing": lambda: False,
+            "get_device_capability": lambda device=None: capability,
+            "get_device_name": lambda device=None: facts.name,
+            "get_device_properties": lambda device=None: facts,
+            "is_current_stream_capturing": lambda: False,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: None,
             "Event": _Event,
-        }  # fmt: skip
+        }
         for name, value in found.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(is_capturing=lambda: False))
+        monkeypatch.setattr(
+            torch.accelerator, "current_stream", lambda: SimpleNamespace(is_capturing=lambda: False)
+        )
         group = torch._C._group_tensors_by_device_and_dtype
-        monkeypatch.setattr(torch._C, "_group_tensors_by_device_and_dtype", lambda *given: _tell_device(group(*given)))
+        monkeypatch.setattr(
+            torch._C,
+            "_group_tensors_by_device_and_dtype",
+            lambda *given: _tell_device(group(*given)),
+        )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return self.call(function, args, kwargs or {})
@@ -98,7 +128,9 @@ class SimulatedGpu(TorchFunctionMode):
         if first_on_gpu and name == "__get__" and of in ("device", "is_cuda", "is_cpu"):
             return {"device": DEVICE, "is_cuda": True, "is_cpu": False}[of]
         if first_on_gpu and name in ("numpy", "__array__"):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first."
+            )
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":
                 return _mark(function(*args), first_on_gpu, copied=False)
@@ -110,13 +142,17 @@ class SimulatedGpu(TorchFunctionMode):
             if name == "__deepcopy__" and not first_on_gpu:
                 return function(*args, **kwargs)
             if name == "__deepcopy__":
-                made = args[1][id(args[0])] = args[0].detach().clone().requires_grad_(args[0].requires_grad)
+                made = args[1][id(args[0])] = (
+                    args[0].detach().clone().requires_grad_(args[0].requires_grad)
+                )
                 made.__class__ = type(args[0])
                 return made
             if name == "__set__":
                 function(*args)
                 if of == "data":
-                    args[0].__class__ = _choose_class(isinstance(args[1], GpuTensor), isinstance(args[0], nn.Parameter))
+                    args[0].__class__ = _choose_class(
+                        isinstance(args[1], GpuTensor), isinstance(args[0], nn.Parameter)
+                    )
                 return None
             leaves = [*_list_leaves((args, kwargs))]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -124,25 +160,49 @@ class SimulatedGpu(TorchFunctionMode):
             named = [device for leaf in leaves if (device := _read_device(leaf)) is not None]
             if name == "to" and len(tensors) > 1:
                 named = [DEVICE if isinstance(tensors[1], GpuTensor) else CPU]
-            where = named[0].type if named else name if name in ("cuda", "cpu") else "cuda" if ours else "cpu"
+            where = (
+                named[0].type
+                if named
+                else name
+                if name in ("cuda", "cpu")
+                else "cuda"
+                if ours
+                else "cpu"
+            )
             self._check(function, name, tensors, ours)
             if self._waits(name, args, kwargs, tensors, where == "cuda"):
                 self.count_wait(name)
             if named:
-                args, kwargs = _replace_leaves((args, kwargs), lambda leaf: CPU if _read_device(leaf) else leaf)
+                args, kwargs = _replace_leaves(
+                    (args, kwargs), lambda leaf: CPU if _read_device(leaf) else leaf
+                )
             crosses = bool(tensors) and (where == "cuda") != isinstance(tensors[0], GpuTensor)
             with self.memory if where == "cuda" else nullcontext():
                 found = function(*args, **kwargs)
-                return _replace_leaves(found, lambda leaf: _mark(leaf, where == "cuda", copied=crosses))
+                return _replace_leaves(
+                    found, lambda leaf: _mark(leaf, where == "cuda", copied=crosses)
+                )
 
     def _check(self, function, name, tensors, ours) -> None:
-        """No tensors of both sides, but single numbers of the CPU, and its indices into a tensor of the GPU's."""
-        others = [tensor for tensor in tensors if not isinstance(tensor, GpuTensor) and tensor.dim()]
-        indexed = name in ("__getitem__", "__setitem__") and tensors[0] is ours[0] if ours else False
-        if ours and others and name not in CROSSING and not (indexed and all(t.dtype in INDICES for t in others)):
+        """No tensors of both sides, but single numbers of the CPU, and its indices into a tensor of
+        the GPU's.
+        """
+        others = [
+            tensor for tensor in tensors if not isinstance(tensor, GpuTensor) and tensor.dim()
+        ]
+        indexed = (
+            name in ("__getitem__", "__setitem__") and tensors[0] is ours[0] if ours else False
+        )
+        if (
+            ours
+            and others
+            and name not in CROSSING
+            and not (indexed and all(t.dtype in INDICES for t in others))
+        ):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {function} got cuda:0 "
-                f"{[tuple(tensor.shape) for tensor in ours]} and cpu {[tuple(tensor.shape) for tensor in others]}"
+                f"{[tuple(tensor.shape) for tensor in ours]} and cpu "
+                f"{[tuple(tensor.shape) for tensor in others]}"
             )
 
     def _waits(self, name, args, kwargs, tensors, to_gpu) -> bool:
@@ -150,7 +210,9 @@ class SimulatedGpu(TorchFunctionMode):
         from_gpu = bool(tensors) and isinstance(tensors[0], GpuTensor)
         if from_gpu != to_gpu and name in CROSSING:
             pinned = {tensor.untyped_storage().data_ptr() for tensor in self._pinned}
-            return not (kwargs.get("non_blocking") and tensors[0].untyped_storage().data_ptr() in pinned)
+            return not (
+                kwargs.get("non_blocking") and tensors[0].untyped_storage().data_ptr() in pinned
+            )
         if not from_gpu:
             return to_gpu and name in FROM_NUMBERS
         by_mask = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:2])
@@ -158,14 +220,25 @@ class SimulatedGpu(TorchFunctionMode):
             name in READING
             or name in FROM_NUMBERS
             or (name == "where" and len(args) == 1)
-            or (name == "repeat_interleave" and kwargs.get("output_size") is None and len(tensors) > 1)
-            or (by_mask and (name == "__getitem__" or (name == "__setitem__" and isinstance(args[2], Tensor))))
+            or (
+                name == "repeat_interleave"
+                and kwargs.get("output_size") is None
+                and len(tensors) > 1
+            )
+            or (
+                by_mask
+                and (
+                    name == "__getitem__" or (name == "__setitem__" and isinstance(args[2], Tensor))
+                )
+            )
         )
 
 
 def _set_device(device) -> None:
     if torch.device(device).index is None:
-        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+        raise ValueError(
+            f"Expected a torch.device with a specified index or an integer, but got:{device}"
+        )
 
 
 class _Event:
@@ -205,19 +278,30 @@ def _replace_leaves(value, change):
 def _read_device(leaf) -> torch.device | None:
     if isinstance(leaf, torch.device):
         return leaf
-    return torch.device(leaf) if isinstance(leaf, str) and leaf.split(":")[0] in ("cuda", "cpu") else None
+    return (
+        torch.device(leaf)
+        if isinstance(leaf, str) and leaf.split(":")[0] in ("cuda", "cpu")
+        else None
+    )
 
 
 def _tell_device(groups):
     """What C++ has put together by devices, of which it knows one only."""
     return {
-        (DEVICE if any(isinstance(leaf, GpuTensor) for leaf in _list_leaves(value)) else device, dtype): value
+        (
+            DEVICE if any(isinstance(leaf, GpuTensor) for leaf in _list_leaves(value)) else device,
+            dtype,
+        ): value
         for (device, dtype), value in groups.items()
     }
 
 
 def _choose_class(on_gpu: bool, is_parameter: bool) -> type[Tensor]:
-    return (GpuParameter if is_parameter else GpuTensor) if on_gpu else (nn.Parameter if is_parameter else Tensor)
+    return (
+        (GpuParameter if is_parameter else GpuTensor)
+        if on_gpu
+        else (nn.Parameter if is_parameter else Tensor)
+    )
 
 
 def _mark(leaf, on_gpu: bool, *, copied: bool):

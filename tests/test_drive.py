@@ -1,4 +1,6 @@
-"""The slowed folder: what it returns, how long it asks to wait, and what it says when Drive goes away."""
+"""The slowed folder: what it returns, how long it asks to wait, and what it says when Drive goes
+away.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ SLOW = DriveProfile("slow", open_s=10.0, bytes_per_s=100.0, source="a test")
 
 @pytest.fixture
 def clock(monkeypatch, tmp_path):
-    """A clock that only sleeping and the real reads move; ``clock.slept`` lists the waits in seconds."""
+    """A clock that only sleeping and the real reads move; ``clock.slept`` lists the waits in
+    seconds.
+    """
 
     class Clock:
         def __init__(self):
@@ -75,7 +79,9 @@ def test_a_pipe_is_not_waited_for(tmp_path, read):
 def test_what_no_memory_holds_is_not_read(tmp_path):
     with open(tmp_path / "photo.jpg", "wb") as file:
         file.truncate(10**9 + 1)
-    with pytest.raises(ColabUtilsError, match=r"expected a file at .*photo.jpg that memory holds, found 1.0 GB"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a file at .*photo.jpg that memory holds, found 1.0 GB"
+    ):
         read_file(tmp_path / "photo.jpg")
     with pytest.raises(IsADirectoryError):
         read_file(tmp_path)
@@ -169,8 +175,13 @@ class TestSlowDown:
 
     def test_a_command_is_slowed_too(self, tmp_path):
         slow_down(tmp_path, SLOW)
-        code = "import sys; from colab_utils.drive import find_profile; print(find_profile(sys.argv[1]).open_s)"
-        run = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True)
+        code = (
+            "import sys; from colab_utils.drive import find_profile; "
+            "print(find_profile(sys.argv[1]).open_s)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True
+        )
         assert float(run.stdout) == SLOW.open_s
 
 
@@ -179,7 +190,11 @@ def test_all_streams_together_have_one_link(photo, pool, tmp_path):
     """Each would take 0.1 s alone; no slower limit is asserted, because the machine may be busy."""
     slow_down(tmp_path, DriveProfile("narrow", 0.0, 10_000, "a test"))
     started = perf_counter()
-    with ThreadPoolExecutor(4) if pool == "threads" else ProcessPoolExecutor(4, get_context("fork")) as workers:
+    with (
+        ThreadPoolExecutor(4)
+        if pool == "threads"
+        else ProcessPoolExecutor(4, get_context("fork")) as workers
+    ):
         for content in workers.map(read_file, [photo] * 4):
             assert content == photo.read_bytes()
     assert perf_counter() - started >= 0.4
@@ -206,7 +221,9 @@ def test_pread_gives_the_bytes_and_stops_at_the_end(photo):
 
 def test_short_reads_are_completed(photo, monkeypatch):
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:7]], offset)
+    )
     with DriveFile(photo) as file:
         assert file.pread(100, 50) == photo.read_bytes()[50:150]
 
@@ -247,7 +264,9 @@ def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
     monkeypatch.setattr(drive, "is_on_drive", lambda path: True)
     with DriveFile(photo) as file:
         monkeypatch.setattr(os, "preadv", vanish)
-        with pytest.raises(DriveLostError, match=rf"photo\.jpg.*disconnected.*errno {number}.*force_remount") as caught:
+        with pytest.raises(
+            DriveLostError, match=rf"photo\.jpg.*disconnected.*errno {number}.*force_remount"
+        ) as caught:
             file.pread(1, 0)
     assert isinstance(caught.value, ColabUtilsError)
     assert "\n" not in str(caught.value)
@@ -342,7 +361,9 @@ def test_what_is_refused_is_read_again_until_the_same_bytes_came_twice(photo):
         parse_file(photo, read, int)
     assert contents == [b"5"]
     contents[:] = [b"a", b"b", b"c", b"d", b"e", b"5"]
-    with pytest.raises(DriveLostError, match=r"Each time that .*photo\.jpg was read, other bytes came"):
+    with pytest.raises(
+        DriveLostError, match=r"Each time that .*photo\.jpg was read, other bytes came"
+    ):
         parse_file(photo, read, int)
     assert parse_file(photo, read, int) == 5
 
@@ -377,7 +398,8 @@ def test_profiles_say_where_they_come_from_and_travel_to_workers():
 
 class TestRetries:
     def test_four_tries_more_with_growing_waits(self, monkeypatch):
-        monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", RETRY_WAITS_S)  # the tests shorten them
+        # the tests shorten them
+        monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", RETRY_WAITS_S)
         retries, waited = Retries(), []
         monkeypatch.setattr(retries.stop, "wait", waited.append)
 

@@ -23,7 +23,8 @@ KEPT = "café cafe\u0301 猫 ねこ 👩\u200d👧 🇫🇷 ☀\ufe0f Ελ.jpg" 
 def is_safe(text):
     return not any(
         unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}
-        or unicodedata.bidirectional(char) in {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+        or unicodedata.bidirectional(char)
+        in {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
         for char in text
     )
 
@@ -78,7 +79,11 @@ def test_the_error_of_a_workers_dataset_keeps_the_lines_of_torch():
 
 def test_the_command_line_shows_no_control_character(tmp_path, capsys, tiny_dataset):
     name = "no\x1b[2J\u202e.json\n"
-    for words in (["verify", "--shards", tmp_path / name], ["verify", "--shards", tmp_path, name], ["check" + name]):
+    for words in (
+        ["verify", "--shards", tmp_path / name],
+        ["verify", "--shards", tmp_path, name],
+        ["check" + name],
+    ):
         try:
             status = main([str(word) for word in words])
         except SystemExit as exit_:
@@ -91,19 +96,42 @@ def test_the_command_line_shows_no_control_character(tmp_path, capsys, tiny_data
 
 def test_skipped_images_are_listed_without_control_characters(tmp_path, tiny_dataset):
     text = Path(tiny_dataset.annotations).read_text()
-    first = next(path.name for path in sorted(Path(tiny_dataset.images).iterdir()) if path.name in text)
-    (tmp_path / "a.json").write_text(text.replace(first, r"\u001b[2J\nerror: all is lost\u202e.jpg", 1))
+    first = next(
+        path.name for path in sorted(Path(tiny_dataset.images).iterdir()) if path.name in text
+    )
+    (tmp_path / "a.json").write_text(
+        text.replace(first, r"\u001b[2J\nerror: all is lost\u202e.jpg", 1)
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "colab_utils", "preprocess", "--images", tiny_dataset.images, "--annotations",
-         tmp_path / "a.json", "--shards", tmp_path / "shards", "--storage", "keep", "--max-bad", "0.5"],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "colab_utils",
+            "preprocess",
+            "--images",
+            tiny_dataset.images,
+            "--annotations",
+            tmp_path / "a.json",
+            "--shards",
+            tmp_path / "shards",
+            "--storage",
+            "keep",
+            "--max-bad",
+            "0.5",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
     assert r"skipped \x1b[2J\nerror: all is lost\u202e.jpg: the file is missing" in done.stderr
     assert all(map(is_safe, (done.stdout + done.stderr).split("\n")))
 
 
 def read_quotes(page):
-    """Return every quoted message of the page about errors: those in headings, and others in its text."""
+    """Return every quoted message of the page about errors: those in headings, and others in its
+    text.
+    """
     return re.findall(r"`(expected [^`]+)`", page)
 
 
@@ -123,7 +151,9 @@ def test_the_page_about_errors_quotes_messages_as_they_are_printed():
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     assert len(re.findall(r"^### `", page, re.MULTILINE)) == 10
     for quote in read_quotes(page):
-        assert max(len(part.strip()) for part in quote.split("...")) >= 15, f"{quote!r} could be any message"
+        assert max(len(part.strip()) for part in quote.split("...")) >= 15, (
+            f"{quote!r} could be any message"
+        )
         assert find_source(quote), f"no message says {quote!r}: docs/errors.md is out of date"
 
 

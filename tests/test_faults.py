@@ -1,4 +1,6 @@
-"""The fault table: each fault of Drive x each command; what the user sees, what is left, and how it goes on."""
+"""The fault table: each fault of Drive x each command; what the user sees, what is left, and how it
+goes on.
+"""
 
 import hashlib
 import json
@@ -22,19 +24,61 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training import train as loop
 from tests.drive_mount import DriveMount, mount_or_skip
 
-TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 4}
+TINY = {
+    "weights": None,
+    "min_size": 64,
+    "max_size": 96,
+    "workers": 0,
+    "device": "cpu",
+    "batch_size": 4,
+}
 SHARD_MB = 0.02
 STEPS = 3  # one epoch
 COMMANDS = {
-    "preprocess": ["preprocess", "--images", "{drive}/images", "--annotations", "{drive}/annotations.json", "--shards",
-                   "{drive}/new", "--shard-mb", SHARD_MB, "--storage", "keep", "--workers", 2],
+    "preprocess": [
+        "preprocess",
+        "--images",
+        "{drive}/images",
+        "--annotations",
+        "{drive}/annotations.json",
+        "--shards",
+        "{drive}/new",
+        "--shard-mb",
+        SHARD_MB,
+        "--storage",
+        "keep",
+        "--workers",
+        2,
+    ],
     "verify": ["verify", "--shards", "{drive}/shards"],
     "copy": ["copy", "--shards", "{drive}/shards", "--to", "{ssd}/shards"],
-    "train": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run",
-              "--steps", STEPS, "--checkpoint-steps", 1],
-    "resume": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run",
-              "--steps", STEPS, "--checkpoint-steps", 1],
-}  # fmt: skip
+    "train": [
+        "train",
+        "--shards",
+        "{drive}/shards",
+        "--local",
+        "{ssd}/shards",
+        "--run",
+        "{drive}/run",
+        "--steps",
+        STEPS,
+        "--checkpoint-steps",
+        1,
+    ],
+    "resume": [
+        "train",
+        "--shards",
+        "{drive}/shards",
+        "--local",
+        "{ssd}/shards",
+        "--run",
+        "{drive}/run",
+        "--steps",
+        STEPS,
+        "--checkpoint-steps",
+        1,
+    ],
+}
 
 
 class World:
@@ -43,8 +87,21 @@ class World:
     ``drive`` is the folder as the commands see it; ``backing`` the same folder without the mount.
     """
 
-    def __init__(self, mount: DriveMount, name: str, backing: Path, ssd: Path, output: pytest.CaptureFixture[str]):
-        self.mount, self.drive, self.backing, self.ssd, self.output = mount, mount.folder / name, backing, ssd, output
+    def __init__(
+        self,
+        mount: DriveMount,
+        name: str,
+        backing: Path,
+        ssd: Path,
+        output: pytest.CaptureFixture[str],
+    ):
+        self.mount, self.drive, self.backing, self.ssd, self.output = (
+            mount,
+            mount.folder / name,
+            backing,
+            ssd,
+            output,
+        )
 
     def run(self, command: str) -> tuple[int, str, dict]:
         """Exit status, what the user sees, and the JSON."""
@@ -60,9 +117,13 @@ def made(tmp_path_factory, tiny_dataset) -> Path:
     shutil.copytree(tiny_dataset.images, folder / "images")
     shutil.copy(tiny_dataset.annotations, folder / "annotations.json")
     write_shards(
-        tiny_dataset.images, tiny_dataset.annotations, shards=folder / "shards", shard_mb=SHARD_MB, storage="keep",
+        tiny_dataset.images,
+        tiny_dataset.annotations,
+        shards=folder / "shards",
+        shard_mb=SHARD_MB,
+        storage="keep",
         workers=1,
-    )  # fmt: skip
+    )
     return folder
 
 
@@ -79,7 +140,9 @@ def mounted(tmp_path_factory) -> Iterator[DriveMount]:
 def world(mounted, made, tmp_path, capsys, monkeypatch, one_thread) -> Iterator[World]:
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.02, 0.05, 0.2, 0.4))
     train = loop.train
-    monkeypatch.setattr(loop, "train", lambda *arguments, **options: train(*arguments, **{**options, **TINY}))
+    monkeypatch.setattr(
+        loop, "train", lambda *arguments, **options: train(*arguments, **{**options, **TINY})
+    )
     backing = mounted.folder.parent / "backing" / tmp_path.name
     shutil.copytree(made, backing)
     yield World(mounted, tmp_path.name, backing, tmp_path / "ssd", capsys)
@@ -154,7 +217,9 @@ def test_a_mount_that_comes_back(world, command):
 
 @every
 @pytest.mark.parametrize("fault", [{"lost": True}, {"errors": 10**6}], ids=["lost", "errors"])
-def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(world, command, fault):
+def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(
+    world, command, fault
+):
     prepare(world, command)
     world.mount.fail(**fault)
     status, shown, _ = world.run(command)
@@ -259,7 +324,10 @@ def test_a_torn_shard_is_named_and_never_trained_on(world, command, damage):
     assert not (world.ssd / "shards" / "shard-000001.tar").exists()
     (world.drive / "shards" / "shard-000001.tar").unlink()  # the cure that the message names
     words = COMMANDS["preprocess"]
-    assert main([str(word).format(drive=world.drive).replace("/new", "/shards") for word in words]) == 0
+    assert (
+        main([str(word).format(drive=world.drive).replace("/new", "/shards") for word in words])
+        == 0
+    )
     world.output.readouterr()
     run_complete(world, command)
 
@@ -286,7 +354,9 @@ def test_a_shard_that_another_machine_wrote_and_that_does_not_show_yet(world, co
 
 
 def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
-    """The mount dies between two steps: the steps go on, the checkpoints wait, and are sent by the next command."""
+    """The mount dies between two steps: the steps go on, the checkpoints wait, and are sent by the
+    next command.
+    """
     lost, log = [], []
 
     def train(*arguments, **options):
@@ -340,7 +410,8 @@ def test_a_writer_on_another_machine_is_left_alone_until_it_is_silent(world, mon
 def test_a_killed_writer_is_no_writer(world):
     folder = world.backing / "new"
     script = (
-        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.lock import hold_folder\n"
+        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.lock import "
+        "hold_folder\n"
         f"with hold_folder(Path({str(folder)!r})):\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL

@@ -24,8 +24,18 @@ from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.workspace import Workspace, ensure_dataset
 
-MESSAGE = r"expected a folder or file of this machine, found the URL .*\. Mount it .*, or copy it to a folder first"
-URLS = ["s3://bucket/x", "gs://bucket/x", "HDFS://host/x", "file:///x", "abfs+x.y-1://b/x", Path("s3://bucket/x")]
+MESSAGE = (
+    r"expected a folder or file of this machine, found the URL .*\. Mount it .*, or copy it "
+    r"to a folder first"
+)
+URLS = [
+    "s3://bucket/x",
+    "gs://bucket/x",
+    "HDFS://host/x",
+    "file:///x",
+    "abfs+x.y-1://b/x",
+    Path("s3://bucket/x"),
+]
 
 
 @pytest.mark.parametrize("url", URLS, ids=repr)
@@ -74,8 +84,12 @@ CALLS = {
     "Workspace ssd": lambda url: Workspace.open("drive", ssd=url),
     "check_dataset images": lambda url: colab_utils.check_dataset(url, "a.json"),
     "check_dataset annotations": lambda url: colab_utils.check_dataset("images", url),
-    "check_dataset validation images": lambda url: colab_utils.check_dataset("images", "a", validation=(url, "b")),
-    "check_dataset validation JSON": lambda url: colab_utils.check_dataset("images", "a", validation=("b", url)),
+    "check_dataset validation images": lambda url: colab_utils.check_dataset(
+        "images", "a", validation=(url, "b")
+    ),
+    "check_dataset validation JSON": lambda url: colab_utils.check_dataset(
+        "images", "a", validation=("b", url)
+    ),
     "repair images": lambda url: repair_annotations(url, "a.json", output="b.json"),
     "repair annotations": lambda url: repair_annotations("images", url, output="b.json"),
     "repair output": lambda url: repair_annotations("images", "a.json", output=url),
@@ -173,7 +187,11 @@ def test_the_options_that_name_places_are_all_there():
 @pytest.mark.parametrize(("command", "option"), list_path_options())
 def test_every_option_refuses_a_url_before_any_work(place, capsys, command, option):
     function = next(one for one in _COMMANDS if one.__name__ == f"_{command}")
-    needed = [name for name, one in inspect.signature(function).parameters.items() if one.default is one.empty]
+    needed = [
+        name
+        for name, one in inspect.signature(function).parameters.items()
+        if one.default is one.empty
+    ]
     needed = [name for name in needed if name not in ("settings", "options")]
     words = [word for name in needed if f"--{name}" != option for word in (f"--{name}", "images")]
     with pytest.raises(SystemExit) as ended:
@@ -182,4 +200,7 @@ def test_every_option_refuses_a_url_before_any_work(place, capsys, command, opti
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    assert f"argument {option}: expected a folder or file of this machine, found the URL gs://bucket/x. " in printed.err
+    assert (
+        f"argument {option}: expected a folder or file of this machine, found the URL "
+        "gs://bucket/x. " in printed.err
+    )

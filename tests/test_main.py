@@ -44,8 +44,9 @@ def start(*arguments, **options):
     return subprocess.Popen(
         [sys.executable, "-m", "colab_utils", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
-    )  # fmt: skip
+        text=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+    )
 
 
 def finish(*arguments, **options):
@@ -56,7 +57,9 @@ def finish(*arguments, **options):
 
 def hash_tree(folder):
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else ""
         for path in sorted(folder.rglob("*"))
     }
 
@@ -87,10 +90,14 @@ def world(tiny_dataset, tiny_shards, tmp_path):
     (folder / "list.json").write_text("[1, 2]")
     (folder / "text.json").write_text("hello")
     (folder / "binary.json").write_bytes(bytes(range(256)))
-    (folder / "captions.json").write_text(json.dumps({"images": [], "annotations": [{"caption": "a dog"}]}))
+    (folder / "captions.json").write_text(
+        json.dumps({"images": [], "annotations": [{"caption": "a dog"}]})
+    )
     (folder / "deep.json").write_text("[" * 100_000)
     (folder / "empty").mkdir()
-    (folder / "empty.json").write_text(json.dumps({"images": [], "annotations": [], "categories": []}))
+    (folder / "empty.json").write_text(
+        json.dumps({"images": [], "annotations": [], "categories": []})
+    )
     return folder
 
 
@@ -117,12 +124,39 @@ BAD = [
     (["copy", "--shards", "{}/nope", "--to", "{}/target"], "nope"),
     (["train", "--shards", "{}/nope", "--run", "{}/run"], "nope"),
     (["train", "--shards", "{}/shards", "--val-shards", "{}/nope", "--run", "{}/run"], "nope"),
-    (["compare", "--images", "{}/nope", "--annotations", "{}/coco.json", "--report", "{}/report"], "nope"),
-    (["compare", "--images", "{}/images", "--annotations", "{}/nope.json", "--report", "{}/report"], "nope.json"),
+    (
+        [
+            "compare",
+            "--images",
+            "{}/nope",
+            "--annotations",
+            "{}/coco.json",
+            "--report",
+            "{}/report",
+        ],
+        "nope",
+    ),
+    (
+        [
+            "compare",
+            "--images",
+            "{}/images",
+            "--annotations",
+            "{}/nope.json",
+            "--report",
+            "{}/report",
+        ],
+        "nope.json",
+    ),
     # not COCO
     *[
         ([command, "--images", "{}/images", "--annotations", "{}/" + name, *rest], name)
-        for command, rest in (("check", ()), ("diagnose", ()), ("preprocess", NEW), ("compare", ("--report", "{}/r")))
+        for command, rest in (
+            ("check", ()),
+            ("diagnose", ()),
+            ("preprocess", NEW),
+            ("compare", ("--report", "{}/r")),
+        )
         for name in ("list.json", "text.json", "binary.json", "captions.json", "deep.json")
     ],
     (["diagnose", "--images", "{}/images", "--annotations", "{}/empty.json"], "empty"),
@@ -131,10 +165,27 @@ BAD = [
     *[
         ([command, "--shards", "{}/" + name, *rest], "")
         for command, rest in (
-            ("verify", ()), ("diagnose", ()), ("copy", ("--to", "{}/to")), ("train", ("--run", "{}/run", "--steps", 1)))
+            ("verify", ()),
+            ("diagnose", ()),
+            ("copy", ("--to", "{}/to")),
+            ("train", ("--run", "{}/run", "--steps", 1)),
+        )
         for name in ("cut", "newer", "lacking", "broken", "empty", "coco.json")
     ],
-    (["train", "--shards", "{}/shards", "--val-shards", "{}/newer", "--run", "{}/run", "--steps", 1], "version"),
+    (
+        [
+            "train",
+            "--shards",
+            "{}/shards",
+            "--val-shards",
+            "{}/newer",
+            "--run",
+            "{}/run",
+            "--steps",
+            1,
+        ],
+        "version",
+    ),
     # names that nothing has
     (["train", "--shards", "{}/shards", "--run", "{}/run", "--model", "yolo"], "yolo"),
     (["train", "--shards", "{}/shards", "--run", "{}/run", "--resume", "perhaps"], "perhaps"),
@@ -142,22 +193,69 @@ BAD = [
     (["compare", *COCO, "--report", "{}/report", "--strategies", "packed,,magic"], ""),
     (["compare", *COCO, "--report", "{}/report", "--drive-profile", "warp"], "warp"),
     # numbers out of range, and none
-    *[(["preprocess", *COCO, *NEW, *option], "") for option in (
-        ("--min-size", 0), ("--min-size", -5), ("--max-size", 0), ("--min-size", 1.5), ("--min-size", 10**9),
-        ("--shard-mb", 0), ("--shard-mb", -1), ("--shard-mb", "nan"), ("--shard-mb", "inf"), ("--shard-mb", "big"),
-        ("--workers", 0), ("--workers", -1), ("--workers", "many"), ("--workers", 1.5),
-        ("--storage", "zip"), ("--storage", ""), ("--plan", "--workers", 0),
-        ("--max-bad", "nan"), ("--max-bad", 1.5), ("--max-bad", -1), ("--max-bad", "few"))],
-    *[(["diagnose", *COCO, *option], "") for option in (
-        ("--batch-size", 0), ("--batch-size", -1), ("--batch-size", "auto"), ("--workers", -1), ("--workers", "x"),
-        ("--step-ms", 0), ("--step-ms", -1), ("--step-ms", "nan"), ("--step-ms", "inf"), ("--step-ms", "fast"))],
-    *[(["copy", "--shards", "{}/shards", "--to", "{}/to", "--limit-gb", value], "")
-      for value in (0, -1, "nan", "all", 1e-9)],
-    *[(["train", "--shards", "{}/shards", "--run", "{}/run", *option], "") for option in (
-        ("--steps", 0), ("--steps", -1), ("--steps", "nan"), ("--epochs", 0), ("--steps", 1, "--epochs", 1),
-        ("--batch-size", 0), ("--batch-size", -1), ("--batch-size", "big"), ("--seed", -1), ("--seed", "x"),
-        ("--checkpoint-steps", 0), ("--local", "{}/local", "--seed", -1),
-        ("--local", "{}/local", "--limit-gb", "nan"))],
+    *[
+        (["preprocess", *COCO, *NEW, *option], "")
+        for option in (
+            ("--min-size", 0),
+            ("--min-size", -5),
+            ("--max-size", 0),
+            ("--min-size", 1.5),
+            ("--min-size", 10**9),
+            ("--shard-mb", 0),
+            ("--shard-mb", -1),
+            ("--shard-mb", "nan"),
+            ("--shard-mb", "inf"),
+            ("--shard-mb", "big"),
+            ("--workers", 0),
+            ("--workers", -1),
+            ("--workers", "many"),
+            ("--workers", 1.5),
+            ("--storage", "zip"),
+            ("--storage", ""),
+            ("--plan", "--workers", 0),
+            ("--max-bad", "nan"),
+            ("--max-bad", 1.5),
+            ("--max-bad", -1),
+            ("--max-bad", "few"),
+        )
+    ],
+    *[
+        (["diagnose", *COCO, *option], "")
+        for option in (
+            ("--batch-size", 0),
+            ("--batch-size", -1),
+            ("--batch-size", "auto"),
+            ("--workers", -1),
+            ("--workers", "x"),
+            ("--step-ms", 0),
+            ("--step-ms", -1),
+            ("--step-ms", "nan"),
+            ("--step-ms", "inf"),
+            ("--step-ms", "fast"),
+        )
+    ],
+    *[
+        (["copy", "--shards", "{}/shards", "--to", "{}/to", "--limit-gb", value], "")
+        for value in (0, -1, "nan", "all", 1e-9)
+    ],
+    *[
+        (["train", "--shards", "{}/shards", "--run", "{}/run", *option], "")
+        for option in (
+            ("--steps", 0),
+            ("--steps", -1),
+            ("--steps", "nan"),
+            ("--epochs", 0),
+            ("--steps", 1, "--epochs", 1),
+            ("--batch-size", 0),
+            ("--batch-size", -1),
+            ("--batch-size", "big"),
+            ("--seed", -1),
+            ("--seed", "x"),
+            ("--checkpoint-steps", 0),
+            ("--local", "{}/local", "--seed", -1),
+            ("--local", "{}/local", "--limit-gb", "nan"),
+        )
+    ],
     # one thing in place of another
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
     (["diagnose", "--images", "{}/images"], "or --shards alone"),
@@ -165,11 +263,18 @@ BAD = [
     (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "two folders"),
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
-    (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),  # other shards are there
+    # other shards are there
+    (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),
     (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "pixels"], "shards"),
     (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
-    (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW], "every one that was looked at bad"),
-    (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"], "empty"),
+    (
+        ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW],
+        "every one that was looked at bad",
+    ),
+    (
+        ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"],
+        "empty",
+    ),
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--against"),
@@ -193,12 +298,17 @@ BAD = [
     (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
     (["train", "--shards", "{}/shards", "--run", "/proc/colab_utils", "--steps", 1], "/proc"),
     (["compare", *COCO, "--report", "/proc/colab_utils"], "/proc"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("arguments", "contains"), BAD, ids=lambda value: " ".join(map(str, value))[:90] or None)
-def test_bad_input_is_one_line_and_leaves_everything_as_it_was(run, world, monkeypatch, arguments, contains):
-    monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))  # nothing is downloaded in a test
+@pytest.mark.parametrize(
+    ("arguments", "contains"), BAD, ids=lambda value: " ".join(map(str, value))[:90] or None
+)
+def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
+    run, world, monkeypatch, arguments, contains
+):
+    # nothing is downloaded in a test
+    monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
     before = hash_tree(world)
     status, out, err = run(*(str(argument).replace("{}", str(world)) for argument in arguments))
     assert_one_error(status, err, contains=contains)
@@ -226,8 +336,10 @@ def test_help_works_and_loads_nothing_heavy(arguments):
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments, "--help"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0
     assert "usage: python -m colab_utils" in done.stdout
     loaded = set(done.stderr.rpartition("loaded:")[2].split())
@@ -247,7 +359,15 @@ def test_version(run):
 
 KEYS = {
     "check": {"images", "annotations", "ok", "problems"},
-    "diagnose": {"verdict", "headspace", "images_per_second", "stall_share", "layers", "fixes", "confidence"},
+    "diagnose": {
+        "verdict",
+        "headspace",
+        "images_per_second",
+        "stall_share",
+        "layers",
+        "fixes",
+        "confidence",
+    },
     "preprocess": {"images", "skipped", "shards", "bytes", "seconds"},
     "verify": {"shards", "images", "bad"},
     "copy": {"shards", "bytes", "seconds", "skipped_shards"},
@@ -258,12 +378,20 @@ INNER = {
     "layers": {"name", "median_ms", "p95_ms", "cpu_ms"},
     "fixes": {"name", "forecast_images_per_second", "measured_images_per_second"},
     "losses": {"step", "loss"},
-    "strategies": {"name", "comparable", "images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share",
-                   "first_batch_s", "cpu_ms_per_image"},
+    "strategies": {
+        "name",
+        "comparable",
+        "images_per_second",
+        "batch_ms_median",
+        "batch_ms_p95",
+        "wait_share",
+        "first_batch_s",
+        "cpu_ms_per_image",
+    },
     "problems": {"kind", "count", "examples"},
     "skipped": {"file_name", "reason"},
     "bad": {"shard", "reason"},
-}  # fmt: skip
+}
 GOOD = {
     "check": COCO,
     "diagnose": (*COCO, "--step-ms", 5, "--batch-size", 2, "--workers", 1),
@@ -281,7 +409,7 @@ GOOD = {
         "--repeats",
         "1",
     ),
-}  # fmt: skip
+}
 
 
 def assert_keys(command, result):
@@ -296,7 +424,9 @@ def refuse_constant(text):
 
 
 @pytest.mark.parametrize("command", GOOD)
-def test_json_goes_to_a_file_in_place_of_an_earlier_result(run, world, tmp_path, monkeypatch, command):
+def test_json_goes_to_a_file_in_place_of_an_earlier_result(
+    run, world, tmp_path, monkeypatch, command
+):
     monkeypatch.setattr(layers, "diagnose", partial(layers.diagnose, seconds=1))
     monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=2))
     before, target = hash_tree(world), tmp_path / "out.json"
@@ -317,7 +447,9 @@ def test_many_receipts_make_one_chart(run, world, tmp_path, monkeypatch):
     for receipt in receipts:
         options = ("--strategies", "sequential", "--seconds", 0.1, "--repeats", 1, "--step-ms", 1)
         assert run("compare", *arguments, "--report", receipt.parent, *options)[0] == 0
-    status, out, err = run("compare", "--against", *receipts, "--report", tmp_path / "class", "--json", "-")
+    status, out, err = run(
+        "compare", "--against", *receipts, "--report", tmp_path / "class", "--json", "-"
+    )
     assert status == 0, err
     assert [row[0] for row in json.loads(out)["rows"]] == ["anna", "ben"]
     assert (tmp_path / "class" / "receipts.png").read_bytes().startswith(b"\x89PNG")
@@ -335,9 +467,26 @@ def test_train_gives_its_json(run, world, tmp_path, monkeypatch, one_thread):
     monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))  # no download
     target = tmp_path / "out.json"
     status, _, err = run(
-        "train", "--shards", world / "shards", "--run", world / "run", "--val-shards", world / "shards", "--steps", 2,
-        "--batch-size", 1, "--model", TINY_MODEL, "--min-size", 64, "--max-size", 96, "--json", target,
-    )  # fmt: skip
+        "train",
+        "--shards",
+        world / "shards",
+        "--run",
+        world / "run",
+        "--val-shards",
+        world / "shards",
+        "--steps",
+        2,
+        "--batch-size",
+        1,
+        "--model",
+        TINY_MODEL,
+        "--min-size",
+        64,
+        "--max-size",
+        96,
+        "--json",
+        target,
+    )
     assert status == 0, err
     result = json.loads(target.read_text(), parse_constant=refuse_constant)
     assert_keys("train", result)
@@ -348,7 +497,9 @@ def test_train_gives_its_json(run, world, tmp_path, monkeypatch, one_thread):
 
 def test_defects_are_listed_in_the_json_too(run, world):
     (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
-    status, out, err = run("check", "--images", world / "images", "--annotations", world / "coco.json", "--json", "-")
+    status, out, err = run(
+        "check", "--images", world / "images", "--annotations", world / "coco.json", "--json", "-"
+    )
     assert_one_error(status, err, contains="missing image")
     result = json.loads(out)
     assert_keys("check", result)
@@ -363,7 +514,9 @@ def test_defects_are_listed_in_the_json_too(run, world):
 def test_max_bad_is_a_share(run, world, share, status):
     (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()  # 1 of 12
     options = ("--workers", 1, "--max-bad", share, "--json", "-")
-    got, out, err = run("preprocess", *(part.replace("{}", str(world)) for part in (*COCO, *NEW)), *options)
+    got, out, err = run(
+        "preprocess", *(part.replace("{}", str(world)) for part in (*COCO, *NEW)), *options
+    )
     assert got == status, err
     if status == 0:
         result = json.loads(out)
@@ -388,7 +541,10 @@ def test_repair_writes_what_check_then_finds_whole(run, world):
         ({"iscrowd": 1}, "--repair with --crowds objects."),
         ({"segmentation": []}, "stops training: masks are needed, as polygons or RLE."),
         (None, "image is skipped. Write a repaired annotations file with --repair OUT.json"),
-        ({"bbox": "none"}, "Write a repaired annotations file with --repair OUT.json, or repair the files."),
+        (
+            {"bbox": "none"},
+            "Write a repaired annotations file with --repair OUT.json, or repair the files.",
+        ),
     ],
 )
 def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
@@ -397,7 +553,11 @@ def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
         one.update(fault or {})
     (world / "faulty.json").write_text(json.dumps(coco))
     status, _, err = run(
-        "check", "--images", world / ("images" if fault else "empty"), "--annotations", world / "faulty.json"
+        "check",
+        "--images",
+        world / ("images" if fault else "empty"),
+        "--annotations",
+        world / "faulty.json",
     )
     assert_one_error(status, err, contains=says)
 
@@ -486,7 +646,15 @@ def many(world):
                 number = len(many["annotations"]) + 1
                 many["annotations"].append({**annotation, "image_id": i, "id": number})
     (world / "many.json").write_text(json.dumps(many))
-    return "preprocess", "--images", world / "images", "--annotations", world / "many.json", "--shards", world / "new"
+    return (
+        "preprocess",
+        "--images",
+        world / "images",
+        "--annotations",
+        world / "many.json",
+        "--shards",
+        world / "new",
+    )
 
 
 def test_ctrl_c_while_it_plans(many, world):
@@ -513,7 +681,11 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many,
     process = start(*arguments, start_new_session=True)
     try:
         limit = time.monotonic() + 60
-        while not list(target.glob("*.arrays")) and process.poll() is None and time.monotonic() < limit:
+        while (
+            not list(target.glob("*.arrays"))
+            and process.poll() is None
+            and time.monotonic() < limit
+        ):
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
         out, err = process.communicate(timeout=60)

@@ -1,4 +1,6 @@
-"""What holds for the repository as a whole: floors, size, light imports, public names, badges, make."""
+"""What holds for the repository as a whole: floors, size, light imports, public names, badges,
+make.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,35 @@ from tests.density import count_nodes, find_packed_lines, measure_density
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "colab_utils"
 FLOORS = (
-    "errors", "require", "runtime", "drive", "data", "sample_data", "shards", "loading", "workspace", "training",
-    "diagnosis", "comparison", "show", "__main__",
-)  # fmt: skip
+    "errors",
+    "require",
+    "runtime",
+    "drive",
+    "data",
+    "sample_data",
+    "shards",
+    "loading",
+    "workspace",
+    "training",
+    "diagnosis",
+    "comparison",
+    "show",
+    "__main__",
+)
 LIGHT = FLOORS[: FLOORS.index("loading")]
 NOTEBOOKS = (
-    "01_detect_bottleneck", "02_preprocess_to_shards", "03_copy_to_local_ssd", "04_train_mask_rcnn",
+    "01_detect_bottleneck",
+    "02_preprocess_to_shards",
+    "03_copy_to_local_ssd",
+    "04_train_mask_rcnn",
     "05_compare_timings",
-)  # fmt: skip
+)
 
 
 def list_modules(package):
-    """{dotted name: path} of every module but the package's own ``__init__``, which imports by name only."""
+    """{dotted name: path} of every module but the package's own ``__init__``, which imports by name
+    only.
+    """
     modules = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -44,7 +63,9 @@ def list_modules(package):
 
 
 def find_imports(path, modules):
-    """The package's own modules that a module imports, inside functions and under TYPE_CHECKING too."""
+    """The package's own modules that a module imports, inside functions and under TYPE_CHECKING
+    too.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -53,7 +74,9 @@ def find_imports(path, modules):
             assert node.level == 0, f"{path}:{node.lineno}: write the import out, without dots"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                lazy = colab_utils._MODULES.get(alias.name) if node.module == "colab_utils" else None
+                lazy = (
+                    colab_utils._MODULES.get(alias.name) if node.module == "colab_utils" else None
+                )
                 found.add(lazy or (whole if whole in modules else node.module))
     return {name for name in found if name in modules}
 
@@ -88,19 +111,27 @@ def test_the_package_imports_nothing_of_the_repository_around_it():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.split(".")[0] for name in names} & {"benchmarks", "tools", "tests"}, path
+            assert not {name.split(".")[0] for name in names} & {"benchmarks", "tools", "tests"}, (
+                path
+            )
 
 
 @pytest.mark.parametrize(
     ("module", "text", "fault"),
     [
         ("data/coco", "from colab_utils.shards.copy import copy_shards", "lies above it"),  # plain
-        ("data/coco", "def f():\n    import colab_utils.shards.copy", "lies above it"),  # inside a function
-        ("data/coco", "from colab_utils.shards import copy", "lies above it"),  # a module taken from its package
-        ("data/coco", "from colab_utils import copy_shards", "lies above it"),  # through a name at the top
-        ("loading/loader", "from colab_utils.show.charts import draw", "lies above it"),  # show from below
-        ("diagnosis/timing", "from colab_utils.training.step import s", "beside it"),  # two floors at one height
-        ("shards/copy", "from colab_utils.shards.write import w", "circle"),  # on one floor, round in a circle
+        # inside a function
+        ("data/coco", "def f():\n    import colab_utils.shards.copy", "lies above it"),
+        # a module taken from its package
+        ("data/coco", "from colab_utils.shards import copy", "lies above it"),
+        # through a name at the top
+        ("data/coco", "from colab_utils import copy_shards", "lies above it"),
+        # show from below
+        ("loading/loader", "from colab_utils.show.charts import draw", "lies above it"),
+        # two floors at one height
+        ("diagnosis/timing", "from colab_utils.training.step import s", "beside it"),
+        # on one floor, round in a circle
+        ("shards/copy", "from colab_utils.shards.write import w", "circle"),
     ],
 )
 def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
@@ -123,9 +154,16 @@ def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
     assert any(fault in line for line in find_faults(package))
 
 
-# What a reader meets in each tree of files. A change may lower these figures. Only an issue may raise them.
+# What a reader meets in each tree of files. A change may lower these figures. Only an issue may
+# raise them.
 LIMITS = {
-    "colab_utils": {"nodes": 72_838, "nodes_a_line": 8.1, "packed": 426, "long_lines": 1_063, "format_skips": 67},
+    "colab_utils": {
+        "nodes": 72_838,
+        "nodes_a_line": 8.1,
+        "packed": 426,
+        "long_lines": 1_063,
+        "format_skips": 67,
+    },
     "tests": {"nodes_a_line": 7.3, "packed": 320, "long_lines": 1_281, "format_skips": 74},
     "benchmarks": {"nodes_a_line": 7.2, "packed": 78, "long_lines": 307, "format_skips": 42},
     "tools": {"nodes_a_line": 7.1, "packed": 9, "long_lines": 113, "format_skips": 2},
@@ -164,18 +202,27 @@ def test_statements_that_hide_another_one_are_counted(code, packed):
 
 def test_nodes_do_not_count_docstrings_and_formatting():
     short = ast.parse("def f(a): return [a, 1]")
-    long = ast.parse('def f(\n    a,\n):\n    """Return a list."""\n    return [\n        a,\n        1,\n    ]')
+    long = ast.parse(
+        'def f(\n    a,\n):\n    """Return a list."""\n    return [\n        a,\n        1,\n    ]'
+    )
     assert count_nodes(short) == count_nodes(long)
 
 
 def test_light_modules_load_nothing_heavy_and_touch_nothing(tmp_path):
     modules = [name for name in list_modules(PACKAGE) if name.split(".")[1] in LIGHT]
     assert len(modules) > 10
-    script = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
+    script = (
+        "import sys, importlib\nfor name in sys.argv[1:]: "
+        "importlib.import_module(name)\nprint(*sys.modules)"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", script, "colab_utils", *modules],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True,
-    ).stdout.split()  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
     assert "colab_utils.shards.copy" in loaded
     heavy = {"torch", "torchvision", "matplotlib", "google.colab", "ipywidgets", "IPython", "dask"}
     assert heavy & set(loaded) == set()
@@ -191,7 +238,11 @@ def test_every_public_name_exists_and_is_explained():
         module = importlib.import_module(module_name)
         assert module.__doc__, f"{module_name} does not say what it is for"
         for name, value in vars(module).items():
-            if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module_name:
+            if (
+                callable(value)
+                and not name.startswith("_")
+                and getattr(value, "__module__", "") == module_name
+            ):
                 assert value.__doc__, f"{module_name}.{name} has no docstring"
 
 
@@ -214,7 +265,10 @@ def badges():
 
 
 def test_badges_and_install_lines_name_one_repository(badges):
-    slugs = {path.name: badges.find_slugs(path.read_text(encoding="utf-8")) for path in badges.list_files(ROOT)}
+    slugs = {
+        path.name: badges.find_slugs(path.read_text(encoding="utf-8"))
+        for path in badges.list_files(ROOT)
+    }
     for name in ("README.md", "setup_cell.txt", *(f"{stem}.ipynb" for stem in NOTEBOOKS)):
         assert len(slugs[name]) == 1, f"{name} names {slugs[name] or 'no repository'}"
     assert len(set().union(*slugs.values())) == 1, slugs
@@ -224,25 +278,37 @@ def test_set_badges_changes_ours_and_leaves_others(badges, tmp_path):
     (tmp_path / "notebooks").mkdir()
     notebook, readme = tmp_path / "notebooks" / "01_a.ipynb", tmp_path / "README.md"
     notebook.write_text(
-        '{"source": ["<a href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb\\">",'
+        '{"source": ["<a '
+        'href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb\\">",'
         ' "%pip install -q --no-deps git+https://github.com/OWNER/REPO"]}'
     )
     readme.write_text(
         "[open](https://colab.research.google.com/github/OWNER/REPO/blob/main/a.ipynb) git clone "
-        "https://github.com/OWNER/REPO.git, https://github.com/OWNER/REPO-old, https://github.com/googlecolab/colabtools"
+        "https://github.com/OWNER/REPO.git, https://github.com/OWNER/REPO-old, "
+        "https://github.com/googlecolab/colabtools"
     )
     assert badges.set_badges(tmp_path, "me-2/fast.data") == [notebook, readme]
     assert notebook.read_text().count("me-2/fast.data") == 2
     assert "OWNER" not in notebook.read_text()
     json.loads(notebook.read_text())
     assert readme.read_text() == (
-        "[open](https://colab.research.google.com/github/me-2/fast.data/blob/main/a.ipynb) git clone "
-        "https://github.com/me-2/fast.data.git, https://github.com/OWNER/REPO-old, https://github.com/googlecolab/colabtools"
+        "[open](https://colab.research.google.com/github/me-2/fast.data/blob/main/a.ipynb) git "
+        "clone "
+        "https://github.com/me-2/fast.data.git, https://github.com/OWNER/REPO-old, "
+        "https://github.com/googlecolab/colabtools"
     )
     assert badges.set_badges(tmp_path, "me-2/fast.data") == []
     badges.set_badges(tmp_path, "you/next")
-    assert badges.find_slugs(notebook.read_text()) == badges.find_slugs(readme.read_text()) == {"you/next"}
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["01_a.ipynb", "README.md", "notebooks"]
+    assert (
+        badges.find_slugs(notebook.read_text())
+        == badges.find_slugs(readme.read_text())
+        == {"you/next"}
+    )
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "01_a.ipynb",
+        "README.md",
+        "notebooks",
+    ]
 
 
 def test_set_badges_points_badge_and_install_line_at_one_tag(badges, tmp_path):
@@ -256,7 +322,10 @@ def test_set_badges_points_badge_and_install_line_at_one_tag(badges, tmp_path):
     setup.write_text('SOURCE = "git+https://github.com/OWNER/REPO.git"\nif "OWNER/REPO" in SOURCE:')
     for slug, ref in (("me/fast.data", "v1.0"), ("you/next", "2.0-rc1"), ("you/next", "main")):
         assert badges.set_badges(tmp_path, slug, ref) == [setup, readme]
-        assert setup.read_text() == f'SOURCE = "git+https://github.com/{slug}.git@{ref}"\nif "OWNER/REPO" in SOURCE:'
+        assert (
+            setup.read_text()
+            == f'SOURCE = "git+https://github.com/{slug}.git@{ref}"\nif "OWNER/REPO" in SOURCE:'
+        )
         assert readme.read_text() == (
             f"[open](https://colab.research.google.com/github/{slug}/blob/{ref}/a.ipynb) "
             f"`git+https://github.com/{slug}@{ref}` "
@@ -296,7 +365,10 @@ def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
     ("arguments", "command"),
     [
         (["demo"], "-m tools.run_notebooks --output runs/demo"),
-        (["demo", "IMAGES=my photos", "ANNOTATIONS=a.json"], '--images "my photos" --annotations "a.json"'),
+        (
+            ["demo", "IMAGES=my photos", "ANNOTATIONS=a.json"],
+            '--images "my photos" --annotations "a.json"',
+        ),
         (["test"], "-m pytest"),
         (["setup", "-B"], "pip install -r requirements.txt -e '.[dev]'"),
         (["badges", "REPO=me/fast"], 'tools/set_badges.py "me/fast"'),
@@ -310,7 +382,9 @@ def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
     ],
 )
 def test_make_runs_what_the_readme_says(arguments, command):
-    done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     assert command in done.stdout
 
 

@@ -11,7 +11,9 @@ from colab_utils.require import require_choice, require_count, require_number, r
 
 def test_a_choice_passes_and_all_else_is_named_with_the_choices():
     require_choice("deliver", "dense", ("dense", "packed"))
-    with pytest.raises(ColabUtilsError, match=r"expected deliver as one of dense, packed; found 'x'\. Choose one"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected deliver as one of dense, packed; found 'x'\. Choose one"
+    ):
         require_choice("deliver", "x", {"dense": 1, "packed": 2})
 
 
@@ -39,14 +41,19 @@ def test_whole_numbers_become_pythons_own(value):
     ],
 )
 def test_what_is_no_count_is_refused(value):
-    with pytest.raises(ColabUtilsError, match=r"expected n of 1 or more \(a whole number\), found .*\. Pass another"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"expected n of 1 or more \(a whole number\), found .*\. Pass another",
+    ):
         require_count("n", value)
 
 
 def test_the_bounds_of_a_count_belong_to_it():
     assert [require_count("n", value, least=0, most=2000) for value in (0, 2000)] == [0, 2000]
     for value in (-1, 2001):
-        with pytest.raises(ColabUtilsError, match=rf"n between 0 and 2,000 \(a whole number\), found {value}\."):
+        with pytest.raises(
+            ColabUtilsError, match=rf"n between 0 and 2,000 \(a whole number\), found {value}\."
+        ):
             require_count("n", value, least=0, most=2000)
 
 
@@ -84,5 +91,7 @@ def test_bounds_of_a_number(bounds, good, bad, words):
 def test_a_folder_is_a_path(tmp_path):
     assert require_path("shards", tmp_path) is None
     assert require_path("shards", str(tmp_path)) is None
-    with pytest.raises(ColabUtilsError, match=r"^expected shards as the path of a folder, .* found 5\. Pass"):
+    with pytest.raises(
+        ColabUtilsError, match=r"^expected shards as the path of a folder, .* found 5\. Pass"
+    ):
         require_path("shards", 5)

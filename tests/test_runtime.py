@@ -16,7 +16,8 @@ from colab_utils.errors import ColabUtilsError
 def test_another_system_than_linux_is_told_so(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(
-        ColabUtilsError, match="expected Linux to share memory, found win32: use Colab, a Linux machine"
+        ColabUtilsError,
+        match="expected Linux to share memory, found win32: use Colab, a Linux machine",
     ):
         runtime.require_linux("share memory")
 
@@ -24,7 +25,8 @@ def test_another_system_than_linux_is_told_so(monkeypatch):
 def test_one_progress_bar_at_a_time(monkeypatch, capsys):
     monkeypatch.setattr(runtime, "is_watched", lambda: True)
     with runtime.show_progress("outer", total=2) as outer:
-        with runtime.show_progress("inner", total=3) as inner:  # in notebooks it would leave a stale line
+        # in notebooks it would leave a stale line
+        with runtime.show_progress("inner", total=3) as inner:
             inner.update(3)
             assert inner.disable
         outer.update(2)
@@ -56,5 +58,6 @@ def test_a_process_that_is_killed_while_it_draws_stops_no_later_bar(monkeypatch)
 
 def test_futures_are_asked_without_their_lock():
     future = Future()
-    with ThreadPoolExecutor(1) as pool, future._condition:  # Ctrl-C while this thread has it would leave it held
+    # Ctrl-C while this thread has it would leave it held
+    with ThreadPoolExecutor(1) as pool, future._condition:
         assert pool.submit(runtime.pop_done, {future}).result(timeout=30) == set()

@@ -1,4 +1,6 @@
-"""The built-in dataset: pixels and annotations agree, the same arguments give the same bytes, nothing is lost."""
+"""The built-in dataset: pixels and annotations agree, the same arguments give the same bytes,
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def content(made):
 
 def hash_folder(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def draw_polygons(polygons, height, width):
@@ -48,7 +53,9 @@ def test_dataset_is_what_pycocotools_reads(made, capsys):
     capsys.readouterr()
     assert len(coco.imgs) == made.n == 12
     assert len(coco.anns) == made.objects
-    assert {c["name"]: c["id"] for c in coco.dataset["categories"]} == {c["name"]: c["id"] for c in CATEGORIES}
+    assert {c["name"]: c["id"] for c in coco.dataset["categories"]} == {
+        c["name"]: c["id"] for c in CATEGORIES
+    }
     ids = sorted(coco.imgs)
     assert ids != list(range(ids[0], ids[0] + 12)), "image ids have gaps, as in COCO"
     for image in coco.imgs.values():
@@ -82,7 +89,9 @@ def test_one_image_shows_a_crowd_and_one_nothing(content):
 
 
 def paint(seed=0, width=320, height=240, objects=15, crowd=False):
-    return module._paint(np.random.default_rng(seed), width, height, objects, crowd, range(len(CATEGORIES)))
+    return module._paint(
+        np.random.default_rng(seed), width, height, objects, crowd, range(len(CATEGORIES))
+    )
 
 
 def test_annotations_cover_the_visible_pixels():
@@ -123,7 +132,9 @@ def test_two_fifths_of_every_object_stay_visible(monkeypatch):
     visible = np.bincount(ids.ravel())
     assert len(painted) == 15
     assert all(visible[number] >= 0.4 * pixels for number, pixels in painted.items())
-    assert any(visible[number] < 0.8 * pixels for number, pixels in painted.items()), "objects hide each other"
+    assert any(visible[number] < 0.8 * pixels for number, pixels in painted.items()), (
+        "objects hide each other"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +159,9 @@ def test_tracing_parts_and_holes(rows, parts):
 def test_tracing_follows_random_masks():
     rng, overlaps = np.random.default_rng(0), []
     for _ in range(20):
-        grid = Image.fromarray(rng.integers(0, 256, (5, 6), np.uint8)).resize((90, 70), Image.Resampling.BICUBIC)
+        grid = Image.fromarray(rng.integers(0, 256, (5, 6), np.uint8)).resize(
+            (90, 70), Image.Resampling.BICUBIC
+        )
         mask = np.asarray(grid) > 128
         overlaps.append(measure_iou(draw_polygons(module._trace_polygons(mask), 70, 90), mask))
     assert np.median(overlaps) >= 0.97
@@ -189,7 +202,9 @@ def test_foreign_content_is_never_overwritten(made, tmp_path):
     photos = tmp_path / "photos"
     (photos / "images").mkdir(parents=True)
     (photos / "images" / "cat.jpg").write_bytes(b"cat")
-    with pytest.raises(ColabUtilsError, match=r"expected to write into .*found: Directory not empty"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected to write into .*found: Directory not empty"
+    ):
         make_dataset(photos, **SMALL)
     assert [path.name for path in photos.rglob("*") if path.is_file()] == ["cat.jpg"]
     with pytest.raises(ColabUtilsError, match="expected to write into"):
@@ -284,17 +299,23 @@ def test_twelve_megapixel_photos_are_spread_evenly(tmp_path, capsys):
         for annotation in annotations:
             mask = coco.annToMask(annotation)
             assert mask.shape == (3000, 4000)
-            assert annotation["area"] == mask.sum() > 0.001 * mask.size, "objects are as large as in other pictures"
+            assert annotation["area"] == mask.sum() > 0.001 * mask.size, (
+                "objects are as large as in other pictures"
+            )
             if annotation["iscrowd"]:
                 assert sum(annotation["segmentation"]["counts"]) == mask.size
 
 
 def test_masks_of_a_photo_are_those_of_its_pixels():
-    """The pixels of an object differ from those around it, up to a pixel of the painting: four of the photo."""
+    """The pixels of an object differ from those around it, up to a pixel of the painting: four of
+    the photo.
+    """
     _, ids, kinds = paint(2, width=200, height=150, objects=4)
     for number in np.unique(ids)[1:].tolist():
         large = (ids == number).repeat(4, 0).repeat(4, 1)
-        drawn = draw_polygons(module._annotate(ids == number, kinds[number], False, 4)["segmentation"], 600, 800)
+        drawn = draw_polygons(
+            module._annotate(ids == number, kinds[number], False, 4)["segmentation"], 600, 800
+        )
         assert measure_iou(drawn, large) > 0.9
     crowd = module._annotate(ids == 2, 0, True, 4)
     mask = coco_mask.decode(coco_mask.frPyObjects(crowd["segmentation"], 600, 800)) > 0

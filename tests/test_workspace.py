@@ -1,5 +1,5 @@
-"""Where things lie: plain folders outside Colab, Google Drive on it, a slowed folder when the mount fails; and what a
-fresh machine finds on Drive is used, what is missing is made once.
+"""Where things lie: plain folders outside Colab, Google Drive on it, a slowed folder when the mount
+fails; and what a fresh machine finds on Drive is used, what is missing is made once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class MessageError(Exception):
 
 
 class FakeColabDrive:
-    """google.colab.drive with its real rules on mount points; ``failure`` stands for the sign-in."""
+    """google.colab.drive with its real rules on mount points; ``failure`` stands for the
+    sign-in.
+    """
 
     def __init__(self):
         self.failure, self.calls, self.empty = None, [], False
@@ -112,7 +114,9 @@ def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
     assert f"Drive: {tmp_path / 'd'} (bad: 606 ms per file" in text
     assert f"SSD: {tmp_path / 's'}" in text
     assert "full speed" in str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=REAL))
-    assert "(Google Drive: drive.flush_and_unmount() uploads it)" in str(Workspace.open(ssd=tmp_path / "s", scene=REAL))
+    assert "(Google Drive: drive.flush_and_unmount() uploads it)" in str(
+        Workspace.open(ssd=tmp_path / "s", scene=REAL)
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,8 @@ def test_another_scene_in_the_same_session_changes_the_speed(tmp_path):
     for scene in (*SCENES, "bad day"):
         workspace = Workspace.open(**folders, scene=scene)
         found.append(find_profile(workspace.drive / "a"))
-        assert find_profile(workspace.ssd / "a") is None  # an SSD folder on the slowed one stays fast
+        # an SSD folder on the slowed one stays fast
+        assert find_profile(workspace.ssd / "a") is None
         assert workspace.profile == found[-1]
     assert found == [DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"], None, DRIVE_PROFILES["bad"]]
 
@@ -157,10 +162,14 @@ def test_my_gpu_is_real_where_there_is_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("scene", ["bad day", "good day"])
 def test_a_folder_on_drive_in_a_scene_that_mounts_none_is_told(colab, scene):
-    with pytest.raises(ColabUtilsError, match=rf"DRIVE_FOLDER on this machine for SCENE '{scene}', .*mine: leave"):
+    with pytest.raises(
+        ColabUtilsError, match=rf"DRIVE_FOLDER on this machine for SCENE '{scene}', .*mine: leave"
+    ):
         Workspace.open(colab.content / "drive" / "MyDrive" / "mine", scene=scene)
     assert colab.calls == []
-    with pytest.raises(ColabUtilsError, match=r"SCENE as one of bad day, good day, my Drive, my GPU; found 'fog'"):
+    with pytest.raises(
+        ColabUtilsError, match=r"SCENE as one of bad day, good day, my Drive, my GPU; found 'fog'"
+    ):
         Workspace.open(scene="fog")
 
 
@@ -179,10 +188,12 @@ def test_on_colab_google_drive_is_mounted(colab):
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        (MessageError("Error: credential propagation was unsuccessful"), "credential propagation"),  # declined
+        # declined
+        (MessageError("Error: credential propagation was unsuccessful"), "credential propagation"),
         (ValueError("mount failed"), "mount failed"),  # also what a timeout raises
         (NotImplementedError(), "NotImplementedError"),  # Enterprise
-        (AttributeError("'NoneType' object has no attribute 'kernel'"), "AttributeError"),  # a terminal on Colab
+        # a terminal on Colab
+        (AttributeError("'NoneType' object has no attribute 'kernel'"), "AttributeError"),
         (ValueError("several\nlines"), r"\(ValueError: several\)"),  # the error stays one line
     ],
 )
@@ -191,7 +202,8 @@ def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab,
     with pytest.raises(ColabUtilsError, match=rf"{words}.*sign in.*another SCENE"):
         Workspace.open(scene=REAL)
     assert not (colab.content / "slow_drive").exists()
-    assert Workspace.open().drive == colab.content / "slow_drive"  # the next Run all, with another scene
+    # the next Run all, with another scene
+    assert Workspace.open().drive == colab.content / "slow_drive"
     colab.failure = None
     assert Workspace.open(scene=REAL).drive == colab.content / "drive" / "MyDrive" / "colab_utils"
 
@@ -205,7 +217,9 @@ def test_a_mount_point_that_cannot_be_used_is_told(colab, tmp_path, cause):
         mount_point.symlink_to(tmp_path)
     else:  # mount came back, but the folder stayed empty
         colab.empty = True
-    with pytest.raises(ColabUtilsError, match=r"must not already contain|must not be a symlink|no MyDrive appeared"):
+    with pytest.raises(
+        ColabUtilsError, match=r"must not already contain|must not be a symlink|no MyDrive appeared"
+    ):
         Workspace.open(scene=REAL)
 
 
@@ -219,7 +233,9 @@ def test_a_folder_named_in_google_drive_mounts_it(colab):
 def test_a_folder_named_in_google_drive_is_never_replaced(colab):
     colab.failure = ValueError("mount failed")
     wanted = colab.content / "drive" / "MyDrive" / "mine"
-    with pytest.raises(ColabUtilsError, match=r"Drive not mounted \(ValueError: mount failed\).*sign in"):
+    with pytest.raises(
+        ColabUtilsError, match=r"Drive not mounted \(ValueError: mount failed\).*sign in"
+    ):
         Workspace.open(wanted, scene=REAL)
     assert not (colab.content / "drive").exists()
     assert not (colab.content / "slow_drive").exists()
@@ -238,7 +254,9 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
     (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
     with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
         Workspace.open(tmp_path / "d", ssd=tmp_path / "gdrive" / "MyDrive" / "ssd")
-    workspace = Workspace.open(tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s", scene=REAL)
+    workspace = Workspace.open(
+        tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s", scene=REAL
+    )
     assert workspace.drive.is_dir()
     assert workspace.profile is None
 
@@ -246,11 +264,15 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
 def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
     slow = tmp_path / "d"
-    with pytest.raises(ColabUtilsError, match=r"nowhere.*No such file or directory: name another DRIVE_FOLDER"):
+    with pytest.raises(
+        ColabUtilsError, match=r"nowhere.*No such file or directory: name another DRIVE_FOLDER"
+    ):
         Workspace.open(tmp_path / "nowhere" / "d", ssd=tmp_path / "s")
     with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
         Workspace.open(tmp_path / "file", ssd=tmp_path / "s")
-    with pytest.raises(ColabUtilsError, match=r"(File exists|Not a directory): name another SSD_FOLDER"):
+    with pytest.raises(
+        ColabUtilsError, match=r"(File exists|Not a directory): name another SSD_FOLDER"
+    ):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="own disk"):
         Workspace.open(slow, ssd=tmp_path / "x" / ".." / "d")
@@ -293,7 +315,9 @@ def test_the_two_parts_are_other_pictures(workspace):
 
 
 def test_your_own_dataset_is_used_where_it_lies(workspace, tiny_dataset):
-    data = ensure_dataset(workspace, images=str(tiny_dataset.images), annotations=str(tiny_dataset.annotations))
+    data = ensure_dataset(
+        workspace, images=str(tiny_dataset.images), annotations=str(tiny_dataset.annotations)
+    )
     assert (data.images, data.annotations) == (tiny_dataset.images, tiny_dataset.annotations)
     assert not (workspace.drive / "dataset").exists()
 
@@ -352,10 +376,14 @@ def test_damaged_settings_are_as_none(workspace, text):
 
 
 def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
-    with pytest.raises(ColabUtilsError, match=r"your own dataset in /no/such and .*check IMAGES.*'built-in'"):
+    with pytest.raises(
+        ColabUtilsError, match=r"your own dataset in /no/such and .*check IMAGES.*'built-in'"
+    ):
         ensure_dataset(workspace, **own | {"images": "/no/such"})
     with pytest.raises(ColabUtilsError, match="choose the SCENE that mounts Drive"):
-        ensure_dataset(workspace, **own | {"annotations": str(colab.content / "drive" / "MyDrive" / "a.json")})
+        ensure_dataset(
+            workspace, **own | {"annotations": str(colab.content / "drive" / "MyDrive" / "a.json")}
+        )
     assert ensure_dataset(workspace, n=2).name == "built-in"
 
 
@@ -391,7 +419,11 @@ def test_a_second_run_all_does_nothing_twice(tmp_path, tiny_dataset, monkeypatch
         copy_shards(data.shards_on_drive, data.shards_on_ssd)
         ensure_shards(ensure_dataset(workspace, n=2, part="val"))
         workspace.publish("03", shards=shards.shards)
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".tar", ".jpg")}
+        return {
+            path: path.stat().st_mtime_ns
+            for path in tmp_path.rglob("*")
+            if path.suffix in (".tar", ".jpg")
+        }
 
     monkeypatch.setattr(drive, "sleep", lambda seconds: None)
     assert run_all() == run_all()
@@ -430,13 +462,20 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         if how == "here":
             write_shards(*data, shards=tmp_path / "shards", workers=1)
         else:
-            assert main(["preprocess", *options, "--shards", str(tmp_path / "shards"), "--workers", "1"]) == 0
+            assert (
+                main(
+                    ["preprocess", *options, "--shards", str(tmp_path / "shards"), "--workers", "1"]
+                )
+                == 0
+            )
         assert waits() == names
 
     @pytest.mark.parametrize("how", ["here", "command line"])
     def test_verify_and_copy(self, tiny_shards, list_shards, tmp_path, waits, how):
         slow_down(tiny_shards, "typical")
-        verify_shards(tiny_shards) if how == "here" else main(["verify", "--shards", str(tiny_shards)])
+        verify_shards(tiny_shards) if how == "here" else main(
+            ["verify", "--shards", str(tiny_shards)]
+        )
         assert waits() == list_shards
         (tmp_path / "waits").write_text("")
         if how == "here":
@@ -450,7 +489,12 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
             raise ColabUtilsError(f"expected to be asked, found {drive_profile}")
 
         monkeypatch.setattr("colab_utils.compare", stop)
-        options = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
+        options = [
+            "--images",
+            str(tiny_dataset.images),
+            "--annotations",
+            str(tiny_dataset.annotations),
+        ]
         for folder in (tmp_path, tiny_dataset.images):
             slow_down(folder, "bad")
             assert main(["compare", *options, "--report", str(tmp_path / "report")]) == 2
@@ -505,7 +549,10 @@ def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path
 def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own, monkeypatch):
     """With its settings, whatever they were."""
     with monkeypatch.context() as patch:
-        patch.setattr("colab_utils.shards.write.write_index", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "colab_utils.shards.write.write_index",
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
         folder = workspace.drive / "shards" / "images-annotations"
         with pytest.raises(KeyboardInterrupt):
             write_shards(**own, shards=folder, shard_mb=0.02, min_size=32, max_size=64, workers=1)

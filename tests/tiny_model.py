@@ -1,7 +1,9 @@
-"""A tiny Mask R-CNN of torchvision's own class: importing this module lets `build_mask_rcnn` and `train` build it.
+"""A tiny Mask R-CNN of torchvision's own class: importing this module lets `build_mask_rcnn` and
+`train` build it.
 
-``from tests.tiny_model import TINY_MODEL``, then ``train(..., model=TINY_MODEL, weights=None, min_size=64)``: about
-0.2 million parameters, and a few milliseconds a step at 64 pixels. A program that a test starts imports it, too.
+``from tests.tiny_model import TINY_MODEL``, then ``train(..., model=TINY_MODEL, weights=None,
+min_size=64)``: about 0.2 million parameters, and a few milliseconds a step at 64 pixels. A program
+that a test starts imports it, too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ TINY_MODEL = "tiny"
 
 
 def build_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    """Four stages of one convolution each; with ``pretrained`` its norms and its first stage are frozen."""
+    """Four stages of one convolution each; with ``pretrained`` its norms and its first stage are
+    frozen.
+    """
     norm = FrozenBatchNorm2d if pretrained else partial(nn.BatchNorm2d, momentum=0.1)
     widths = (3, 16, 32, 48, 64)
     stages = [

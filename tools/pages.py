@@ -1,4 +1,6 @@
-"""Executed notebooks as pages to read without Jupyter and without a network, and the index that leads to them."""
+"""Executed notebooks as pages to read without Jupyter and without a network, and the index that
+leads to them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ h1 { font-size: 1.7rem; margin: 0 0 .3em; }
 
 @dataclass(frozen=True)
 class PageLink:
-    """A page of the index: its file name, the title of its notebook, and the seconds that the notebook took."""
+    """A page of the index: its file name, the title of its notebook, and the seconds that the
+    notebook took.
+    """
 
     href: str
     title: str
@@ -64,11 +68,26 @@ def write_notebook_page(notebook: Any, path: Path) -> Path:
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 
-    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(
+        template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
+    )
     parts = [_convert_cell(exporter, notebook, cell) for cell in notebook.cells]
-    heading = next((line[2:] for cell in notebook.cells for line in cell.source.splitlines() if line[:2] == "# "), "")
-    style = _CELLS + HtmlFormatter(style="default").get_style_defs(".highlight").replace("background: #f8f8f8", "")
-    write_file(path, render("page", title=heading or path.stem, body="\n".join(parts), style=style).encode())
+    heading = next(
+        (
+            line[2:]
+            for cell in notebook.cells
+            for line in cell.source.splitlines()
+            if line[:2] == "# "
+        ),
+        "",
+    )
+    style = _CELLS + HtmlFormatter(style="default").get_style_defs(".highlight").replace(
+        "background: #f8f8f8", ""
+    )
+    write_file(
+        path,
+        render("page", title=heading or path.stem, body="\n".join(parts), style=style).encode(),
+    )
     return path
 
 
@@ -79,7 +98,8 @@ def write_demo_index(
     comparison: Mapping[str, Any] | None = None,
     good_day: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the first page: what a comparison found, the same on a good day, and the pages of the notebooks.
+    """Write the first page: what a comparison found, the same on a good day, and the pages of the
+    notebooks.
 
     Args:
         path: the HTML file.
@@ -90,26 +110,34 @@ def write_demo_index(
     total_s = sum(link.seconds for link in links)
     parts = [f"<h2>The notebooks, run in {total_s / 60:.1f} minutes</h2><ol>"]
     parts += [
-        f'<li value="{number}"><a href="{escape(link.href)}">{escape(re.sub(r"^[0-9]+[.] ", "", link.title))}</a> '
+        f'<li value="{number}"><a '
+        f'href="{escape(link.href)}">{escape(re.sub(r"^[0-9]+[.] ", "", link.title))}</a> '
         f'<span class="quiet">{link.seconds:.0f} s</span></li>'
         for number, link in enumerate(links, start=1)
     ]
     parts.append("</ol>")
     if comparison:
         parts = _show_comparison(comparison, good_day, parts)
-        parts += ["<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(comparison).to_html()]
+        parts += [
+            "<h2>All figures; hours are those of COCO</h2>",
+            tabulate_comparison(comparison).to_html(),
+        ]
         parts.append(show_notes(comparison))
     else:
         parts.insert(0, "<h1>The notebooks</h1>")
     title = "Data loading for Mask R-CNN: the demo"
-    write_file(path, render("page", title=title, body="\n".join(parts), style=_FIRST_SCREEN).encode())
+    write_file(
+        path, render("page", title=title, body="\n".join(parts), style=_FIRST_SCREEN).encode()
+    )
     return path
 
 
 def _show_comparison(
     comparison: Mapping[str, Any], good_day: Mapping[str, Any] | None, notebooks: Sequence[str]
 ) -> list[str]:
-    """The first screen: the finding, its bars and first seconds, and beside them a good day and the notebooks."""
+    """The first screen: the finding, its bars and first seconds, and beside them a good day and the
+    notebooks.
+    """
 
     def show(figure: Figure, heading: str) -> str:
         figure.set_size_inches(9, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
@@ -134,9 +162,12 @@ def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
         cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
     shown = v4.new_notebook(cells=[cell], metadata=metadata)
     body, _ = exporter.from_notebook_node(shown)
-    body = re.sub(r'<a href="[^"]*colab[.]research[^"]*"><img[^>]*></a>', "", body)  # the badge is not for offline
+    # the badge is not for offline
+    body = re.sub(r'<a href="[^"]*colab[.]research[^"]*"><img[^>]*></a>', "", body)
     body = re.sub(r'href="([0-9]{2}_[a-z_]+)[.]ipynb"', r'href="\1.html"', body)
-    body = body.replace("No description has been provided for this image", "the figure that the cell above draws")
+    body = body.replace(
+        "No description has been provided for this image", "the figure that the cell above draws"
+    )
     if cell.metadata.get("cellView") == "form":
         title = re.match(r"#\s*@title\s+([^{\n]*)", cell.source)
         return f"<details><summary>{escape(title[1].strip() if title else 'Code')}</summary>{body}</details>"
@@ -144,7 +175,9 @@ def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
 
 
 def _collapse_progress(cell: Any) -> Any:
-    """The cell as a terminal would leave it: of a progress bar that was redrawn, only the last line stays."""
+    """The cell as a terminal would leave it: of a progress bar that was redrawn, only the last line
+    stays.
+    """
     cell = copy.deepcopy(cell)
     merged: list[Any] = []
     for output in cell.get("outputs", ()):

@@ -1,7 +1,9 @@
-"""The five notebooks in Colab's own versions, with a stand-in for ``google.colab`` that keeps its rules.
+"""The five notebooks in Colab's own versions, with a stand-in for ``google.colab`` that keeps its
+rules.
 
-Each notebook starts on a machine of its own, as on Colab: an empty /content, and no colab_utils until the setup cell
-installs it. /content needs root; without it, plain folders take its place, and Google Drive is left out.
+Each notebook starts on a machine of its own, as on Colab: an empty /content, and no colab_utils
+until the setup cell installs it. /content needs root; without it, plain folders take its place, and
+Google Drive is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ __all__ = ["Run", "Scenario", "build_environment", "main", "read_small_settings"
 
 COLAB = ROOT / "tests" / "colab"
 _CONTENT, _HOST = Path("/content"), Path("/var/colab")
-_START = 'mount --bind "$1" /content && mount --bind "$2" /var/colab && cd /content && shift 2 && exec "$@"'
+_START = (
+    'mount --bind "$1" /content && mount --bind "$2" /var/colab && cd /content && shift 2 && '
+    'exec "$@"'
+)
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,32 @@ class Scenario:
 _MOUNTED = {"SCENE": "my Drive, my GPU", "USE_GOOGLE_DRIVE": True}
 SCENARIOS = (
     Scenario("bad day", {"SCENE": "bad day", "USE_GOOGLE_DRIVE": False}),
-    Scenario("my Drive", _MOUNTED, answer="granted", asks=True, notebooks="01 02 03 04 04 05", lasts=True),
-    Scenario("declined", _MOUNTED, asks=True, notebooks="02", stops="workspace", says="sign in when it asks"),
     Scenario(
-        "timeout", _MOUNTED, answer="timeout", asks=True, notebooks="02", stops="workspace", says="timeout during"
+        "my Drive", _MOUNTED, answer="granted", asks=True, notebooks="01 02 03 04 04 05", lasts=True
     ),
     Scenario(
-        "TPU", notebooks="01", before="import sys; sys.modules['pycocotools'] = None", stops="setup", says="pycocotools"
+        "declined",
+        _MOUNTED,
+        asks=True,
+        notebooks="02",
+        stops="workspace",
+        says="sign in when it asks",
+    ),
+    Scenario(
+        "timeout",
+        _MOUNTED,
+        answer="timeout",
+        asks=True,
+        notebooks="02",
+        stops="workspace",
+        says="timeout during",
+    ),
+    Scenario(
+        "TPU",
+        notebooks="01",
+        before="import sys; sys.modules['pycocotools'] = None",
+        stops="setup",
+        says="pycocotools",
     ),
 )
 
@@ -84,7 +108,10 @@ def find_python() -> str:
     """Python 3.13, as Colab has it, where there is one, else the Python that runs this."""
     versions = sorted(Path.home().glob(".pyenv/versions/3.13*/bin/python3.13"))
     for path in (shutil.which("python3.13"), *map(str, versions)):
-        if path and subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0:
+        if (
+            path
+            and subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0
+        ):
             return path
     return sys.executable
 
@@ -105,25 +132,47 @@ def build_environment(folder: Path) -> Path:
     if not (done.is_file() and done.read_text() == key):
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([source, "-m", "venv", "--without-pip", str(folder)], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "--disable-pip-version-check",
+        ]
         if subprocess.run([*pip, "-r", str(requirements)]).returncode:
-            raise ColabUtilsError(f"expected to install {requirements}, found that pip failed: see its lines above")
+            raise ColabUtilsError(
+                f"expected to install {requirements}, found that pip failed: see its lines above"
+            )
         done.write_text(key)
     return python
 
 
 def read_small_settings() -> dict[str, Any]:
-    """The values with which the tests run the notebooks in little time: ``TINY`` of test_run_notebooks.py."""
-    tree = ast.parse((ROOT / "tests" / "notebooks" / "test_run_notebooks.py").read_text(encoding="utf-8"))
+    """The values with which the tests run the notebooks in little time: ``TINY`` of
+    test_run_notebooks.py.
+    """
+    tree = ast.parse(
+        (ROOT / "tests" / "notebooks" / "test_run_notebooks.py").read_text(encoding="utf-8")
+    )
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TINY":
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == "TINY"
+        ):
             return dict(ast.literal_eval(node.value))
-    raise ColabUtilsError("expected TINY = {...} in tests/notebooks/test_run_notebooks.py, found none")
+    raise ColabUtilsError(
+        "expected TINY = {...} in tests/notebooks/test_run_notebooks.py, found none"
+    )
 
 
 @contextmanager
 def make_content() -> Iterator[bool]:
-    """Whether a notebook can have a /content of its own, for as long as the block lasts; nothing of it is left."""
+    """Whether a notebook can have a /content of its own, for as long as the block lasts; nothing of
+    it is left.
+    """
     made = []
     try:
         with suppress(PermissionError):
@@ -131,14 +180,24 @@ def make_content() -> Iterator[bool]:
                 if not folder.exists():
                     folder.mkdir()
                     made.append(folder)
-        mounts = _CONTENT.is_dir() and _HOST.is_dir() and os.geteuid() == 0 and bool(shutil.which("unshare"))
-        yield mounts and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+        mounts = (
+            _CONTENT.is_dir()
+            and _HOST.is_dir()
+            and os.geteuid() == 0
+            and bool(shutil.which("unshare"))
+        )
+        yield (
+            mounts
+            and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+        )
     finally:
         for folder in made:
             folder.rmdir()
 
 
-def run_notebook(source: Path, target: Path, scenario: Scenario, python: Path, *, drive: Path, content: bool) -> Run:
+def run_notebook(
+    source: Path, target: Path, scenario: Scenario, python: Path, *, drive: Path, content: bool
+) -> Run:
     """Run one notebook on a machine of its own.
 
     Args:
@@ -163,22 +222,47 @@ def run_notebook(source: Path, target: Path, scenario: Scenario, python: Path, *
         notebook = nbformat.read(source, as_version=4)
         settings = read_small_settings() | scenario.settings
         if not content:
-            settings |= {"DRIVE_FOLDER": str(home / "content" / "drive"), "SSD_FOLDER": str(home / "content" / "ssd")}
+            settings |= {
+                "DRIVE_FOLDER": str(home / "content" / "drive"),
+                "SSD_FOLDER": str(home / "content" / "ssd"),
+            }
         known = _list_settings(notebook)
-        inject_parameters(notebook, {name: value for name, value in settings.items() if name in known})
+        inject_parameters(
+            notebook, {name: value for name, value in settings.items() if name in known}
+        )
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, target)
         own = _make_machine(home / "python", python)
         command = [str(own), str(COLAB / "execute.py"), str(target.resolve())]
         if content:
-            command = ["unshare", "-m", "sh", "-c", _START, "sh", str(home / "content"), str(home / "host"), *command]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JUPYTER"))}
+            command = [
+                "unshare",
+                "-m",
+                "sh",
+                "-c",
+                _START,
+                "sh",
+                str(home / "content"),
+                str(home / "host"),
+                *command,
+            ]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "JUPYTER"))
+        }
         environment |= {
-            "PYTHONPATH": str(COLAB), "IPYTHONDIR": str(home), "MPLCONFIGDIR": str(target.parent.parent / "fonts"),
-            "COLAB_ASKED": str(home / "asked.txt"), "COLAB_ANSWER": scenario.answer, "COLAB_DRIVE": str(drive),
-        }  # fmt: skip
+            "PYTHONPATH": str(COLAB),
+            "IPYTHONDIR": str(home),
+            "MPLCONFIGDIR": str(target.parent.parent / "fonts"),
+            "COLAB_ASKED": str(home / "asked.txt"),
+            "COLAB_ANSWER": scenario.answer,
+            "COLAB_DRIVE": str(drive),
+        }
         started = perf_counter()
-        done = subprocess.run(command, cwd=home / "content", env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=home / "content", env=environment, capture_output=True, text=True
+        )
         seconds = perf_counter() - started
         asked = (home / "asked.txt").read_text().split() if (home / "asked.txt").exists() else []
     return Run(target, seconds, tuple(_find_faults(target, scenario, done, asked)))
@@ -189,7 +273,9 @@ def _make_machine(folder: Path, python: Path) -> Path:
     subprocess.run([str(python), "-m", "venv", "--without-pip", str(folder)], check=True)
     find = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own, shared = (
-        subprocess.run([str(path), "-c", find], check=True, capture_output=True, text=True).stdout.strip()
+        subprocess.run(
+            [str(path), "-c", find], check=True, capture_output=True, text=True
+        ).stdout.strip()
         for path in (folder / "bin" / "python", python)
     )
     Path(own, "shared.pth").write_text(shared)
@@ -207,9 +293,18 @@ def _find_faults(
     if scenario.asks and asked != ["request_auth"]:
         yield f"expected one question for Google Drive, found {len(asked)}"
     if scenario.stops:
-        lines = [line for _, output in errors for line in "\n".join(output["traceback"]).splitlines()]
-        if [name for name, _ in errors] != [scenario.stops] or len(lines) != 1 or scenario.says not in lines[0]:
-            yield f"expected one sentence with {scenario.says!r} from the cell {scenario.stops}, found {lines}"
+        lines = [
+            line for _, output in errors for line in "\n".join(output["traceback"]).splitlines()
+        ]
+        if (
+            [name for name, _ in errors] != [scenario.stops]
+            or len(lines) != 1
+            or scenario.says not in lines[0]
+        ):
+            yield (
+                f"expected one sentence with {scenario.says!r} from the cell {scenario.stops}, "
+                f"found {lines}"
+            )
         return
     if done.returncode:
         place = f"cell '{errors[0][0]}'" if errors else "no cell"
@@ -226,26 +321,36 @@ def _find_faults(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all scenarios from a terminal; returns 0 where nothing went wrong."""
     parser = argparse.ArgumentParser(prog="python -m tools.run_as_colab", description=__doc__)
-    parser.add_argument("--work", metavar="DIR", type=Path, default=ROOT / "runs" / "colab", help="runs/colab")
-    parser.add_argument("--scenarios", metavar="NAME,...", default="", help="some of them, separated by commas")
+    parser.add_argument(
+        "--work", metavar="DIR", type=Path, default=ROOT / "runs" / "colab", help="runs/colab"
+    )
+    parser.add_argument(
+        "--scenarios", metavar="NAME,...", default="", help="some of them, separated by commas"
+    )
     options = parser.parse_args(arguments)
     work = options.work.absolute()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # /content is removed then, too
     try:
         python = build_environment(work / "env")
         wanted = [
-            one for one in SCENARIOS if one.name in (options.scenarios.split(",") if options.scenarios else one.name)
+            one
+            for one in SCENARIOS
+            if one.name in (options.scenarios.split(",") if options.scenarios else one.name)
         ]
         notebooks = write_workshop(work / "notebooks")
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    version = subprocess.run([str(python), "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    version = subprocess.run(
+        [str(python), "--version"], check=True, capture_output=True, text=True
+    ).stdout.strip()
     print(version, "" if "3.13" in version else "(Colab has 3.13: there is none here)")
     failed = count = 0
     with make_content() as content:
         if not content:
-            print("note: no /content without root: folders take its place, Google Drive is left out")
+            print(
+                "note: no /content without root: folders take its place, Google Drive is left out"
+            )
         for scenario in wanted:
             if scenario.asks and not content:
                 continue
@@ -253,7 +358,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source = next(path for path in notebooks if path.name.startswith(number))
                 count += 1
                 folder = work / scenario.name.replace(" ", "_")
-                drive = work / "drive" if scenario.lasts else Path(tempfile.mkdtemp(prefix="colab-drive-"))
+                drive = (
+                    work / "drive"
+                    if scenario.lasts
+                    else Path(tempfile.mkdtemp(prefix="colab-drive-"))
+                )
                 if scenario.lasts and number == "01":
                     shutil.rmtree(drive, ignore_errors=True)
                 drive.mkdir(parents=True, exist_ok=True)
@@ -261,7 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run = run_notebook(source, target, scenario, python, drive=drive, content=content)
                 failed += bool(run.faults)
                 print(
-                    f"{'FAILED' if run.faults else 'passed'}  {scenario.name}: {source.stem} ({run.seconds:.0f} s)",
+                    f"{'FAILED' if run.faults else 'passed'}  {scenario.name}: {source.stem} "
+                    f"({run.seconds:.0f} s)",
                     flush=True,
                 )
                 for fault in run.faults:

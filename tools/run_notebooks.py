@@ -1,4 +1,6 @@
-"""The demo: the five notebooks run in order without a browser, as pages that anybody can read offline."""
+"""The demo: the five notebooks run in order without a browser, as pages that anybody can read
+offline.
+"""
 
 from __future__ import annotations
 
@@ -57,18 +59,22 @@ def run_demo(
     notebooks: str | Path | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> DemoReport:
-    """Run the five notebooks in order, and write them as pages with an index whose first screen is the result.
+    """Run the five notebooks in order, and write them as pages with an index whose first screen is
+    the result.
 
     Args:
-        output: folder for the pages; made where it is not. Of an earlier demo, only its own files are replaced.
+        output: folder for the pages; made where it is not. Of an earlier demo, only its own files
+            are replaced.
         images: your image folder, in place of the built-in dataset.
         annotations: your COCO instance JSON.
         notebooks: folder of the notebooks. Default: ``notebooks`` beside the package.
-        parameters: settings by name, such as ``{"BATCH_SIZE": 2}``, for every notebook that has them.
+        parameters: settings by name, such as ``{"BATCH_SIZE": 2}``, for every notebook that has
+            them.
 
     Raises:
-        ColabUtilsError: a notebook fails (it names the cell, and the page up to there is kept), nbclient or
-            nbconvert is missing, a setting is in no notebook, or ``output`` holds files of somebody else.
+        ColabUtilsError: a notebook fails (it names the cell, and the page up to there is kept),
+            nbclient or nbconvert is missing, a setting is in no notebook, or ``output`` holds files
+            of somebody else.
 
     Example:
         >>> run_demo("runs/demo", images="photos")
@@ -79,7 +85,8 @@ def run_demo(
     if bool(images) != bool(annotations):
         found, lacking = ("images", "annotations") if images else ("annotations", "images")
         raise ColabUtilsError(
-            f"expected images and annotations, found only {found}. Name the {lacking} too, or neither."
+            f"expected images and annotations, found only {found}. Name the {lacking} too, or "
+            "neither."
         )
     sources = _find_notebooks(notebooks)
     loaded = [(path.stem, _read_notebook(path)) for path in sources]
@@ -89,7 +96,8 @@ def run_demo(
     unknown = set(settings).difference(*(_list_settings(notebook) for _, notebook in loaded))
     if unknown:
         raise ColabUtilsError(
-            f"expected settings that a notebook has, found {', '.join(sorted(unknown))}. Correct the name."
+            f"expected settings that a notebook has, found {', '.join(sorted(unknown))}. Correct "
+            "the name."
         )
     output = Path(os.path.abspath(output))
     names = [f"{name}{suffix}" for name, _ in loaded for suffix in (".ipynb", ".html")]
@@ -103,10 +111,16 @@ def run_demo(
             for name, notebook in loaded:
                 bar.set_description(name)
                 known = _list_settings(notebook)
-                inject_parameters(notebook, {key: value for key, value in (folders | settings).items() if key in known})
+                inject_parameters(
+                    notebook,
+                    {key: value for key, value in (folders | settings).items() if key in known},
+                )
                 runs.append(_run_notebook(name, notebook, output, work, on_cell=bar.update))
         titles = [_read_title(notebook) for _, notebook in loaded]
-        links = [PageLink(run.page.name, title, run.seconds) for run, title in zip(runs, titles, strict=True)]
+        links = [
+            PageLink(run.page.name, title, run.seconds)
+            for run, title in zip(runs, titles, strict=True)
+        ]
         index = write_demo_index(
             output / "index.html",
             links,
@@ -119,7 +133,8 @@ def run_demo(
 
 
 def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
-    """Insert a cell that sets ``values`` after the cell tagged ``parameters``; the tagged cell stays as it is.
+    """Insert a cell that sets ``values`` after the cell tagged ``parameters``; the tagged cell
+    stays as it is.
 
     Args:
         notebook: an nbformat notebook, changed in place.
@@ -141,11 +156,14 @@ def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     unknown = set(values) - _list_settings(notebook)
     if unknown:
         raise ColabUtilsError(
-            f"expected settings of this notebook, found {', '.join(sorted(unknown))}. Correct the name."
+            f"expected settings of this notebook, found {', '.join(sorted(unknown))}. Correct the "
+            "name."
         )
     source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     if source:
-        cell = v4.new_code_cell(source, id="injected-parameters", metadata={"tags": ["injected-parameters"]})
+        cell = v4.new_code_cell(
+            source, id="injected-parameters", metadata={"tags": ["injected-parameters"]}
+        )
         notebook.cells.insert(_find_parameters(notebook) + 1, cell)
 
 
@@ -153,7 +171,10 @@ def _find_parameters(notebook: Any) -> int:
     for position, cell in enumerate(notebook.cells):
         if cell.cell_type == "code" and "parameters" in cell.metadata.get("tags", ()):
             return position
-    raise ColabUtilsError("expected a code cell tagged 'parameters', found none. Tag the cell that holds the settings.")
+    raise ColabUtilsError(
+        "expected a code cell tagged 'parameters', found none. Tag the cell that holds the "
+        "settings."
+    )
 
 
 def _list_settings(notebook: Any) -> set[str]:
@@ -172,7 +193,8 @@ def _find_notebooks(folder: str | Path | None) -> list[Path]:
     found = sorted(place.glob("[0-9][0-9]_*.ipynb"))
     if not found:
         raise ColabUtilsError(
-            f"expected the notebooks, found none in {place}. Clone the repository and run the demo there: "
+            f"expected the notebooks, found none in {place}. Clone the repository and run the "
+            "demo there: "
             "an installed package does not carry them."
         )
     return found
@@ -191,7 +213,9 @@ def _read_notebook(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
-def _run_notebook(name: str, notebook: Any, output: Path, work: Path, *, on_cell: Callable[[], object]) -> NotebookRun:
+def _run_notebook(
+    name: str, notebook: Any, output: Path, work: Path, *, on_cell: Callable[[], object]
+) -> NotebookRun:
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, CellExecutionError, DeadKernelError
@@ -205,23 +229,34 @@ def _run_notebook(name: str, notebook: Any, output: Path, work: Path, *, on_cell
         kernel_name="python3",
         resources={"metadata": {"path": str(work)}},
         on_cell_start=lambda cell, cell_index: running.append(cell),
-        on_cell_executed=lambda cell, cell_index, execute_reply: on_cell() if cell.cell_type == "code" else None,
+        on_cell_executed=lambda cell, cell_index, execute_reply: (
+            on_cell() if cell.cell_type == "code" else None
+        ),
     )
     started = perf_counter()
     failure: Exception | None = None
     try:
         with open(work / "kernel.log", "ab") as log:  # what the kernel says beside the notebook
             client.execute(env={**os.environ, "PYTHONPATH": search}, stdout=log, stderr=log)
-    except (CellExecutionError, CellControlSignal, DeadKernelError, RuntimeError, TimeoutError) as error:
+    except (
+        CellExecutionError,
+        CellControlSignal,
+        DeadKernelError,
+        RuntimeError,
+        TimeoutError,
+    ) as error:
         failure = error
-    run = NotebookRun(name, output / f"{name}.ipynb", output / f"{name}.html", perf_counter() - started)
+    run = NotebookRun(
+        name, output / f"{name}.ipynb", output / f"{name}.html", perf_counter() - started
+    )
     write_file(run.notebook, nbformat.writes(notebook).encode())
     write_notebook_page(notebook, run.page)
     if failure is not None:
         cell = f"cell '{running[-1].id}'" if running else "its start"
         lines = re.sub(r"\x1b\[[0-9;]*m", "", str(failure)).strip().splitlines()
         raise ColabUtilsError(
-            f"expected notebook {name} to run, found in {cell}: {lines[-1] if lines else type(failure).__name__} "
+            f"expected notebook {name} to run, found in {cell}: "
+            f"{lines[-1] if lines else type(failure).__name__} "
             f"(the page up to there: {run.page})"
         ) from failure
     return run
@@ -243,7 +278,9 @@ def _prepare_output(output: Path, names: list[str]) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         manifest = output / _MANIFEST
-        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else []
+        listed = (
+            json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else []
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ColabUtilsError(
             f"expected a folder for the demo at {output}, found: {error}. Choose another --output."
@@ -251,7 +288,8 @@ def _prepare_output(output: Path, names: list[str]) -> None:
     strangers = [name for name in names if (output / name).exists() and name not in listed]
     if strangers:
         raise ColabUtilsError(
-            f"expected a folder of an earlier demo or a new one, found {strangers[0]} in {output}, which no demo made. "
+            f"expected a folder of an earlier demo or a new one, found {strangers[0]} in "
+            f"{output}, which no demo made. "
             "Choose another --output."
         )
     for name in sorted(listed, reverse=True):  # what lies in a folder comes before the folder
@@ -270,7 +308,9 @@ def _write_manifest(output: Path, names: list[str], work: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the notebooks from a terminal; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.run_notebooks", description=__doc__)
-    parser.add_argument("--output", metavar="DIR", default="runs/demo", help="folder for the pages (runs/demo)")
+    parser.add_argument(
+        "--output", metavar="DIR", default="runs/demo", help="folder for the pages (runs/demo)"
+    )
     parser.add_argument("--images", metavar="DIR", help="your own image folder")
     parser.add_argument("--annotations", metavar="FILE", help="your own COCO instance JSON")
     options = parser.parse_args(arguments)

@@ -1,4 +1,5 @@
-"""Point the Colab badges and install lines of the notebooks and texts at another GitHub repository, and at one tag.
+"""Point the Colab badges and install lines of the notebooks and texts at another GitHub repository,
+and at one tag.
 
 Usage: python tools/set_badges.py OWNER/NAME [TAG]
 """
@@ -14,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SLUG = r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}/[A-Za-z0-9._-]{1,100}"
 REF = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 END = r"(?=/blob/|@|\.git\b|[\s\"'`\\)])"
-MARKS = re.compile(rf"(?:colab\.research\.google\.com/github/|git\+https://github\.com/)({SLUG}?){END}")
+MARKS = re.compile(
+    rf"(?:colab\.research\.google\.com/github/|git\+https://github\.com/)({SLUG}?){END}"
+)
 """The two places that name our repository: a badge, and an install line."""
 
 
@@ -46,13 +49,21 @@ def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
         ref: the tag that badges open and that is installed; empty leaves both as they are.
     """
     if not re.fullmatch(SLUG, slug) or slug.endswith((".git", "/.", "/..")):
-        raise ValueError(f"expected REPO=owner/name as on GitHub, found {slug!r}: run make badges REPO=owner/name")
+        raise ValueError(
+            f"expected REPO=owner/name as on GitHub, found {slug!r}: run make badges "
+            "REPO=owner/name"
+        )
     if ref and not re.fullmatch(REF, ref):
-        raise ValueError(f"expected REF=tag, a name such as v1.0, found {ref!r}: make badges REPO=owner/name REF=v1.0")
+        raise ValueError(
+            f"expected REF=tag, a name such as v1.0, found {ref!r}: make badges REPO=owner/name "
+            "REF=v1.0"
+        )
     texts = {path: path.read_text(encoding="utf-8") for path in list_files(root)}
     old = set().union(*map(find_slugs, texts.values()))
     names = "|".join(re.escape(name) for name in sorted(old, key=len, reverse=True))
-    link = re.compile(rf"(github\.com/|colab\.research\.google\.com/github/)(?:{names})(?![\w-]|\.(?!git\b)\w)")
+    link = re.compile(
+        rf"(github\.com/|colab\.research\.google\.com/github/)(?:{names})(?![\w-]|\.(?!git\b)\w)"
+    )
     changed = []
     for path, text in texts.items():
         new = _set_ref(link.sub(rf"\g<1>{slug}", text) if old else text, slug, ref)
@@ -68,8 +79,14 @@ def _set_ref(text: str, slug: str, ref: str) -> str:
     if not ref:
         return text
     name = re.escape(slug)
-    text = re.sub(rf"(colab\.research\.google\.com/github/{name}/blob/){REF}(?=/)", rf"\g<1>{ref}", text)
-    return re.sub(rf"(git\+https://github\.com/{name}(?:\.git)?)(?:@{REF}|(?=[\s\"'`\\)]))", rf"\g<1>@{ref}", text)
+    text = re.sub(
+        rf"(colab\.research\.google\.com/github/{name}/blob/){REF}(?=/)", rf"\g<1>{ref}", text
+    )
+    return re.sub(
+        rf"(git\+https://github\.com/{name}(?:\.git)?)(?:@{REF}|(?=[\s\"'`\\)]))",
+        rf"\g<1>@{ref}",
+        text,
+    )
 
 
 if __name__ == "__main__":
@@ -80,5 +97,6 @@ if __name__ == "__main__":
     print("\n".join(f"changed {path.relative_to(ROOT)}" for path in files) or "nothing to change")
     if len(sys.argv) > 2 and sys.argv[2]:
         print(
-            f"Now commit, and push the commit with its tag: git tag {sys.argv[2]}; git push origin HEAD {sys.argv[2]}"
+            f"Now commit, and push the commit with its tag: git tag {sys.argv[2]}; git push "
+            f"origin HEAD {sys.argv[2]}"
         )

@@ -1,4 +1,6 @@
-"""Write the setup cell, whose text is in ``setup_cell.txt``, into the five notebooks: `make setup-cells`."""
+"""Write the setup cell, whose text is in ``setup_cell.txt``, into the five notebooks: `make
+setup-cells`.
+"""
 
 from __future__ import annotations
 
@@ -45,4 +47,7 @@ def write_setup_cells(root: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print("\n".join(f"changed {path.relative_to(ROOT)}" for path in write_setup_cells(ROOT)) or "nothing to change")
+    print(
+        "\n".join(f"changed {path.relative_to(ROOT)}" for path in write_setup_cells(ROOT))
+        or "nothing to change"
+    )

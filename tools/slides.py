@@ -1,4 +1,6 @@
-"""Slides of an executed demo: every figure as a PNG file, and one PDF with a figure on each page."""
+"""Slides of an executed demo: every figure as a PNG file, and one PDF with a figure on each
+page.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,25 @@ def find_slides(notebook: Path) -> list[Slide]:
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            for marks, heading in re.findall(r"^(#{1,2}) +(.+?)(?: *[(][0-9]+ minutes?[)])?$", source, re.MULTILINE):
+            for marks, heading in re.findall(
+                r"^(#{1,2}) +(.+?)(?: *[(][0-9]+ minutes?[)])?$", source, re.MULTILINE
+            ):
                 title, section = (heading, "") if marks == "#" else (title, heading)
         for output in cell.get("outputs", ()):
             picture = output.get("data", {}).get("image/png")
             if picture:
                 slug = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")[:48]
-                name = "-".join(part for part in (notebook.stem, f"{len(slides) + 1:02d}", slug) if part)
+                name = "-".join(
+                    part for part in (notebook.stem, f"{len(slides) + 1:02d}", slug) if part
+                )
                 heading = " · ".join(part for part in (title, section) if part)
                 slides.append(Slide(name, heading, base64.b64decode("".join(picture))))
     return slides
 
 
 def write_slides(demo: Path, output: Path) -> list[Path]:
-    """Write the figures of a demo as PNG files and as ``slides.pdf``; those of an earlier call are replaced.
+    """Write the figures of a demo as PNG files and as ``slides.pdf``; those of an earlier call are
+    replaced.
 
     Args:
         demo: the folder with the executed notebooks, as `make demo` leaves it.
@@ -66,9 +73,13 @@ def write_slides(demo: Path, output: Path) -> list[Path]:
     Raises:
         ColabUtilsError: there is no executed notebook with a figure.
     """
-    slides = [slide for path in sorted(demo.glob("[0-9][0-9]_*.ipynb")) for slide in find_slides(path)]
+    slides = [
+        slide for path in sorted(demo.glob("[0-9][0-9]_*.ipynb")) for slide in find_slides(path)
+    ]
     if not slides:
-        raise ColabUtilsError(f"expected executed notebooks with figures in {demo}, found none: run make demo first")
+        raise ColabUtilsError(
+            f"expected executed notebooks with figures in {demo}, found none: run make demo first"
+        )
     output.mkdir(parents=True, exist_ok=True)
     for old in output.glob("[0-9][0-9]_*-[0-9][0-9]*.png"):
         old.unlink()
@@ -93,15 +104,20 @@ def _write_pdf(slides: Sequence[Slide], path: Path) -> None:
             with Image.open(io.BytesIO(slide.png)) as picture:
                 white = Image.new("RGBA", picture.size, "white")
                 white.alpha_composite(picture.convert("RGBA"))
-                axes.imshow(white.convert("RGB"), interpolation="none")  # its own pixels, not the page's
+                # its own pixels, not the page's
+                axes.imshow(white.convert("RGB"), interpolation="none")
             pages.savefig(page)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the slides from a terminal; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.slides", description=__doc__)
-    parser.add_argument("--demo", metavar="DIR", type=Path, default=Path("runs/demo"), help="runs/demo")
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs/slides"), help="runs/slides")
+    parser.add_argument(
+        "--demo", metavar="DIR", type=Path, default=Path("runs/demo"), help="runs/demo"
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, default=Path("runs/slides"), help="runs/slides"
+    )
     options = parser.parse_args(arguments)
     try:
         *pictures, pdf = write_slides(options.demo, options.output)

@@ -1,4 +1,6 @@
-"""Notebooks to hand out: the setup cell of each carries the package inside, so that a class needs no repository."""
+"""Notebooks to hand out: the setup cell of each carries the package inside, so that a class needs
+no repository.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ _PARTS = ("pyproject.toml", "README.md", "LICENSE", "requirements.txt")
 def build_wheel(folder: Path, *, root: Path = ROOT) -> Path:
     """Build the package's wheel with what this environment has, without a network.
 
-    The build runs in a copy: in the checkout it would leave folders behind, whose old files the next wheel would hold.
+    The build runs in a copy: in the checkout it would leave folders behind, whose old files the
+    next wheel would hold.
 
     Args:
         folder: where the wheel is put.
@@ -45,17 +48,32 @@ def build_wheel(folder: Path, *, root: Path = ROOT) -> Path:
         for name in _PARTS:
             shutil.copy(root / name, copy)
         shutil.copytree(
-            root / "colab_utils", Path(copy, "colab_utils"), ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+            root / "colab_utils",
+            Path(copy, "colab_utils"),
+            ignore=shutil.ignore_patterns("__pycache__", "*.pyc"),
         )
         offline = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "wheel", "--quiet", *offline, "--wheel-dir", str(folder), copy],
-            capture_output=True, text=True, env={**os.environ, "SOURCE_DATE_EPOCH": "1600000000"},
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                *offline,
+                "--wheel-dir",
+                str(folder),
+                copy,
+            ],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "SOURCE_DATE_EPOCH": "1600000000"},
+        )
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if "rror" in line]
         raise ColabUtilsError(
-            f"expected pip and setuptools 77 or newer to build the wheel, found: {(lines or ['pip failed'])[-1]}. "
+            "expected pip and setuptools 77 or newer to build the wheel, found: "
+            f"{(lines or ['pip failed'])[-1]}. "
             "Install them: pip install pip 'setuptools>=77'"
         )
     return next(iter(folder.glob("colab_utils-*.whl")))
@@ -80,12 +98,17 @@ def carry_wheel(source: str, wheel: Path) -> str:
     )
     carrying, places = _SOURCE.subn(lambda _: carried, source)
     if places != 1:
-        raise ColabUtilsError(f"expected one line SOURCE = ... in the setup cell, found {places}: run make setup-cells")
+        raise ColabUtilsError(
+            f"expected one line SOURCE = ... in the setup cell, found {places}: run make "
+            "setup-cells"
+        )
     return carrying
 
 
 def _squeeze(wheel: Path) -> bytes:
-    """The wheel with its files as they are, compressed as a whole: a quarter less than file by file."""
+    """The wheel with its files as they are, compressed as a whole: a quarter less than file by
+    file.
+    """
     plain = io.BytesIO()
     with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(plain, "w") as stored:
         for info in packed.infolist():
@@ -109,23 +132,35 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
         wheel = build_wheel(Path(folder), root=root)
         for path in sorted(root.glob("notebooks/*.ipynb")):
             notebook = json.loads(path.read_text(encoding="utf-8"))
-            title, setup = notebook["cells"][0], next(cell for cell in notebook["cells"] if cell["id"] == "setup")
+            title, setup = (
+                notebook["cells"][0],
+                next(cell for cell in notebook["cells"] if cell["id"] == "setup"),
+            )
             hint = "You have this notebook as a file. On Colab, *File > Upload notebook* opens it."
             title["source"] = _BADGE.sub(hint, "".join(title["source"])).splitlines(keepends=True)
             setup["source"] = carry_wheel(read_setup_cell(), wheel).splitlines(keepends=True)
-            setup["metadata"]["jupyter"] = {"source_hidden": True}  # Colab folds the cell, and Jupyter hides it
+            # Colab folds the cell, and Jupyter hides it
+            setup["metadata"]["jupyter"] = {"source_hidden": True}
             write_notebook(output / path.name, notebook)
             written.append(output / path.name)
-    heavy = [f"{path.name} of {path.stat().st_size:,}" for path in written if path.stat().st_size >= MOST_BYTES]
+    heavy = [
+        f"{path.name} of {path.stat().st_size:,}"
+        for path in written
+        if path.stat().st_size >= MOST_BYTES
+    ]
     if heavy:
-        raise ColabUtilsError(f"expected notebooks of less than {MOST_BYTES:,} bytes, found {', '.join(heavy)}")
+        raise ColabUtilsError(
+            f"expected notebooks of less than {MOST_BYTES:,} bytes, found {', '.join(heavy)}"
+        )
     return written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the notebooks from a terminal; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.workshop", description=__doc__)
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs/workshop"), help="runs/workshop")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, default=Path("runs/workshop"), help="runs/workshop"
+    )
     options = parser.parse_args(arguments)
     try:
         paths = write_workshop(options.output)

@@ -1,4 +1,6 @@
-"""Planted causes: one small training loop for each thing that stalls a training, and healthy loops beside them."""
+"""Planted causes: one small training loop for each thing that stalls a training, and healthy loops
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,22 @@ from benchmarks.causes.loop import Loop
 __all__ = ["CAUSES", "Cause", "get_cause"]
 
 CAUSES = (
-    "read", "bandwidth", "transform", "masks", "collate", "handoff", "too_many_workers", "restarts", "slow_sample",
-    "memory", "hang", "between", "periodic", "step", "contention",
-)  # fmt: skip
+    "read",
+    "bandwidth",
+    "transform",
+    "masks",
+    "collate",
+    "handoff",
+    "too_many_workers",
+    "restarts",
+    "slow_sample",
+    "memory",
+    "hang",
+    "between",
+    "periodic",
+    "step",
+    "contention",
+)
 """The modules of this package that plant one."""
 
 
@@ -28,7 +43,9 @@ class Cause(Protocol):
     """So many epochs last for about a minute."""
 
     def make_loop(self, folder: Path) -> Loop:
-        """Write the files into ``folder``, and give the loader, the step, and what follows each step."""
+        """Write the files into ``folder``, and give the loader, the step, and what follows each
+        step.
+        """
 
 
 def get_cause(name: str) -> Cause:

@@ -1,8 +1,10 @@
-"""Plant each cause of a stall: `python -m benchmarks.causes --json FILE` says what `watch` and `diagnose` make of it.
+"""Plant each cause of a stall: `python -m benchmarks.causes --json FILE` says what `watch` and
+`diagnose` make of it.
 
-Each planted loop runs for some seconds under `watch`; then `diagnose` looks at the same loader and step. A cause counts
-as named where the first cause of either has its id, and the advice fits. Healthy loops must have no cause. With
-``--load 2``, two other processes keep two cores busy meanwhile.
+Each planted loop runs for some seconds under `watch`; then `diagnose` looks at the same loader and
+step. A cause counts as named where the first cause of either has its id, and the advice fits.
+Healthy loops must have no cause. With ``--load 2``, two other processes keep two cores busy
+meanwhile.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ __all__ = ["main", "try_cause", "try_healthy"]
 TIMEOUT_S = 3.0  # for a batch that hangs
 
 
-def watch_loop(make_loop: Callable[[Path], Any], folder: Path, seconds: float) -> tuple[list[Cause], str]:
-    """The causes that a summary of the running loop names, and the truth by the loop's own clocks."""
+def watch_loop(
+    make_loop: Callable[[Path], Any], folder: Path, seconds: float
+) -> tuple[list[Cause], str]:
+    """The causes that a summary of the running loop names, and the truth by the loop's own
+    clocks.
+    """
     watched: list[WatchedLoader] = []
 
     def around(loader: Any) -> WatchedLoader:
@@ -69,9 +75,14 @@ def try_cause(name: str, *, seconds: float) -> dict[str, Any]:
     right = [cause for cause in first if cause.id == planted.EXPECTED]
     fits = any(re.search(planted.NEXT, cause.next) for cause in right)
     return {
-        "planted": name, "truth": truth, "watch": describe_causes(seen), "diagnose": describe_causes(seen_there),
-        "named": bool(right), "advice fits": fits, "next": first[-1].next if first else "",
-    }  # fmt: skip
+        "planted": name,
+        "truth": truth,
+        "watch": describe_causes(seen),
+        "diagnose": describe_causes(seen_there),
+        "named": bool(right),
+        "advice fits": fits,
+        "next": first[-1].next if first else "",
+    }
 
 
 def try_healthy(name: str, *, seconds: float) -> dict[str, Any]:
@@ -91,7 +102,8 @@ def describe_causes(causes: Sequence[Cause]) -> str:
     return ", ".join(f"{cause.id} {cause.share:.0%}" for cause in causes) or "none"
 
 
-# until this process ends; started by one that ends at once: what is busy beside a training is no child of it
+# until this process ends; started by one that ends at once: what is busy beside a training is no
+# child of it
 BURN = """
 import os, sys, time
 while os.path.exists(f"/proc/{sys.argv[1]}"):
@@ -109,7 +121,10 @@ print(subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.
 def load_cores(count: int) -> Iterator[None]:
     """Other processes that keep so many cores busy."""
     command = [sys.executable, "-c", START, BURN, str(os.getpid())]
-    others = [int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout) for _ in range(count)]
+    others = [
+        int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        for _ in range(count)
+    ]
     try:
         yield
     finally:
@@ -119,14 +134,22 @@ def load_cores(count: int) -> Iterator[None]:
 
 def tabulate(rows: Sequence[dict[str, Any]]) -> str:
     """One row a loop."""
-    table = [{key: row.get(key) for key in ("planted", "watch", "diagnose", "named", "advice fits")} for row in rows]
+    table = [
+        {key: row.get(key) for key in ("planted", "watch", "diagnose", "named", "advice fits")}
+        for row in rows
+    ]
     return str(make_table(table)) if table else "nothing was tried"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = make_parser("causes", __doc__, builtin="causes")
-    parser.add_argument("--seconds", type=float, default=12, help="of each loop, and of each diagnosis (%(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=12,
+        help="of each loop, and of each diagnosis (%(default)s)",
+    )
     parser.add_argument("--names", nargs="+", help="only these (all of them)")
     parser.add_argument("--load", type=int, default=0, help="other busy processes (%(default)s)")
     options = parser.parse_args(arguments)

@@ -14,5 +14,7 @@ EPOCHS = 1
 
 def make_loop(folder: Path) -> Loop:
     """Large files that arrive slowly."""
-    dataset = Photos(folder, count=16, extra_bytes=4_000_000, read=partial(read_slowly, bytes_per_s=40e6))
+    dataset = Photos(
+        folder, count=16, extra_bytes=4_000_000, read=partial(read_slowly, bytes_per_s=40e6)
+    )
     return make_plain_loader(dataset, batches=300), Step(), None

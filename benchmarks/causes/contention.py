@@ -1,4 +1,6 @@
-"""Two workers with many threads each: their batches come in time, but the step hardly gets a core."""
+"""Two workers with many threads each: their batches come in time, but the step hardly gets a
+core.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CPU_MS = 6.0  # of each thread for each image
 
 
 class Tiles:
-    """A transform that cuts an image into tiles, one for each thread; each process has threads of its own."""
+    """A transform that cuts an image into tiles, one for each thread; each process has threads of
+    its own.
+    """
 
     pool: ThreadPoolExecutor | None = None
 

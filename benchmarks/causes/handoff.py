@@ -1,4 +1,6 @@
-"""Batches of 126 MB cost nothing to make, and much to hand over from the worker through shared memory."""
+"""Batches of 126 MB cost nothing to make, and much to hand over from the worker through shared
+memory.
+"""
 
 from __future__ import annotations
 

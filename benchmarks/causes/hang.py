@@ -1,4 +1,6 @@
-"""The read of sample 37 never ends: its file is a FIFO, and nobody writes into it. End the run from outside."""
+"""The read of sample 37 never ends: its file is a FIFO, and nobody writes into it. End the run from
+outside.
+"""
 
 from __future__ import annotations
 

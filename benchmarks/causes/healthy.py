@@ -26,7 +26,11 @@ STEP_MS = 50
 
 def make_in_memory(folder: Path) -> Loop:
     """Tiny tensors in memory, no workers."""
-    return DataLoader(TensorDataset(torch.rand(2000, 3, 32, 32), torch.zeros(2000)), 4), Step(), None
+    return (
+        DataLoader(TensorDataset(torch.rand(2000, 3, 32, 32), torch.zeros(2000)), 4),
+        Step(),
+        None,
+    )
 
 
 def make_one_worker(folder: Path) -> Loop:
@@ -68,7 +72,11 @@ def make_iterable(folder: Path) -> Loop:
 
 def make_persistent(folder: Path) -> Loop:
     """Short epochs, and workers that persist."""
-    return make_plain_loader(Photos(folder), batches=20, persistent_workers=True), Step(STEP_MS), None
+    return (
+        make_plain_loader(Photos(folder), batches=20, persistent_workers=True),
+        Step(STEP_MS),
+        None,
+    )
 
 
 def make_packed(folder: Path) -> Loop:
@@ -81,7 +89,11 @@ def make_packed(folder: Path) -> Loop:
 
 def make_slow_first(folder: Path) -> Loop:
     """The first batch takes a second longer, all others come in time."""
-    return make_plain_loader(Photos(folder), worker_init_fn=lambda worker: sleep(1)), Step(STEP_MS), None
+    return (
+        make_plain_loader(Photos(folder), worker_init_fn=lambda worker: sleep(1)),
+        Step(STEP_MS),
+        None,
+    )
 
 
 def make_light_log(folder: Path) -> Loop:
@@ -101,9 +113,15 @@ def make_variable_steps(folder: Path) -> Loop:
 
 
 HEALTHY: dict[str, Callable[[Path], Loop]] = {
-    "in_memory": make_in_memory, "one_worker": make_one_worker, "two_workers": make_two_workers,
-    "dict_batches": make_dict_batches, "iterable": make_iterable, "persistent": make_persistent,
-    "packed": make_packed, "slow_first": make_slow_first, "light_log": make_light_log,
+    "in_memory": make_in_memory,
+    "one_worker": make_one_worker,
+    "two_workers": make_two_workers,
+    "dict_batches": make_dict_batches,
+    "iterable": make_iterable,
+    "persistent": make_persistent,
+    "packed": make_packed,
+    "slow_first": make_slow_first,
+    "light_log": make_light_log,
     "variable_steps": make_variable_steps,
-}  # fmt: skip
+}
 """The loops by name."""

@@ -1,4 +1,6 @@
-"""What the planted causes share: photos, a step that trains a tiny model, work for the CPU, and the user's loop."""
+"""What the planted causes share: photos, a step that trains a tiny model, work for the CPU, and the
+user's loop.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,21 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-__all__ = ["Loop", "Photos", "Step", "Truth", "burn", "make_plain_loader", "read_slowly", "run_loop"]
+__all__ = [
+    "Loop",
+    "Photos",
+    "Step",
+    "Truth",
+    "burn",
+    "make_plain_loader",
+    "read_slowly",
+    "run_loop",
+]
 
 Loop = tuple[Iterable[Any], Callable[..., None], Callable[[int], None] | None]
-"""What the user iterates over, the step, and what the user's process does after each step, given its number."""
+"""What the user iterates over, the step, and what the user's process does after each step, given
+its number.
+"""
 
 _WORK = np.linspace(0, 1, 8192)  # some 50 microseconds of work that releases Python's lock
 _SIDE = 16  # pixels: what the tiny model sees of an image
@@ -34,7 +47,9 @@ def burn(cpu_ms: float) -> None:
 
 
 def read_slowly(path: Path, *, open_s: float = 0.0, bytes_per_s: float = inf) -> bytes:
-    """Read a file as a distant disk gives it: ``open_s`` until its first byte, ``bytes_per_s`` from there on."""
+    """Read a file as a distant disk gives it: ``open_s`` until its first byte, ``bytes_per_s`` from
+    there on.
+    """
     with open(path, "rb") as file:
         sleep(open_s)
         pieces = []
@@ -45,15 +60,22 @@ def read_slowly(path: Path, *, open_s: float = 0.0, bytes_per_s: float = inf) ->
 
 
 class Photos(Dataset[tuple[Tensor, int]]):
-    """Small JPEG files in ``folder``, made here: ``count`` of them, each with so many ``extra_bytes`` at its end.
+    """Small JPEG files in ``folder``, made here: ``count`` of them, each with so many
+    ``extra_bytes`` at its end.
 
-    ``read`` gives a file's bytes. ``transforms`` takes and returns ``(image, label)``, as in torchvision's datasets.
+    ``read`` gives a file's bytes. ``transforms`` takes and returns ``(image, label)``, as in
+    torchvision's datasets.
     """
 
     def __init__(
-        self, folder: Path, *, count: int = 50, extra_bytes: int = 0, read: Callable[[Path], bytes] = Path.read_bytes,
+        self,
+        folder: Path,
+        *,
+        count: int = 50,
+        extra_bytes: int = 0,
+        read: Callable[[Path], bytes] = Path.read_bytes,
         transforms: Callable[[Tensor, int], tuple[Tensor, int]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.paths = [folder / f"photo-{number}.jpg" for number in range(count)]
         self.read, self.transforms = read, transforms
         chance = np.random.default_rng(0)
@@ -72,24 +94,35 @@ class Photos(Dataset[tuple[Tensor, int]]):
 
 
 def make_plain_loader(
-    dataset: Dataset[Any], *, batches: int = 500, batch_size: int = 4, workers: int = 2, **options: Any
+    dataset: Dataset[Any],
+    *,
+    batches: int = 500,
+    batch_size: int = 4,
+    workers: int = 2,
+    **options: Any,
 ) -> DataLoader[Any]:
-    """A plain ``DataLoader``. An epoch has so many ``batches``: all samples in a random order, again and again."""
+    """A plain ``DataLoader``. An epoch has so many ``batches``: all samples in a random order,
+    again and again.
+    """
     chance = torch.Generator().manual_seed(0)
     sampler = RandomSampler(dataset, num_samples=batches * batch_size, generator=chance)  # type: ignore[arg-type]
-    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers, generator=chance, **options)
+    return DataLoader(
+        dataset, batch_size, sampler=sampler, num_workers=workers, generator=chance, **options
+    )
 
 
 class Step:
-    """Train a tiny model with SGD. A step repeats its passes for ``step_ms`` milliseconds of CPU time, and takes longer
-    where others take the core away; the optimizer steps once.
+    """Train a tiny model with SGD. A step repeats its passes for ``step_ms`` milliseconds of CPU
+    time, and takes longer where others take the core away; the optimizer steps once.
     """
 
     def __init__(self, step_ms: float = 20) -> None:
         self.step_ms = step_ms
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Flatten(), nn.Linear(3 * _SIDE**2, 8), nn.ReLU(), nn.Linear(8, 1))
+            self.model = nn.Sequential(
+                nn.Flatten(), nn.Linear(3 * _SIDE**2, 8), nn.ReLU(), nn.Linear(8, 1)
+            )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def __call__(self, images: Any, targets: Any = None) -> None:
@@ -125,7 +158,9 @@ class Truth:
 
     @property
     def wait_share(self) -> float:
-        """Of the time, 0 to 1: waiting for batches, which includes every later start of an epoch."""
+        """Of the time, 0 to 1: waiting for batches, which includes every later start of an
+        epoch.
+        """
         return self._find_share(self.wait_s[1:])
 
     @property
@@ -149,18 +184,29 @@ class Truth:
         return 1000 * median(self.step_s)
 
     def __str__(self) -> str:
-        shares = f"wait {self.wait_share:.0%} (starts {self.start_share:.0%}), step {self.step_share:.0%}"
+        shares = (
+            f"wait {self.wait_share:.0%} (starts {self.start_share:.0%}), step "
+            f"{self.step_share:.0%}"
+        )
         count = f"{len(self.step_s)} batches, {len(self.starts)} epochs in {self.wall_s:.1f} s"
-        return f"{shares}, between {self.between_share:.0%}; a step takes {self.step_ms:.0f} ms; {count}"
+        return (
+            f"{shares}, between {self.between_share:.0%}; a step takes {self.step_ms:.0f} ms; "
+            f"{count}"
+        )
 
 
 def run_loop(
-    make_loop: Callable[[Path], Loop], folder: Path, *, seconds: float,
+    make_loop: Callable[[Path], Loop],
+    folder: Path,
+    *,
+    seconds: float,
     around: Callable[[Any], Iterable[Any]] = lambda loader: loader,
-) -> Truth:  # fmt: skip
-    """Run the user's plain loop, epoch after epoch, for about so many ``seconds``, and read the clocks meanwhile.
+) -> Truth:
+    """Run the user's plain loop, epoch after epoch, for about so many ``seconds``, and read the
+    clocks meanwhile.
 
-    ``around`` takes the loader in each epoch, and gives what is iterated over: a tool that looks on.
+    ``around`` takes the loader in each epoch, and gives what is iterated over: a tool that looks
+    on.
     """
     loader, step, after = make_loop(folder)
     waits, steps, betweens, starts = list[float](), list[float](), list[float](), list[int]()
@@ -169,7 +215,11 @@ def run_loop(
         starts.append(len(steps))
         for batch in around(loader):
             got_s = perf_counter()
-            if type(batch) in (tuple, list) and len(batch) == 2 and not isinstance(batch[0], Mapping):
+            if (
+                type(batch) in (tuple, list)
+                and len(batch) == 2
+                and not isinstance(batch[0], Mapping)
+            ):
                 step(*batch)
             else:
                 step(batch)
@@ -181,5 +231,7 @@ def run_loop(
             steps.append(stepped_s - got_s)
             betweens.append(ended_s - stepped_s)
             if ended_s - began_s > seconds:
-                return Truth(ended_s - began_s, tuple(waits), tuple(steps), tuple(betweens), tuple(starts))
+                return Truth(
+                    ended_s - began_s, tuple(waits), tuple(steps), tuple(betweens), tuple(starts)
+                )
             asked_s = ended_s

@@ -1,4 +1,6 @@
-"""Each worker keeps 4 MB for every sample that it loads, until it has 2 GB, so that no machine fills up."""
+"""Each worker keeps 4 MB for every sample that it loads, until it has 2 GB, so that no machine
+fills up.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What other tools say about the planted causes: `python -m benchmarks.causes.peers --json FILE`.
 
-Each loop runs in a process of its own under TraceML (`traceml run`, its summary at the end) and under gpuprof (its
-insights), which have to be installed beside this package: `pip install traceml-ai gpuprof`. Their advice counts as
-fitting by the same words as that of `python -m benchmarks.causes`, and by some of their own.
+Each loop runs in a process of its own under TraceML (`traceml run`, its summary at the end) and
+under gpuprof (its insights), which have to be installed beside this package: `pip install
+traceml-ai gpuprof`. Their advice counts as fitting by the same words as that of `python -m
+benchmarks.causes`, and by some of their own.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ __all__ = ["TOOLS", "main"]
 
 TOOLS = ("TraceML", "gpuprof")
 ALSO = {  # the words in which a peer's advice fits, beside those of a cause's NEXT
-    "read": "storage|Increase .*workers", "bandwidth": "storage", "between": "logging", "periodic": "checkpointing",
+    "read": "storage|Increase .*workers",
+    "bandwidth": "storage",
+    "between": "logging",
+    "periodic": "checkpointing",
     "contention": "CPU stalls",
-}  # fmt: skip
+}
 GRACE_S = 60.0  # for a process to end after its loop
 
 
 def run_under(tool: str, name: str, seconds: float) -> None:
-    """In a process of its own: the loop with the tool around it, as the tool's own first page shows."""
+    """In a process of its own: the loop with the tool around it, as the tool's own first page
+    shows.
+    """
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         if tool == "gpuprof":
@@ -66,10 +72,19 @@ def run_under(tool: str, name: str, seconds: float) -> None:
         run_loop(make_loop, Path(folder), seconds=seconds)
 
 
-def run_to_summary(command: list[str], folder: Path, environment: dict[str, str], limit_s: float) -> str:
-    """What a command prints; after ``limit_s`` it gets a Ctrl-C, as from somebody who waits no longer."""
+def run_to_summary(
+    command: list[str], folder: Path, environment: dict[str, str], limit_s: float
+) -> str:
+    """What a command prints; after ``limit_s`` it gets a Ctrl-C, as from somebody who waits no
+    longer.
+    """
     with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         try:
             return process.communicate(timeout=limit_s)[0]
@@ -98,9 +113,13 @@ def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
         said = run_to_summary(command, Path(folder), environment, seconds + GRACE_S)
         if tool == "gpuprof" and said:  # what to do about each insight is a command of its own
             report = [str(Path(sys.executable).with_name("gpuprof")), "insights", "gpuprof.db", "1"]
-            said += subprocess.run(report, cwd=folder, env=environment, capture_output=True, text=True).stdout
+            said += subprocess.run(
+                report, cwd=folder, env=environment, capture_output=True, text=True
+            ).stdout
     says, advice = READERS[tool](said)
-    fits = any(re.search(words, advice) for words in (get_cause(name).NEXT, ALSO.get(name)) if words)
+    fits = any(
+        re.search(words, advice) for words in (get_cause(name).NEXT, ALSO.get(name)) if words
+    )
     return {
         "planted": name,
         "tool": tool,
@@ -124,12 +143,18 @@ def read_gpuprof(said: str) -> tuple[str, str]:
     return (insights[0][0], " ".join(insights[0][1].split())) if insights else ("", "")
 
 
-READERS: dict[str, Callable[[str], tuple[str, str]]] = {"TraceML": read_traceml, "gpuprof": read_gpuprof}
+READERS: dict[str, Callable[[str], tuple[str, str]]] = {
+    "TraceML": read_traceml,
+    "gpuprof": read_gpuprof,
+}
 
 
 def tabulate(rows: Sequence[dict[str, Any]]) -> str:
     """One row a loop and tool."""
-    table = [{key: str(row[key])[:70] for key in ("planted", "tool", "says", "advice fits")} for row in rows]
+    table = [
+        {key: str(row[key])[:70] for key in ("planted", "tool", "says", "advice fits")}
+        for row in rows
+    ]
     return str(make_table(table)) if table else "nothing was tried"
 
 
@@ -150,8 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.names:
             for tool in TOOLS:
                 rows.append(ask(tool, name, options.seconds))
-                print({key: rows[-1][key] for key in ("planted", "tool", "says")}, file=sys.stderr, flush=True)
-                write_file(options.json, json.dumps({"seconds": options.seconds, "rows": rows}, indent=1).encode())
+                print(
+                    {key: rows[-1][key] for key in ("planted", "tool", "says")},
+                    file=sys.stderr,
+                    flush=True,
+                )
+                write_file(
+                    options.json,
+                    json.dumps({"seconds": options.seconds, "rows": rows}, indent=1).encode(),
+                )
 
     return run_to_end(measure, lambda: tabulate(rows))
 

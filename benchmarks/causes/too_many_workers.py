@@ -1,4 +1,6 @@
-"""Eight workers for each core, 16 on two cores: an epoch begins late, as all work at their first batches at once."""
+"""Eight workers for each core, 16 on two cores: an epoch begins late, as all work at their first
+batches at once.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,12 @@ def augment(image: Tensor, label: int) -> tuple[Tensor, int]:
 
 
 def make_loop(folder: Path, *, workers: int | None = None) -> Loop:
-    """Each worker has the cores for a moment: all first batches are late, and then none is left to load."""
+    """Each worker has the cores for a moment: all first batches are late, and then none is left to
+    load.
+    """
     dataset, count = Photos(folder, transforms=augment), workers or 8 * count_cores()
-    return make_plain_loader(dataset, batches=32, workers=count, persistent_workers=True), Step(), None
+    return (
+        make_plain_loader(dataset, batches=32, workers=count, persistent_workers=True),
+        Step(),
+        None,
+    )

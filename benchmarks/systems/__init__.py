@@ -1,4 +1,6 @@
-"""The systems by name; importing one needs its own environment, so each is imported when it is asked for."""
+"""The systems by name; importing one needs its own environment, so each is imported when it is
+asked for.
+"""
 
 from __future__ import annotations
 

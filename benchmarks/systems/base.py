@@ -17,7 +17,17 @@ from benchmarks.data import Data
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.loading.batch import Target
 
-__all__ = ["BATCH_SIZE", "Crew", "Records", "Sample", "System", "collate", "finish", "flip", "group"]
+__all__ = [
+    "BATCH_SIZE",
+    "Crew",
+    "Records",
+    "Sample",
+    "System",
+    "collate",
+    "finish",
+    "flip",
+    "group",
+]
 
 BATCH_SIZE = 4
 Sample = tuple[Tensor, Target]
@@ -35,16 +45,24 @@ class Crew(NamedTuple):
 
 
 class System:
-    """One way of loading a dataset. Iterating over it gives the batches of one shuffled epoch, in this process."""
+    """One way of loading a dataset. Iterating over it gives the batches of one shuffled epoch, in
+    this process.
+    """
 
     environment: ClassVar[str] = ""
     """The section of requirements.txt that it needs; empty where what is installed will do."""
     store: ClassVar[str] = ""
-    """Name of the prepared form, which systems may share; empty where the dataset's own files are read."""
+    """Name of the prepared form, which systems may share; empty where the dataset's own files are
+    read.
+    """
     size_800: ClassVar[bool] = False
-    """Whether it resizes to 800/1333 itself: its samples are then compared with those of that size."""
+    """Whether it resizes to 800/1333 itself: its samples are then compared with those of that
+    size.
+    """
     own_codec: ClassVar[bool] = False
-    """Whether its JPEGs are encoded and decoded by a codec of its own: its pixels may differ by what that changes."""
+    """Whether its JPEGs are encoded and decoded by a codec of its own: its pixels may differ by
+    what that changes.
+    """
     crews: ClassVar[tuple[Crew, ...]] = tuple(Crew(size, "workers") for size in range(4))
     flips: ClassVar[bool] = True
     """Whether it mirrors samples at random; `benchmarks.peers` wants them as they are."""
@@ -75,16 +93,20 @@ class System:
 
 
 class Records:
-    """Every record of a dataset at 800/1333 as one piece of bytes, with the least left to do when it is loaded.
+    """Every record of a dataset at 800/1333 as one piece of bytes, with the least left to do when
+    it is loaded.
 
-    Seven int64 (image_id, height, width, and the bytes of each part), then labels int64 [N], boxes float32 [N, 4],
-    the dense masks [N, H, W] at one bit a pixel, and the image: JPEG as it is, else uint8 [3, H, W].
+    Seven int64 (image_id, height, width, and the bytes of each part), then labels int64 [N], boxes
+    float32 [N, 4], the dense masks [N, H, W] at one bit a pixel, and the image: JPEG as it is, else
+    uint8 [3, H, W].
     """
 
     def __init__(self, data: Data) -> None:
         self._data, self._folder = data, data.open()
         # not sorted by image: copies of an image must not lie beside each other
-        self._rows = [row for copy in range(data.copies) for row in range(copy, data.records, data.copies)]
+        self._rows = [
+            row for copy in range(data.copies) for row in range(copy, data.records, data.copies)
+        ]
         self._read = lru_cache(maxsize=256)(self._read_parts)
 
     def __len__(self) -> int:
@@ -101,13 +123,21 @@ class Records:
     def _read_parts(self, row: int) -> tuple[bytes, ...]:
         image, target = self._folder[row]
         pixels = self._folder.read(row) if self._data.is_jpeg else image.numpy().tobytes()
-        tables = (target["labels"].numpy(), target["boxes"].numpy(), np.packbits(target["masks"].numpy()))
+        tables = (
+            target["labels"].numpy(),
+            target["boxes"].numpy(),
+            np.packbits(target["masks"].numpy()),
+        )
         parts = (*(table.tobytes() for table in tables), bytes(pixels))
         return np.array([*image.shape[1:], *map(len, parts)]).tobytes(), *parts
 
 
-def finish(record: bytes | NDArray[np.uint8], pixels: Tensor | None = None, *, flips: bool = True) -> Sample:
-    """The work that a record leaves: decode, make the masks dense, flip at random; ``pixels``: of its image."""
+def finish(
+    record: bytes | NDArray[np.uint8], pixels: Tensor | None = None, *, flips: bool = True
+) -> Sample:
+    """The work that a record leaves: decode, make the masks dense, flip at random; ``pixels``: of
+    its image.
+    """
     data = np.frombuffer(record, np.uint8)
     image_id, height, width, *lengths = data[:56].view(np.int64).tolist()
     labels, boxes, bits, image, *_ = np.split(data[56:], np.cumsum(lengths))
@@ -118,9 +148,11 @@ def finish(record: bytes | NDArray[np.uint8], pixels: Tensor | None = None, *, f
     count = lengths[0] // 8
     masks = np.unpackbits(bits, count=count * height * width).reshape(count, height, width)
     target = {
-        "boxes": torch.from_numpy(boxes.view(np.float32).reshape(-1, 4)), "masks": torch.from_numpy(masks),
-        "labels": torch.from_numpy(labels.view(np.int64)), "image_id": image_id,
-    }  # fmt: skip
+        "boxes": torch.from_numpy(boxes.view(np.float32).reshape(-1, 4)),
+        "masks": torch.from_numpy(masks),
+        "labels": torch.from_numpy(labels.view(np.int64)),
+        "image_id": image_id,
+    }
     return flip(pixels, target) if flips else (pixels, target)
 
 

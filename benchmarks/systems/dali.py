@@ -1,4 +1,6 @@
-"""DALI on the CPU: decode, resize and flip in its pipeline; it gives polygons, which are drawn here."""
+"""DALI on the CPU: decode, resize and flip in its pipeline; it gives polygons, which are drawn
+here.
+"""
 
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["DALI"]
 
 
 class DALI(System):
-    """From JPEG and polygons to 800/1333. Its masks are drawn at that size, not drawn and then resized."""
+    """From JPEG and polygons to 800/1333. Its masks are drawn at that size, not drawn and then
+    resized.
+    """
 
     environment: ClassVar[str] = "dali"
     size_800: ClassVar[bool] = True
@@ -30,19 +34,34 @@ class DALI(System):
 
         super().__init__(data, folder, crew)
 
-        @pipeline_def(batch_size=BATCH_SIZE, num_threads=crew.size, device_id=None, seed=random.randrange(10**6))
+        @pipeline_def(
+            batch_size=BATCH_SIZE,
+            num_threads=crew.size,
+            device_id=None,
+            seed=random.randrange(10**6),
+        )
         def read() -> Any:
             jpeg, boxes, labels, polygons, points, ids = fn.readers.coco(
-                file_root=str(data.images), annotations_file=str(data.annotations), polygon_masks=True, ltrb=True,
-                random_shuffle=True, initial_fill=data.records, image_ids=True, skip_empty=False,
-                include_iscrowd=False, avoid_class_remapping=True, name="records",
-            )  # fmt: skip
+                file_root=str(data.images),
+                annotations_file=str(data.annotations),
+                polygon_masks=True,
+                ltrb=True,
+                random_shuffle=True,
+                initial_fill=data.records,
+                image_ids=True,
+                skip_empty=False,
+                include_iscrowd=False,
+                avoid_class_remapping=True,
+                name="records",
+            )
             shape = fn.peek_image_shape(jpeg, dtype=types.DALIDataType.FLOAT)
             height, width = shape[0], shape[1]
             scale = math.min(800.0 / math.min(height, width), 1333.0 / math.max(height, width))
             size = fn.stack(math.floor(height * scale + 1e-3), math.floor(width * scale + 1e-3))
             image = fn.decoders.image(jpeg, device="cpu", output_type=types.DALIImageType.RGB)
-            image = fn.resize(image, size=size, interp_type=types.DALIInterpType.INTERP_LINEAR, antialias=False)
+            image = fn.resize(
+                image, size=size, interp_type=types.DALIInterpType.INTERP_LINEAR, antialias=False
+            )
             flipped = fn.random.coin_flip(probability=0.5)
             image = fn.transpose(fn.flip(image, horizontal=flipped), perm=[2, 0, 1])
             return image, boxes, labels, polygons, points, ids, flipped, shape
@@ -76,7 +95,9 @@ def _draw(row: list[Any]) -> Sample:
     for mask, outlines in zip(masks, parts, strict=True):
         mask[:] = coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(outlines, height, width)))
     target = {
-        "boxes": torch.from_numpy(boxes), "labels": torch.from_numpy(labels.ravel().astype(np.int64)),
-        "masks": torch.from_numpy(masks), "image_id": int(image_id.item()),
-    }  # fmt: skip
+        "boxes": torch.from_numpy(boxes),
+        "labels": torch.from_numpy(labels.ravel().astype(np.int64)),
+        "masks": torch.from_numpy(masks),
+        "image_id": int(image_id.item()),
+    }
     return torch.from_numpy(image.copy()), target

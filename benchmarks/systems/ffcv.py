@@ -1,5 +1,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
-"""FFCV, whose own image fields take one size: pixels of every size as bytes, JPEGs padded to 1333 x 1333."""
+"""FFCV, whose own image fields take one size: pixels of every size as bytes, JPEGs padded to 1333 x
+1333.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _LONGEST = 1333
 
 
 class FFCV(System):
-    """A ``.beton`` file in the page cache; two threads of this process make masks dense, and flip."""
+    """A ``.beton`` file in the page cache; two threads of this process make masks dense, and
+    flip.
+    """
 
     environment: ClassVar[str] = "ffcv"
     store: ClassVar[str] = "ffcv"
@@ -35,8 +39,12 @@ class FFCV(System):
 
         fields = {"sample": BytesField()}
         if data.is_jpeg:
-            fields["image"] = RGBImageField(write_mode="jpg", jpeg_quality=95, max_resolution=_LONGEST)
-        writer = DatasetWriter(str(folder / "samples.beton"), fields, page_size=1 << 24, num_workers=1)
+            fields["image"] = RGBImageField(
+                write_mode="jpg", jpeg_quality=95, max_resolution=_LONGEST
+            )
+        writer = DatasetWriter(
+            str(folder / "samples.beton"), fields, page_size=1 << 24, num_workers=1
+        )
         writer.from_indexed_dataset(_Rows(data))
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
@@ -44,11 +52,21 @@ class FFCV(System):
         from ffcv.loader import Loader, OrderOption
 
         super().__init__(data, folder, crew)
-        pipelines = {"sample": [BytesDecoder()], **({"image": [SimpleRGBImageDecoder()]} if data.is_jpeg else {})}
+        pipelines = {
+            "sample": [BytesDecoder()],
+            **({"image": [SimpleRGBImageDecoder()]} if data.is_jpeg else {}),
+        }
         self._loader = Loader(
-            str(folder / "samples.beton"), BATCH_SIZE, num_workers=crew.size, order=OrderOption.RANDOM, os_cache=True,
-            batches_ahead=3, seed=random.randrange(10**6), drop_last=False, pipelines=pipelines,
-        )  # fmt: skip
+            str(folder / "samples.beton"),
+            BATCH_SIZE,
+            num_workers=crew.size,
+            order=OrderOption.RANDOM,
+            os_cache=True,
+            batches_ahead=3,
+            seed=random.randrange(10**6),
+            drop_last=False,
+            pipelines=pipelines,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         with ThreadPoolExecutor(2) as pool:
@@ -64,7 +82,9 @@ def _finish_padded(record: Any, image: Any = None) -> Sample:
 
 
 class _Rows:
-    """The records as FFCV's writer takes them; for JPEG with a padded image, made of what our JPEGs were made of."""
+    """The records as FFCV's writer takes them; for JPEG with a padded image, made of what our JPEGs
+    were made of.
+    """
 
     def __init__(self, data: Data) -> None:
         self._records = Records(data)
@@ -79,6 +99,8 @@ class _Rows:
             return (record,)
         height, width, *_, length = record[8:56].view(np.int64).tolist()
         padded = np.zeros((_LONGEST, _LONGEST, 3), np.uint8)
-        pixels = np.frombuffer(self._pixels[index], np.uint8)[-3 * height * width :].reshape(3, height, width)
+        pixels = np.frombuffer(self._pixels[index], np.uint8)[-3 * height * width :].reshape(
+            3, height, width
+        )
         padded[:height, :width] = pixels.transpose(1, 2, 0)
         return record[:-length], padded

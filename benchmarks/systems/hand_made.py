@@ -24,7 +24,9 @@ __all__ = ["BareDecode", "Ceiling"]
 
 
 class _Threads(System):
-    """Threads that fill reused buffers, one batch each; a batch is good until the next one is asked for."""
+    """Threads that fill reused buffers, one batch each; a batch is good until the next one is asked
+    for.
+    """
 
     crews: ClassVar[tuple[Crew, ...]] = (Crew(2, "threads"), Crew(3, "threads"))
 
@@ -43,14 +45,21 @@ class _Threads(System):
         with ThreadPoolExecutor(self.crew.size) as pool:
             for number, first in enumerate(range(0, len(rows), BATCH_SIZE)):
                 buffers = self._slots[number % len(self._slots)]
-                pending.append(pool.submit(self._fill_batch, buffers, rows[first : first + BATCH_SIZE]))
+                pending.append(
+                    pool.submit(self._fill_batch, buffers, rows[first : first + BATCH_SIZE])
+                )
                 if len(pending) > self.crew.size:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
 
     def _fill_batch(self, buffers: NDArray[np.uint8], rows: list[int]) -> Any:
-        return tuple(zip(*(self.fill(buffer, row) for buffer, row in zip(buffers, rows, strict=False)), strict=True))
+        return tuple(
+            zip(
+                *(self.fill(buffer, row) for buffer, row in zip(buffers, rows, strict=False)),
+                strict=True,
+            )
+        )
 
 
 class BareDecode(_Threads):
@@ -72,7 +81,9 @@ class BareDecode(_Threads):
 
 
 class Ceiling(_Threads):
-    """The raw pixels and mask bits of our shards, copied into reused buffers: the least that packing takes."""
+    """The raw pixels and mask bits of our shards, copied into reused buffers: the least that
+    packing takes.
+    """
 
     store: ClassVar[str] = Packed.store
     prepare = Packed.prepare
@@ -83,16 +94,31 @@ class Ceiling(_Threads):
         index = read_index(folder)
         for shard in index.shards:
             arrays = load_arrays(folder / shard.arrays_name, shard)
-            tar, masks = (np.memmap(folder / name, np.uint8, "r") for name in (shard.name, shard.arrays_name))
+            tar, masks = (
+                np.memmap(folder / name, np.uint8, "r") for name in (shard.name, shard.arrays_name)
+            )
             first = 0
-            spans = zip(arrays.image_ids.tolist(), arrays.sizes.tolist(), arrays.image_spans.tolist(), strict=True)
-            for (image_id, size, (start, length)), count in zip(spans, arrays.counts.tolist(), strict=True):
+            spans = zip(
+                arrays.image_ids.tolist(),
+                arrays.sizes.tolist(),
+                arrays.image_spans.tolist(),
+                strict=True,
+            )
+            for (image_id, size, (start, length)), count in zip(
+                spans, arrays.counts.tolist(), strict=True
+            ):
                 end = start + length
-                pixels = tar[end - 3 * size[0] * size[1] : end]  # a header of numpy's is before them
+                # a header of numpy's is before them
+                pixels = tar[end - 3 * size[0] * size[1] : end]
                 objects = slice(first, first + count)
                 ends = arrays.mask_ends[first : first + count + 1]
                 bits = masks[arrays.bits + ends[0] : arrays.bits + ends[-1]]
-                tables = (arrays.boxes[objects], arrays.labels[objects], arrays.crops[objects], ends - ends[0])
+                tables = (
+                    arrays.boxes[objects],
+                    arrays.labels[objects],
+                    arrays.crops[objects],
+                    ends - ends[0],
+                )
                 self._samples.append((image_id, size, pixels, bits, tables))
                 first += count
 
@@ -109,6 +135,12 @@ class Ceiling(_Threads):
     def unpack(self, batch: Any) -> list[Sample]:
         """With dense masks."""
         return [
-            (image, {**target, "masks": torch.from_numpy(unpack_masks(target["packed"], *image.shape[1:]))})
+            (
+                image,
+                {
+                    **target,
+                    "masks": torch.from_numpy(unpack_masks(target["packed"], *image.shape[1:])),
+                },
+            )
             for image, target in zip(*batch, strict=True)
         ]

@@ -1,4 +1,6 @@
-"""This project's loader: packed batches, dense ones made of them, and packed batches from loose files."""
+"""This project's loader: packed batches, dense ones made of them, and packed batches from loose
+files.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ class Packed(System):
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         super().__init__(data, folder, crew)
         self._loader = make_loader(
-            self.open_dataset(), batch_size=BATCH_SIZE, device="cpu", workers=crew.size, **self.options
+            self.open_dataset(),
+            batch_size=BATCH_SIZE,
+            device="cpu",
+            workers=crew.size,
+            **self.options,
         )
 
     @classmethod
@@ -79,8 +85,10 @@ class Dense(Packed):
         from torchvision.transforms import v2
 
         self.options = {  # type: ignore[misc]
-            "deliver": "dense", "transforms": v2.RandomHorizontalFlip(0.5), "image_dtype": self.image_dtype,
-        }  # fmt: skip
+            "deliver": "dense",
+            "transforms": v2.RandomHorizontalFlip(0.5),
+            "image_dtype": self.image_dtype,
+        }
         super().__init__(data, folder, crew)
 
     def read_ids(self, batch: Any) -> list[int]:
@@ -93,6 +101,8 @@ class Dense(Packed):
 
 
 class DenseFloat(Dense):
-    """The same with float32 images, as torchvision's references deliver them: more work than the peers do."""
+    """The same with float32 images, as torchvision's references deliver them: more work than the
+    peers do.
+    """
 
     image_dtype: ClassVar[torch.dtype] = torch.float32

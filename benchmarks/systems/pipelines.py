@@ -33,20 +33,28 @@ class SPDL(System):
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         super().__init__(data, folder, crew)
-        self._samples: Any = MemmapDataset(folder) if self.store else ReferenceDataset(data, resize=True)
+        self._samples: Any = (
+            MemmapDataset(folder) if self.store else ReferenceDataset(data, resize=True)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         from spdl.pipeline import PipelineBuilder
 
         order = torch.randperm(len(self._samples)).tolist()
-        steps = PipelineBuilder().add_source(order).pipe(self._samples.__getitem__, concurrency=self.crew.size)
+        steps = (
+            PipelineBuilder()
+            .add_source(order)
+            .pipe(self._samples.__getitem__, concurrency=self.crew.size)
+        )
         pipeline = steps.aggregate(BATCH_SIZE).add_sink(3).build(num_threads=self.crew.size)
         with pipeline.auto_stop():
             yield from map(collate, pipeline.get_iterator())
 
 
 class SPDLFiles(SPDL):
-    """The same over the image files and polygons, as in torchvision's references, resized to 800/1333 on the CPU."""
+    """The same over the image files and polygons, as in torchvision's references, resized to
+    800/1333 on the CPU.
+    """
 
     store: ClassVar[str] = ""
     size_800: ClassVar[bool] = True
@@ -63,7 +71,10 @@ class Grain(System):
     def prepare(cls, data: Data, folder: Path) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter
 
-        writers = [ArrayRecordWriter(f"{folder}/{n}.array_record", "group_size:1,uncompressed") for n in range(10)]
+        writers = [
+            ArrayRecordWriter(f"{folder}/{n}.array_record", "group_size:1,uncompressed")
+            for n in range(10)
+        ]
         for number, record in enumerate(Records(data)):
             writers[number % 10].write(record)
         for writer in writers:
@@ -73,7 +84,12 @@ class Grain(System):
         import grain.python as grain
 
         source = grain.ArrayRecordDataSource(sorted(map(str, self.folder.glob("*.array_record"))))
-        records = grain.MapDataset.source(source).seed(random.randrange(10**6)).shuffle().map(_finish_as_arrays)
+        records = (
+            grain.MapDataset.source(source)
+            .seed(random.randrange(10**6))
+            .shuffle()
+            .map(_finish_as_arrays)
+        )
         size, kind = self.crew
         if kind == "workers":
             working = grain.MultiprocessingOptions(num_workers=size, per_worker_buffer_size=4)
@@ -112,10 +128,18 @@ class TFData(System):
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         tf = import_tensorflow()
         super().__init__(data, folder, crew)
-        files = tf.data.Dataset.from_tensor_slices(sorted(map(str, folder.glob("*.tfrecord")))).shuffle(20)
-        records = files.interleave(tf.data.TFRecordDataset, cycle_length=4, num_parallel_calls=1, deterministic=False)
+        files = tf.data.Dataset.from_tensor_slices(
+            sorted(map(str, folder.glob("*.tfrecord")))
+        ).shuffle(20)
+        records = files.interleave(
+            tf.data.TFRecordDataset, cycle_length=4, num_parallel_calls=1, deterministic=False
+        )
         parse = make_record_parser(tf, jpeg=data.is_jpeg, flips=self.flips)
-        samples = records.shuffle(64).map(parse, num_parallel_calls=crew.size, deterministic=False).prefetch(8)
+        samples = (
+            records.shuffle(64)
+            .map(parse, num_parallel_calls=crew.size, deterministic=False)
+            .prefetch(8)
+        )
         options = tf.data.Options()
         options.threading.private_threadpool_size = crew.size + 1
         self._samples = samples.with_options(options)
@@ -143,13 +167,18 @@ def make_record_parser(tf: Any, *, jpeg: bool, flips: bool) -> Any:
         numbers = tf.io.decode_raw(tf.strings.substr(record, 0, 56), tf.int64)
         image_id, height, width = numbers[0], numbers[1], numbers[2]
         starts = 56 + tf.cumsum(numbers[3:], exclusive=True)
-        labels, boxes, bits, image = (tf.strings.substr(record, starts[n], numbers[3 + n]) for n in range(4))
+        labels, boxes, bits, image = (
+            tf.strings.substr(record, starts[n], numbers[3 + n]) for n in range(4)
+        )
         if jpeg:
             decoded = tf.io.decode_jpeg(image, channels=3, dct_method="INTEGER_ACCURATE")
             pixels = tf.transpose(decoded, [2, 0, 1])
         else:
             pixels = tf.reshape(tf.io.decode_raw(image, tf.uint8), [3, height, width])
-        labels, corners = tf.io.decode_raw(labels, tf.int64), tf.reshape(tf.io.decode_raw(boxes, tf.float32), [-1, 4])
+        labels, corners = (
+            tf.io.decode_raw(labels, tf.int64),
+            tf.reshape(tf.io.decode_raw(boxes, tf.float32), [-1, 4]),
+        )
         eights = tf.gather(tf.constant(table), tf.cast(tf.io.decode_raw(bits, tf.uint8), tf.int32))
         flat = tf.reshape(tf.bitcast(eights, tf.uint8), [-1])
         count = tf.size(labels, tf.int64)
@@ -157,12 +186,19 @@ def make_record_parser(tf: Any, *, jpeg: bool, flips: bool) -> Any:
 
         def mirror() -> Any:
             right = tf.cast(width, tf.float32)
-            mirrored = tf.stack([right - corners[:, 2], corners[:, 1], right - corners[:, 0], corners[:, 3]], 1)
+            mirrored = tf.stack(
+                [right - corners[:, 2], corners[:, 1], right - corners[:, 0], corners[:, 3]], 1
+            )
             return tf.reverse(pixels, [2]), mirrored, tf.reverse(masks, [2])
 
         chosen = (pixels, corners, masks)
         if flips:
             chosen = tf.cond(tf.random.uniform([]) < 0.5, mirror, lambda: (pixels, corners, masks))
-        return chosen[0], {"boxes": chosen[1], "labels": labels, "masks": chosen[2], "image_id": image_id[None]}
+        return chosen[0], {
+            "boxes": chosen[1],
+            "labels": labels,
+            "masks": chosen[2],
+            "image_id": image_id[None],
+        }
 
     return parse

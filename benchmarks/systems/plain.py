@@ -1,4 +1,6 @@
-"""What people write by hand in PyTorch: a ``.pt`` file for each sample, and one memory-mapped file for all."""
+"""What people write by hand in PyTorch: a ``.pt`` file for each sample, and one memory-mapped file
+for all.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class PtFiles(TorchLoader):
     @classmethod
     def prepare(cls, data: Data, folder: Path) -> None:
         for number, record in enumerate(Records(data)):
-            torch.save(torch.frombuffer(bytearray(record), dtype=torch.uint8), folder / f"{number:07d}.pt")
+            torch.save(
+                torch.frombuffer(bytearray(record), dtype=torch.uint8), folder / f"{number:07d}.pt"
+            )
 
     def open_dataset(self) -> Dataset[Sample]:
         return _PtDataset(self.folder)
@@ -63,7 +67,10 @@ class MemmapDataset(Dataset[Sample]):
     """What :class:`Memmap` wrote; samples are copies, because a view has not been read yet."""
 
     def __init__(self, folder: Path) -> None:
-        self._bytes, self._starts = np.memmap(folder / "samples.bin", np.uint8, "r"), np.load(folder / "starts.npy")
+        self._bytes, self._starts = (
+            np.memmap(folder / "samples.bin", np.uint8, "r"),
+            np.load(folder / "starts.npy"),
+        )
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -1,4 +1,6 @@
-"""What people run today: torchvision's references/detection, a DataLoader over image files and polygons."""
+"""What people run today: torchvision's references/detection, a DataLoader over image files and
+polygons.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ class TorchLoader(System):
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         super().__init__(data, folder, crew)
         self._loader: DataLoader[Any] = DataLoader(
-            self.open_dataset(), batch_size=BATCH_SIZE, shuffle=True, num_workers=crew.size, collate_fn=self.collate,
+            self.open_dataset(),
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            num_workers=crew.size,
+            collate_fn=self.collate,
             persistent_workers=crew.size > 0,
-        )  # fmt: skip
+        )
 
     def open_dataset(self) -> Dataset[Any]:
         """The dataset."""
@@ -41,7 +47,9 @@ class TorchLoader(System):
 
 
 class References(TorchLoader):
-    """``CocoDetection``, ``ConvertCocoPolysToMask``, ``RandomHorizontalFlip``, ``PILToTensor``: the original size."""
+    """``CocoDetection``, ``ConvertCocoPolysToMask``, ``RandomHorizontalFlip``, ``PILToTensor``: the
+    original size.
+    """
 
     def open_dataset(self) -> Dataset[Any]:
         return ReferenceDataset(self.data, resize=self.size_800)
@@ -77,12 +85,21 @@ class ReferenceDataset(Dataset[Sample]):
         boxes[:, 2:] += boxes[:, :2]
         boxes[:, 0::2].clamp_(0, width)
         boxes[:, 1::2].clamp_(0, height)
-        labels = torch.tensor([annotation["category_id"] for annotation in annotations], dtype=torch.int64)
+        labels = torch.tensor(
+            [annotation["category_id"] for annotation in annotations], dtype=torch.int64
+        )
         masks = torch.zeros((len(annotations), height, width), dtype=torch.uint8)
         for mask, annotation in zip(masks, annotations, strict=True):
-            dense = np.atleast_3d(coco_mask.decode(coco_mask.frPyObjects(annotation["segmentation"], height, width)))
+            dense = np.atleast_3d(
+                coco_mask.decode(coco_mask.frPyObjects(annotation["segmentation"], height, width))
+            )
             mask.copy_(torch.from_numpy(dense.any(axis=2)))
         keep = (boxes[:, 3] > boxes[:, 1]) & (boxes[:, 2] > boxes[:, 0])
-        target = {"boxes": boxes[keep], "labels": labels[keep], "masks": masks[keep], "image_id": self._coco.ids[index]}
+        target = {
+            "boxes": boxes[keep],
+            "labels": labels[keep],
+            "masks": masks[keep],
+            "image_id": self._coco.ids[index],
+        }
         image = functional.pil_to_tensor(photo)
         return flip(*(resize_sample(image, target) if self._resize else (image, target)))

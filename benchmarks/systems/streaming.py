@@ -1,5 +1,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
-"""Peers with a format of their own behind a DataLoader: WebDataset, LitData, MosaicML Streaming, HF datasets."""
+"""Peers with a format of their own behind a DataLoader: WebDataset, LitData, MosaicML Streaming, HF
+datasets.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class WebDataset(System):
     def prepare(cls, data: Data, folder: Path) -> None:
         import webdataset
 
-        with webdataset.ShardWriter(f"{folder}/%05d.tar", maxsize=_SHARD_BYTES, verbose=0) as writer:
+        with webdataset.ShardWriter(
+            f"{folder}/%05d.tar", maxsize=_SHARD_BYTES, verbose=0
+        ) as writer:
             for number, record in enumerate(Records(data)):
                 writer.write({"__key__": f"{number:07d}", "bin": record})
 
@@ -36,7 +40,9 @@ class WebDataset(System):
         import webdataset
 
         super().__init__(data, folder, crew)
-        samples = webdataset.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=100).shuffle(100)
+        samples = webdataset.WebDataset(
+            sorted(map(str, folder.glob("*.tar"))), shardshuffle=100
+        ).shuffle(100)
         records = samples.map(lambda fields: finish(fields["bin"], flips=self.flips))
         batches = records.batched(BATCH_SIZE, collation_fn=collate)
         self._loader = webdataset.WebLoader(
@@ -74,9 +80,13 @@ class LitData(System):
 
         super().__init__(data, folder, crew)
         self._loader = StreamingDataLoader(
-            Samples(str(folder), shuffle=True), batch_size=BATCH_SIZE, shuffle=True, num_workers=crew.size,
-            collate_fn=collate, persistent_workers=crew.size > 0,
-        )  # fmt: skip
+            Samples(str(folder), shuffle=True),
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            num_workers=crew.size,
+            collate_fn=collate,
+            persistent_workers=crew.size > 0,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
@@ -92,7 +102,9 @@ class MosaicML(System):
     def prepare(cls, data: Data, folder: Path) -> None:
         from streaming import MDSWriter
 
-        with MDSWriter(out=str(folder), columns={"sample": "bytes"}, size_limit=_SHARD_BYTES) as writer:
+        with MDSWriter(
+            out=str(folder), columns={"sample": "bytes"}, size_limit=_SHARD_BYTES
+        ) as writer:
             for record in Records(data):
                 writer.write({"sample": record})
 
@@ -110,7 +122,11 @@ class MosaicML(System):
         clean_stale_shared_memory()
         samples = Samples(local=str(folder), shuffle=True, batch_size=BATCH_SIZE)
         self._loader: DataLoader[Any] = DataLoader(
-            samples, BATCH_SIZE, num_workers=crew.size, collate_fn=collate, persistent_workers=crew.size > 0
+            samples,
+            BATCH_SIZE,
+            num_workers=crew.size,
+            collate_fn=collate,
+            persistent_workers=crew.size > 0,
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -129,7 +145,9 @@ class HFDatasets(TorchLoader):
         from datasets.arrow_writer import ArrowWriter
 
         features = Features({"sample": Value("large_binary")})
-        with ArrowWriter(path=str(folder / "samples.arrow"), features=features, writer_batch_size=50) as writer:
+        with ArrowWriter(
+            path=str(folder / "samples.arrow"), features=features, writer_batch_size=50
+        ) as writer:
             for record in Records(data):
                 writer.write({"sample": record})
             writer.finalize()
@@ -138,7 +156,9 @@ class HFDatasets(TorchLoader):
         import datasets
 
         table = datasets.Dataset.from_file(str(self.folder / "samples.arrow"))
-        return table.with_transform(lambda rows: {"sample": [finish(record) for record in rows["sample"]]})
+        return table.with_transform(
+            lambda rows: {"sample": [finish(record) for record in rows["sample"]]}
+        )
 
     def collate(self, rows: list[Any]) -> Any:
         return collate([row["sample"] for row in rows])

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from colab_utils.comparison.strategies import PreparedData, PreparedFiles, Setting, Strategy, choose_strategies, deliver
+from colab_utils.comparison.strategies import (
+    PreparedData,
+    PreparedFiles,
+    Setting,
+    Strategy,
+    choose_strategies,
+    deliver,
+)
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
@@ -28,14 +35,17 @@ from colab_utils.runtime import Machine, describe_machine, drop_cached, show_pro
 
 _MAX_RUN_S = 30.0  # for one repeat of one strategy
 _CHECKED_IMAGES = 32  # of an epoch
-_KEPT_LEVELS = (1.0, 16.0)  # of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes
+# of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes
+_KEPT_LEVELS = (1.0, 16.0)
 _SHRUNK_LEVELS = (3.0, 48.0)  # the same after one resize and JPEG at quality 95
 _ALL_PIXELS = 2_000_000  # a larger image is compared by every second row and column, or third
 
 
 @dataclass(frozen=True)
 class StrategyTiming:
-    """One strategy's row; figures are medians over the repeats, and None where it could not be timed."""
+    """One strategy's row; figures are medians over the repeats, and None where it could not be
+    timed.
+    """
 
     name: str
     """Of the strategy."""
@@ -68,16 +78,26 @@ class StrategyTiming:
     session_ms_per_image: float | None = None
     """Milliseconds to copy an image to the local disk, in each session."""
     cold_ms_per_image: float | None = None
-    """Milliseconds of an image in the first epoch of a session, step included; the start of the workers is not."""
+    """Milliseconds of an image in the first epoch of a session, step included; the start of the
+    workers is not.
+    """
     timeline: tuple[tuple[float, float], ...] = ()
-    """When each step of the cold run began and ended, seconds since its first batch was asked for."""
+    """When each step of the cold run began and ended, seconds since its first batch was asked
+    for.
+    """
 
     def __str__(self) -> str:
         if self.images_per_second is None:
             return f"{self.title}: not timed, {self.note}"
-        spread = f"{min(self.repeats_images_per_second):.1f} to {max(self.repeats_images_per_second):.1f}"
+        spread = (
+            f"{min(self.repeats_images_per_second):.1f} to "
+            f"{max(self.repeats_images_per_second):.1f}"
+        )
         warning = "" if self.comparable else f"; NOT COMPARABLE: {self.difference}"
-        return f"{self.title}: {self.images_per_second:.1f} images/s ({spread}), waiting {self.wait_share:.0%}{warning}"
+        return (
+            f"{self.title}: {self.images_per_second:.1f} images/s ({spread}), waiting "
+            f"{self.wait_share:.0%}{warning}"
+        )
 
 
 @dataclass(frozen=True)
@@ -106,52 +126,71 @@ class Comparison:
     """What is missing, and images that were left out."""
 
     def __str__(self) -> str:
-        head = f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, {self.machine}"
+        head = (
+            f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, "
+            f"{self.machine}"
+        )
         return "\n  ".join([head, *map(str, self.strategies), *([self.note] if self.note else [])])
 
 
 def compare(
-    images: str | Path, annotations: str | Path, *, folder: str | Path,
-    strategies: Sequence[str | Strategy] | None = None, drive_profile: str | DriveProfile | None = "typical",
-    step: Callable[..., Any] | None = None, batch_size: int = 4, batches: int = 24, repeats: int = 3,
-    workers: int = 2, max_images: int = 240, timeline_s: float = 30.0, restore: Sequence[Any] = (),
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    folder: str | Path,
+    strategies: Sequence[str | Strategy] | None = None,
+    drive_profile: str | DriveProfile | None = "typical",
+    step: Callable[..., Any] | None = None,
+    batch_size: int = 4,
+    batches: int = 24,
+    repeats: int = 3,
+    workers: int = 2,
+    max_images: int = 240,
+    timeline_s: float = 30.0,
+    restore: Sequence[Any] = (),
     on_run: Callable[[Comparison], object] | None = None,
-) -> Comparison:  # fmt: skip
-    """Time every strategy on the same images with the same step, after checking that their samples are equal.
+) -> Comparison:
+    """Time every strategy on the same images with the same step, after checking that their samples
+    are equal.
 
     Charts compare the others with the first one that was timed and gives the reference's samples.
 
-    Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if there is one; the way
-    of a batch to the device is part of the step, as in `train`. First each gives an epoch, which must hold every image
-    once, and samples equal to the reference's. Then each runs cold, with nothing of its files in the system's memory,
-    and then warm. Further repeats run warm in turns, so that a machine that slows down slows all of them. Figures are
-    medians over the repeats. A strategy that fails gets a row with the reason, and the others go on. Ctrl-C keeps the
-    rows that are measured.
+    Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if
+    there is one; the way of a batch to the device is part of the step, as in `train`. First each
+    gives an epoch, which must hold every image once, and samples equal to the reference's. Then
+    each runs cold, with nothing of its files in the system's memory, and then warm. Further repeats
+    run warm in turns, so that a machine that slows down slows all of them. Figures are medians over
+    the repeats. A strategy that fails gets a row with the reason, and the others go on. Ctrl-C
+    keeps the rows that are measured.
 
-    Where ``drive_profile`` makes Drive slow, it is slow while a strategy is timed. Preparing data and checking samples
-    read at full speed, also below a slowed folder; what they would take at Drive's speed is added to the costs.
+    Where ``drive_profile`` makes Drive slow, it is slow while a strategy is timed. Preparing data
+    and checking samples read at full speed, also below a slowed folder; what they would take at
+    Drive's speed is added to the costs.
 
-    A cold run lasts for ``timeline_s`` seconds, and for three batches of each worker, where these take no longer than
-    three times that. A warm run lasts for ``batches`` batches after two more to warm up, in whole rounds of the
-    workers, and ends after 30 seconds.
+    A cold run lasts for ``timeline_s`` seconds, and for three batches of each worker, where these
+    take no longer than three times that. A warm run lasts for ``batches`` batches after two more to
+    warm up, in whole rounds of the workers, and ends after 30 seconds.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
         folder: where data is prepared, and the copies lie; made if need be.
         strategies: names of `STRATEGIES`, or your own `Strategy`; None takes them all.
-        drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as they are.
-        step: the training step, called as ``step(images, targets)``. It really trains its model, hundreds of times:
-            name what it changes in ``restore``. None takes ``EmulatedStep(100)``, of 100 ms.
+        drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as
+            they are.
+        step: the training step, called as ``step(images, targets)``. It really trains its model,
+            hundreds of times: name what it changes in ``restore``. None takes
+            ``EmulatedStep(100)``, of 100 ms.
         batch_size: images in a batch.
         batches: timed batches of each repeat.
         repeats: how often each strategy is timed, each time with new workers.
         workers: worker processes of the strategies that have workers.
         max_images: the comparison takes the first so many images of the dataset.
         timeline_s: seconds that each strategy runs cold.
-        restore: what your step changes, ``(model, optimizer)`` say: both are put back, as all random states are.
-        on_run: called after each timed run with the comparison so far, so that a chart can grow; figures of what was
-            not timed yet are None.
+        restore: what your step changes, ``(model, optimizer)`` say: both are put back, as all
+            random states are.
+        on_run: called after each timed run with the comparison so far, so that a chart can grow;
+            figures of what was not timed yet are None.
 
     Raises:
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
@@ -166,17 +205,31 @@ def compare(
     step = EmulatedStep(100) if step is None else step
     with put_back(None, restore), read_at_full_speed():
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
-        setting = Setting(prepared, batch_size, workers, "cuda" if torch.cuda.is_available() else "cpu")
+        setting = Setting(
+            prepared, batch_size, workers, "cuda" if torch.cuda.is_available() else "cpu"
+        )
         rows = [_Row(strategy, setting, step, batches, timeline_s) for strategy in chosen]
-        note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
+        note = (
+            f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
+            if prepared.bad
+            else ""
+        )
         empty = Comparison(
             machine=describe_machine(),
-            dataset={"name": prepared.images.name, "fingerprint": prepared.fingerprint, "images": len(prepared)},
+            dataset={
+                "name": prepared.images.name,
+                "fingerprint": prepared.fingerprint,
+                "images": len(prepared),
+            },
             strategies=(),
             step=str(step) if getattr(step, "emulated", False) else "real",
             drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
-            batch_size=batch_size, batches=batches, repeats=repeats, workers=workers, note=note,
-        )  # fmt: skip
+            batch_size=batch_size,
+            batches=batches,
+            repeats=repeats,
+            workers=workers,
+            note=note,
+        )
         try:
             for _ in _run_in_turns(rows, repeats):
                 if on_run is not None and any(row.times for row in rows):
@@ -185,9 +238,13 @@ def compare(
             rows = [row for row in rows if row.times]
             if not rows:
                 raise
-            empty = replace(empty, note=f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip())
+            empty = replace(
+                empty, note=f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip()
+            )
         if not any(row.times for row in rows):
-            raise ColabUtilsError(f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}")
+            raise ColabUtilsError(
+                f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}"
+            )
         return replace(empty, strategies=tuple(map(_Row.summarise, rows)))
 
 
@@ -232,19 +289,29 @@ class _Row:
         began_s = perf_counter()
         with self._open_slowly() as loader:
             self.opened_s = perf_counter() - began_s
-            self.cold = time_batches(loader, self._train, batches=10_000, warmup=0, max_s=self.timeline_s)
+            self.cold = time_batches(
+                loader, self._train, batches=10_000, warmup=0, max_s=self.timeline_s
+            )
 
     def run_warm(self) -> None:
         """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
         with self._open_slowly() as loader:
             lanes = max(1, count_workers(loader))
-            batches, warmup = -(-self.batches // lanes) * lanes, self._epoch if self.strategy.keeps else 2
-            self.times.append(time_batches(loader, self._train, batches=batches, warmup=warmup, max_s=_MAX_RUN_S))
+            batches, warmup = (
+                -(-self.batches // lanes) * lanes,
+                self._epoch if self.strategy.keeps else 2,
+            )
+            self.times.append(
+                time_batches(loader, self._train, batches=batches, warmup=warmup, max_s=_MAX_RUN_S)
+            )
 
     @contextmanager
     def _open_slowly(self) -> Iterator[Any]:
         """Open what the strategy loads by, and read Drive at its own speed until it is closed."""
-        with self.setting.prepared.slow_drive(), closing(self.strategy.open(self.setting)) as loader:
+        with (
+            self.setting.prepared.slow_drive(),
+            closing(self.strategy.open(self.setting)) as loader,
+        ):
             yield loader
 
     @property
@@ -260,19 +327,34 @@ class _Row:
         workers = f"{setting.workers} worker{'s' * (setting.workers != 1)}"
         title = strategy.title.replace("{}", workers) or strategy.name
         timing = StrategyTiming(
-            strategy.name, title, strategy.idea, not self.difference, self.difference, note=self.note,
+            strategy.name,
+            title,
+            strategy.idea,
+            not self.difference,
+            self.difference,
+            note=self.note,
             repeats_images_per_second=tuple(run.images_per_second for run in self.times),
-        )  # fmt: skip
+        )
         if cold is None or not self.times:
             return timing
         names = ("images_per_second", "wait_share", "cpu_ms_per_image")
-        figures: dict[str, Any] = {name: median(getattr(run, name) for run in self.times) for name in names}
-        batch_ms = np.median([np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times], axis=0).tolist()
+        figures: dict[str, Any] = {
+            name: median(getattr(run, name) for run in self.times) for name in names
+        }
+        batch_ms = np.median(
+            [np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times], axis=0
+        ).tolist()
         figures |= zip(("batch_ms_median", "batch_ms_p95"), batch_ms, strict=True)
         files, count = self.prepare(), len(setting.prepared)
         # the first batch of each worker holds its start, which a larger dataset has once, too
-        first = cold.batch_s[: round(count * len(cold.wait_s) / cold.images + 0.49)][max(1, setting.workers) :]
-        cold_s = float(first.mean()) / setting.batch_size if len(first) else 1 / figures["images_per_second"]
+        first = cold.batch_s[: round(count * len(cold.wait_s) / cold.images + 0.49)][
+            max(1, setting.workers) :
+        ]
+        cold_s = (
+            float(first.mean()) / setting.batch_size
+            if len(first)
+            else 1 / figures["images_per_second"]
+        )
         # what keeps its samples reads all of them while it opens: more images take longer
         cold_s += self.opened_s / count if strategy.keeps else 0
         ends = self.opened_s + np.cumsum(cold.batch_s)
@@ -283,7 +365,9 @@ class _Row:
             once_ms_per_image=1000 * files.once_s / count,
             session_ms_per_image=1000 * files.session_s / count,
             cold_ms_per_image=1000 * cold_s,
-            timeline=tuple(zip((ends - cold.step_s).round(4).tolist(), ends.round(4).tolist(), strict=True)),
+            timeline=tuple(
+                zip((ends - cold.step_s).round(4).tolist(), ends.round(4).tolist(), strict=True)
+            ),
         )
 
 
@@ -303,9 +387,9 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
 def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:
     """How a sample differs from the reference sample of the same image; empty where it does not.
 
-    Samples are ``(image, target)``, images uint8 or float32 in 0 to 1, [3, h, w]. Boxes may differ by 1 pixel, masks
-    must overlap by an IoU of 0.99, pixels may differ by what a JPEG codec changes. A sample stored smaller is compared
-    at its own size.
+    Samples are ``(image, target)``, images uint8 or float32 in 0 to 1, [3, h, w]. Boxes may differ
+    by 1 pixel, masks must overlap by an IoU of 0.99, pixels may differ by what a JPEG codec
+    changes. A sample stored smaller is compared at its own size.
 
     Example:
         >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 8, 8)}
@@ -318,12 +402,19 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     mean, peak = _KEPT_LEVELS if size == full else _SHRUNK_LEVELS
     each = 1 + math.isqrt(math.prod(size) // _ALL_PIXELS) if size == full else 1
     parts = image[:, ::each, ::each], wanted_image[:, ::each, ::each]
-    pixels, wanted_pixels = (part.cpu().float() * (255 if part.is_floating_point() else 1) for part in parts)
+    pixels, wanted_pixels = (
+        part.cpu().float() * (255 if part.is_floating_point() else 1) for part in parts
+    )
     if size != full:
-        wanted_pixels = functional.interpolate(wanted_pixels[None], size=size, mode="bilinear", antialias=True)[0]
+        wanted_pixels = functional.interpolate(
+            wanted_pixels[None], size=size, mode="bilinear", antialias=True
+        )[0]
     difference = (pixels - wanted_pixels).abs().numpy()
     if difference.mean() > mean or np.percentile(difference, 99.9) > peak:
-        return f"pixels differ by {difference.mean():.1f} of 255 on average, {difference.max():.0f} at most"
+        return (
+            f"pixels differ by {difference.mean():.1f} of 255 on average, "
+            f"{difference.max():.0f} at most"
+        )
     if target["labels"].tolist() != wanted["labels"].tolist():
         return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
     scale = torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
@@ -341,14 +432,20 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
 
 
 def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
-    """How an epoch differs from the reference: every image once, and the first ones equal; empty where it does not."""
+    """How an epoch differs from the reference: every image once, and the first ones equal; empty
+    where it does not.
+    """
     rows = {int(image_id): row for row, image_id in enumerate(reference.image_ids)}
-    samples = (sample for images, targets in batches for sample in zip(images, targets, strict=True))
+    samples = (
+        sample for images, targets in batches for sample in zip(images, targets, strict=True)
+    )
     for number, (image, target) in enumerate(samples):
         image_id = int(target["image_id"])
         row = rows.pop(image_id, None)
         if row is None:
             return f"image {image_id} is unknown, or came twice"
-        if number < _CHECKED_IMAGES and (difference := describe_difference((image, target), reference[row])):
+        if number < _CHECKED_IMAGES and (
+            difference := describe_difference((image, target), reference[row])
+        ):
             return f"image {image_id}: {difference}"
     return f"{len(rows)} images did not come, such as {min(rows)}" if rows else ""

@@ -1,6 +1,8 @@
-"""The strategies: each reads one kind of prepared data, by a dataset and a prefetcher or by `make_loader`.
+"""The strategies: each reads one kind of prepared data, by a dataset and a prefetcher or by
+`make_loader`.
 
-First the data, the same images as loose files, saved tensors or shards; then what loads them; then the table.
+First the data, the same images as loose files, saved tensors or shards; then what loads them; then
+the table.
 """
 
 import io
@@ -31,7 +33,13 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import BatchSampler, Loader, make_loader
 from colab_utils.require import require_local_path
-from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork, require_space, show_progress
+from colab_utils.runtime import (
+    find_free_memory,
+    format_bytes,
+    quiet_fork,
+    require_space,
+    show_progress,
+)
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 
@@ -67,7 +75,8 @@ class PreparedFiles:
 
 
 class PreparedData:
-    """The first ``count`` usable images of a dataset as files of several kinds, each made when it is first needed.
+    """The first ``count`` usable images of a dataset as files of several kinds, each made when it
+    is first needed.
 
     Attributes:
         images: the image folder; it stands for Drive.
@@ -89,23 +98,36 @@ class PreparedData:
     """
 
     def __init__(
-        self, images: str | Path, annotations: str | Path, folder: str | Path, *, count: int,
+        self,
+        images: str | Path,
+        annotations: str | Path,
+        folder: str | Path,
+        *,
+        count: int,
         profile: DriveProfile | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.images = require_local_path(images)
         self.folder = require_local_path(folder)
         self.profile = profile
         coco = read_coco(annotations)
         self.total, self.fingerprint = len(coco), coco.fingerprint
         self.drive = self.folder / "drive"
-        self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd") if is_on_drive(folder) else self.folder / "ssd"
+        self.ssd = (
+            Path(tempfile.gettempdir(), "colab_utils-ssd")
+            if is_on_drive(folder)
+            else self.folder / "ssd"
+        )
         rows = range(min(len(coco), count))
         dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"))
         errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
-            why = f"The first: {self.bad[0]}" if self.bad else f"{annotations} names none: name an instances file."
+            why = (
+                f"The first: {self.bad[0]}"
+                if self.bad
+                else f"{annotations} names none: name an instances file."
+            )
             raise ColabUtilsError(f"expected usable images in {images}, found none. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
         self.reference = CocoFolder(images, self.annotations)
@@ -117,7 +139,8 @@ class PreparedData:
         return len(self.reference)
 
     def get(self, kind: str) -> PreparedFiles:
-        """One kind by its name: ``files``, ``tensors`` or ``shards``, then ``_on_drive`` or ``_on_ssd``.
+        """One kind by its name: ``files``, ``tensors`` or ``shards``, then ``_on_drive`` or
+        ``_on_ssd``.
 
         Raises:
             ColabUtilsError: it cannot be made, or needs more disk than is free.
@@ -132,12 +155,15 @@ class PreparedData:
         if disk == "ssd":
             return self._copy(name, self.get(f"{name}_on_drive"))
         if name == "files":
-            return PreparedFiles(self.images, tuple(map(self.reference.find_path, range(len(self)))))
+            return PreparedFiles(
+                self.images, tuple(map(self.reference.find_path, range(len(self))))
+            )
         return self._make(name)
 
     @contextmanager
     def slow_drive(self) -> Iterator[None]:
-        """Read what stands for Drive at the speed of the profile while the block runs, and all else at full speed.
+        """Read what stands for Drive at the speed of the profile while the block runs, and all else
+        at full speed.
 
         Processes that start within the block do so, too.
         """
@@ -169,7 +195,9 @@ class PreparedData:
         return PreparedFiles(target, files, once_s)
 
     def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
-        """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it at Drive's."""
+        """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it
+        at Drive's.
+        """
         target = self.ssd / f"{name}-{self.name}"
         copies = tuple(target / path.relative_to(made.folder) for path in made.files)
         began_s, opened = perf_counter(), float(len(made.files))
@@ -182,7 +210,9 @@ class PreparedData:
             _run_in_threads("copying", _copy_file, list(zip(made.files, copies, strict=True)))
         seconds = perf_counter() - began_s
         if self.profile is not None:
-            seconds += opened * self.profile.open_s / _STREAMS + made.bytes / self.profile.bytes_per_s
+            seconds += (
+                opened * self.profile.open_s / _STREAMS + made.bytes / self.profile.bytes_per_s
+            )
         return replace(made, folder=target, files=copies, session_s=seconds)
 
 
@@ -244,8 +274,8 @@ class Strategy:
     reads: str
     """The kind of prepared data that it reads (see `PreparedData.get`)."""
     open: Callable[[Setting], Any]
-    """Gives an iterable of ``(images, targets)``, images uint8 or float32 in 0 to 1, or of packed batches; each pass is
-    an epoch, and its ``close()`` ends what it started."""
+    """Gives an iterable of ``(images, targets)``, images uint8 or float32 in 0 to 1, or of packed
+    batches; each pass is an epoch, and its ``close()`` ends what it started."""
     keeps: bool = False
     """Whether it keeps the samples that it read: then only later epochs show its speed."""
     title: str = ""
@@ -253,13 +283,17 @@ class Strategy:
 
 
 class PillowFolder(CocoFolder):
-    """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for each sample."""
+    """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for
+    each sample.
+    """
 
     @staticmethod
     @guard_pillow()
     def decode(data: bytes | bytearray) -> Tensor:
         """Image bytes as uint8 [3, H, W]."""
-        return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
+        return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(
+            2, 0, 1
+        )
 
 
 class Items(Dataset[_Sample]):
@@ -280,7 +314,9 @@ def _load_tensors(file: Path) -> _Sample:
 
 
 def _count_bytes(sample: _Sample) -> int:
-    return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
+    return sample[0].nbytes + sum(
+        part.nbytes for part in sample[1].values() if isinstance(part, Tensor)
+    )
 
 
 def _collate(samples: Iterable[_Sample]) -> tuple[Any, ...]:
@@ -289,12 +325,16 @@ def _collate(samples: Iterable[_Sample]) -> tuple[Any, ...]:
 
 
 class EpochLoader:
-    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`.
+    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in
+    `make_loader`.
 
-    A prefetcher, such as torch's ``DataLoader``, gives an epoch of ``(images, targets)`` at each pass.
+    A prefetcher, such as torch's ``DataLoader``, gives an epoch of ``(images, targets)`` at each
+    pass.
     """
 
-    def __init__(self, setting: Setting, dataset: Any, prefetcher: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, setting: Setting, dataset: Any, prefetcher: Callable[..., Any], **options: Any
+    ) -> None:
         sizes = setting.prepared.reference.sizes
         self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
         with quiet_fork():
@@ -314,24 +354,40 @@ class EpochLoader:
 
 
 def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """A batch, packed or not, as torchvision models take it: images float32 in 0 to 1, on the device, and targets."""
+    """A batch, packed or not, as torchvision models take it: images float32 in 0 to 1, on the
+    device, and targets.
+    """
     if isinstance(batch, PackedBatch):
         return batch.to_images(device), batch.to_targets(device)
     images, targets = batch
     return (
-        [image.to(device) if image.is_floating_point() else image.to(device).div(255) for image in images],
-        [{key: part.to(device) if isinstance(part, Tensor) else part for key, part in t.items()} for t in targets],
+        [
+            image.to(device) if image.is_floating_point() else image.to(device).div(255)
+            for image in images
+        ],
+        [
+            {key: part.to(device) if isinstance(part, Tensor) else part for key, part in t.items()}
+            for t in targets
+        ],
     )
 
 
 class ThreadLoading:
-    """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to wait.
+    """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to
+    wait.
 
     So many samples as ``cached`` stay in memory: those that were read last.
     """
 
     def __init__(
-        self, dataset: Any, batch_sampler: Iterable[list[int]], *, threads: int, ahead: int, most: int, cached: int = 0
+        self,
+        dataset: Any,
+        batch_sampler: Iterable[list[int]],
+        *,
+        threads: int,
+        ahead: int,
+        most: int,
+        cached: int = 0,
     ) -> None:
         self._load, self._order = lru_cache(cached)(dataset.__getitem__), batch_sampler
         self._pool, self._ahead, self._most = ThreadPoolExecutor(threads), ahead, most
@@ -340,7 +396,9 @@ class ThreadLoading:
         todo, pending = iter(self._order), deque[Future[Any]]()
         while True:
             while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
-                pending.append(self._pool.submit(lambda batch: _collate(map(self._load, batch)), indices))
+                pending.append(
+                    self._pool.submit(lambda batch: _collate(map(self._load, batch)), indices)
+                )
             if not pending:
                 return
             if not pending[0].done():
@@ -364,8 +422,12 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
     return ShardDataset(made.folder)
 
 
-def _by_workers(setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2) -> EpochLoader:
-    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with 0 workers the training loop loads."""
+def _by_workers(
+    setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2
+) -> EpochLoader:
+    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with 0 workers the training
+    loop loads.
+    """
     workers = setting.workers if workers is None else workers
     lasting = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
     options = {"num_workers": workers, "collate_fn": _collate, **lasting}
@@ -373,7 +435,9 @@ def _by_workers(setting: Setting, kind: str, *, workers: int | None = None, ahea
 
 
 def _by_thread(setting: Setting, kind: str) -> EpochLoader:
-    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED)
+    return EpochLoader(
+        setting, _open_dataset(setting, kind), ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED
+    )
 
 
 def _tuned(setting: Setting, kind: str) -> EpochLoader:
@@ -388,13 +452,20 @@ def _tuned(setting: Setting, kind: str) -> EpochLoader:
 
 
 def _in_memory(setting: Setting, kind: str) -> EpochLoader:
-    """Read every sample; refused where those of the complete dataset would take more than half of the free memory."""
+    """Read every sample; refused where those of the complete dataset would take more than half of
+    the free memory.
+    """
     dataset, total = _open_dataset(setting, kind), setting.prepared.total
     few = [dataset[index] for index in range(min(4, len(dataset)))]
     needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
     if needed > _MEMORY_SHARE * free:
-        found = f"{format_bytes(needed)} of samples and {format_bytes(free)} free: leave this strategy out"
-        raise ColabUtilsError(f"expected all {total:,} images to fit into half of the free memory, found {found}")
+        found = (
+            f"{format_bytes(needed)} of samples and {format_bytes(free)} free: leave this "
+            "strategy out"
+        )
+        raise ColabUtilsError(
+            f"expected all {total:,} images to fit into half of the free memory, found {found}"
+        )
     with ThreadPoolExecutor(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
     return EpochLoader(setting, samples, DataLoader, collate_fn=_collate)
@@ -402,11 +473,15 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
 
 def _packed(setting: Setting, kind: str, dataset: ShardDataset | None = None) -> Loader:
     dataset = _open_dataset(setting, kind) if dataset is None else dataset
-    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed")
+    return make_loader(
+        dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed"
+    )
 
 
 class ArrivingLoader:
-    """`make_loader` over shards that are copied while it loads, to a folder that is empty at the start."""
+    """`make_loader` over shards that are copied while it loads, to a folder that is empty at the
+    start.
+    """
 
     def __init__(self, setting: Setting, kind: str) -> None:
         shards = setting.prepared.get(kind).folder
@@ -427,25 +502,87 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _ALONE),
     ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _by_thread),
     ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _AHEAD),
-    ("dataloader", "{}", "A DataLoader's workers load ahead, as in torchvision's own.", _FILES, _by_workers),
-    ("saved_tensors", ".pt files on Drive", "Converted once: one .pt an image.", "tensors_on_drive", _by_workers),
-    ("memory_mapped", "memory map on SSD", "The .pt files are copied and mapped.", "tensors_on_ssd", _ALONE),
-    ("autotuned", "tuned pipeline", "Cache, shuffle, batch, prefetch: sizes chosen on the way.", _FILES, _tuned),
-    ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _by_workers),
-    ("shards_on_drive", "shards on Drive", "Workers read single images out of shards.", "shards_on_drive", _by_workers),
-    ("shards_on_ssd", "shards on SSD", "The shards are copied to the local disk first.", "shards_on_ssd", _by_workers),
-    ("in_memory", "all in memory", "Every sample is read from Drive into memory at the start.", _FILES, _in_memory),
-    ("packed", "make_loader", "From the same shards, make_loader's workers send packed masks through reused buffers.",
-     "shards_on_ssd", _packed),
-    ("train_while_copying", "make_loader while copying", "make_loader starts with the first shard that is copied.",
-     "shards_on_drive", ArrivingLoader),
-)  # fmt: skip
+    (
+        "dataloader",
+        "{}",
+        "A DataLoader's workers load ahead, as in torchvision's own.",
+        _FILES,
+        _by_workers,
+    ),
+    (
+        "saved_tensors",
+        ".pt files on Drive",
+        "Converted once: one .pt an image.",
+        "tensors_on_drive",
+        _by_workers,
+    ),
+    (
+        "memory_mapped",
+        "memory map on SSD",
+        "The .pt files are copied and mapped.",
+        "tensors_on_ssd",
+        _ALONE,
+    ),
+    (
+        "autotuned",
+        "tuned pipeline",
+        "Cache, shuffle, batch, prefetch: sizes chosen on the way.",
+        _FILES,
+        _tuned,
+    ),
+    (
+        "dataloader_on_ssd",
+        "loose files on SSD",
+        "The image files are copied first.",
+        "files_on_ssd",
+        _by_workers,
+    ),
+    (
+        "shards_on_drive",
+        "shards on Drive",
+        "Workers read single images out of shards.",
+        "shards_on_drive",
+        _by_workers,
+    ),
+    (
+        "shards_on_ssd",
+        "shards on SSD",
+        "The shards are copied to the local disk first.",
+        "shards_on_ssd",
+        _by_workers,
+    ),
+    (
+        "in_memory",
+        "all in memory",
+        "Every sample is read from Drive into memory at the start.",
+        _FILES,
+        _in_memory,
+    ),
+    (
+        "packed",
+        "make_loader",
+        "From the same shards, make_loader's workers send packed masks through reused buffers.",
+        "shards_on_ssd",
+        _packed,
+    ),
+    (
+        "train_while_copying",
+        "make_loader while copying",
+        "make_loader starts with the first shard that is copied.",
+        "shards_on_drive",
+        ArrivingLoader,
+    ),
+)
 
 STRATEGIES = {
-    name: Strategy(name, idea, kind, partial(load, kind=kind), keeps=load in (_tuned, _in_memory), title=title)
+    name: Strategy(
+        name, idea, kind, partial(load, kind=kind), keeps=load in (_tuned, _in_memory), title=title
+    )
     for name, title, idea, kind, load in _TABLE
 }
-"""What people are told to use, and ours, by name; `compare` times them all where nothing is named."""
+"""What people are told to use, and ours, by name; `compare` times them all where nothing is
+named.
+"""
 
 
 def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Strategy]:
@@ -459,12 +596,14 @@ def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Str
         ['plain loop']
         >>> choose_strategies(["teleport"])
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': choose some of them
+        colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': ...
     """
     named = [*STRATEGIES] if named is None else named
     wanted = dict.fromkeys(one.strip() if isinstance(one, str) else one for one in named)
     unknown = [one for one in wanted if isinstance(one, str) and one not in STRATEGIES]
     if unknown or not wanted:
         found = repr(unknown[0]) if unknown else "none"
-        raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found {found}: choose some of them")
+        raise ColabUtilsError(
+            f"expected strategies among {', '.join(STRATEGIES)}; found {found}: choose some of them"
+        )
     return [STRATEGIES[one] if isinstance(one, str) else one for one in wanted]

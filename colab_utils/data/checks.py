@@ -1,4 +1,6 @@
-"""Look over a dataset before anything long starts: every defect by name, what becomes of it, the data in numbers."""
+"""Look over a dataset before anything long starts: every defect by name, what becomes of it, the
+data in numbers.
+"""
 
 import io
 from collections import Counter, defaultdict
@@ -15,7 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
-from colab_utils.data.decoding import guard_pillow, open_image, open_lazily, read_orientation, to_rgb
+from colab_utils.data.decoding import (
+    guard_pillow,
+    open_image,
+    open_lazily,
+    read_orientation,
+    to_rgb,
+)
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.data.sizes import MODEL_SIZES, find_scale
 from colab_utils.drive import DriveLostError, Retries, read_file
@@ -39,42 +47,60 @@ _MANY_CROWDS = 0.1  # of the objects: COCO has 1 %
 _RARE = 10  # objects, below which a class is not learnt
 _SMALL, _MEDIUM = 32**2, 96**2  # COCO's limits, in pixels of the mask
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
-_RATIOS = {"under 1:3": 1 / 3, "1:3 to 2:3": 2 / 3, "2:3 to 3:2": 1.5, "3:2 to 3:1": 3, "over 3:1": np.inf}
+_RATIOS = {
+    "under 1:3": 1 / 3,
+    "1:3 to 2:3": 2 / 3,
+    "2:3 to 3:2": 1.5,
+    "3:2 to 3:1": 3,
+    "over 3:1": np.inf,
+}
 _COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and more": np.inf}
 
-# what each kind of defect does to preprocessing and training; "note" costs nothing, or nothing that can be mended
+# what each kind of defect does to preprocessing and training; "note" costs nothing, or nothing that
+# can be mended
 _KINDS = {
     "stops preprocess": "no images|repeated image id|unknown image|unknown category",
     "stops training: masks are needed, as polygons or RLE": "no instances",
-    "image is skipped": "unsafe file_name|missing image|empty file|truncated image|bad image|size mismatch|"
+    "image is "
+    "skipped": "unsafe file_name|missing image|empty file|truncated image|bad image|size mismatch|"
     "bad annotation|object without mask|bad mask",
     "object becomes background": "inverted box|box outside the image",
-    "objects of one entry become background in the other: make it one entry": "objects in several entries of an image",
-    "objects become background; where they are CVAT's brush masks: --repair with --crowds objects": "many crowds",
+    "objects of one entry become background in the other: make it one "
+    "entry": "objects in several entries of an image",
+    "objects become background; where they are CVAT's brush masks: --repair with --crowds "
+    "objects": "many crowds",
     "object is trained without a pixel": "normalised polygon|empty mask",
     "object is trained with a wrong box": "box of corners|mask and box disagree",
     "average precision comes out too high": "image in validation, too",
     "note: left out of training": "box without area|crowd|image without objects",
     "note: object is under a pixel, in the file or once the model has shrunk it": "tiny object",
     "note: cut at the image's edge": "box beyond the image|polygon beyond the image",
-    "note: look whether it is what you mean": "self-crossing polygon|name of several categories|EXIF rotation, unclear",
+    "note: look whether it is what you "
+    "mean": "self-crossing polygon|name of several categories|EXIF rotation, unclear",
     "note: average precision counts it as a small object": "area 0",
     "note: counts twice": "repeated annotation|repeated file_name",
     "note: taken as it is": "found by base name|wrong extension|EXIF rotation, annotated as stored",
     "note: preprocess turns it upright": "EXIF rotation, annotated upright",
-    "note: becomes 8-bit RGB, its first frame": "16-bit image|CMYK image|grey image|image with alpha|animated image",
+    "note: becomes 8-bit RGB, its first "
+    "frame": "16-bit image|CMYK image|grey image|image with alpha|animated image",
     "note: all ids are numbered anew from 1, as 0 is the background's": "category id 0",
     "note: too few to learn": "unused category|rare category",
     "note: costs time, see statistics": "enlarged image",
 }
 _EFFECTS = {kind: effect for effect, kinds in _KINDS.items() for kind in kinds.split("|")}
 _SERIOUS = {kind for kind, effect in _EFFECTS.items() if not effect.startswith("note")}
-_USUAL = {"grey image", "image without objects", "EXIF rotation, annotated upright", "enlarged image"}
+_USUAL = {
+    "grey image",
+    "image without objects",
+    "EXIF rotation, annotated upright",
+    "enlarged image",
+}
 """Of which an image is none of the worst."""
 _PURPOSES = {
-    "segments_info": "panoptic segments", "keypoints": "keypoints without masks",
+    "segments_info": "panoptic segments",
+    "keypoints": "keypoints without masks",
     "bbox": "boxes only: draw masks, or make them from the boxes with Segment Anything",
-}  # fmt: skip
+}
 """By a key that only their annotations have."""
 
 
@@ -124,7 +150,10 @@ class DatasetReport:
     """What was mended, and what was left out, where the annotations were repaired."""
 
     def __str__(self) -> str:
-        lines = [f"{self.images:,} images, {self.annotations:,} annotations: {'ok' if self.ok else 'has problems'}"]
+        lines = [
+            f"{self.images:,} images, {self.annotations:,} annotations: "
+            f"{'ok' if self.ok else 'has problems'}"
+        ]
         lines += [
             f"  {one.count:,} x {one.kind} ({one.effect}), such as {one.examples[0]}"
             for one in (*self.repairs, *self.problems)
@@ -133,16 +162,19 @@ class DatasetReport:
 
 
 def check_dataset(
-    images: str | Path, annotations: str | Path, *, deep: bool = False,
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    deep: bool = False,
     validation: tuple[str | Path, str | Path] | None = None,
-) -> DatasetReport:  # fmt: skip
+) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset, on all cores.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        deep: decode each image, in place of its header and end: finds damage in the middle where its format has
-            checksums, as PNG has. Preprocessing does so, too.
+        deep: decode each image, in place of its header and end: finds damage in the middle where
+            its format has checksums, as PNG has. Preprocessing does so, too.
         validation: image folder and JSON of the validation set: is a picture in both?
 
     Raises:
@@ -183,12 +215,18 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
 
 def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> "list[Findings]":
     with ThreadPoolExecutor(_STREAMS) as pool:
-        headers = pool.map(partial(_read_header, images, part, retries=Retries(), deep=deep), range(len(part)))
+        headers = pool.map(
+            partial(_read_header, images, part, retries=Retries(), deep=deep), range(len(part))
+        )
         return [_check_image(part, i, header) for i, header in enumerate(headers)]
 
 
-def _sum_up(dataset: CocoDataset, findings: "Sequence[Findings]", more: Sequence[Defect]) -> DatasetReport:
-    """The report of what was found in each image, of what concerns the whole dataset, and of ``more`` defects."""
+def _sum_up(
+    dataset: CocoDataset, findings: "Sequence[Findings]", more: Sequence[Defect]
+) -> DatasetReport:
+    """The report of what was found in each image, of what concerns the whole dataset, and of
+    ``more`` defects.
+    """
     examples, scores = defaultdict[str, list[str]](list), Counter[int]()
     for i, found in enumerate(findings):
         for kind, text in found.defects:
@@ -204,29 +242,43 @@ def _sum_up(dataset: CocoDataset, findings: "Sequence[Findings]", more: Sequence
         if examples[kind]
     )
     worst = {
-        int(dataset.image_ids[i]): tuple(dict(findings[i].defects)) for i, score in scores.most_common(_WORST) if score
+        int(dataset.image_ids[i]): tuple(dict(findings[i].defects))
+        for i, score in scores.most_common(_WORST)
+        if score
     }
-    total, ok = len(dataset.ids) + len(dataset.unknown_images), not _SERIOUS & {one.kind for one in problems}
+    total, ok = (
+        len(dataset.ids) + len(dataset.unknown_images),
+        not _SERIOUS & {one.kind for one in problems},
+    )
     return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
 
 
-def _find_in_all(dataset: CocoDataset, findings: "Sequence[Findings]", classes: dict[str, int]) -> Iterator[Defect]:
+def _find_in_all(
+    dataset: CocoDataset, findings: "Sequence[Findings]", classes: dict[str, int]
+) -> Iterator[Defect]:
     """What no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
     for number in dataset.repeated_ids.tolist():
         yield "repeated image id", f"id {number}: the first image of it has the annotations"
-    yield from (("unknown image", f"annotation {number}") for number in dataset.unknown_images.tolist())
+    yield from (
+        ("unknown image", f"annotation {number}") for number in dataset.unknown_images.tolist()
+    )
     entries = defaultdict[str, list[bytes]](list)
     for i, found in enumerate(findings):
         entries[dataset.file_name(i)].append(found.objects.tobytes())
     for name, same in entries.items():
-        kind = "repeated file_name" if len({*same}) == 1 else "objects in several entries of an image"
+        kind = (
+            "repeated file_name" if len({*same}) == 1 else "objects in several entries of an image"
+        )
         yield from [(kind, escape(name))] * (len(same) - 1)
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
-        yield "no instances", next((text for key, text in _PURPOSES.items() if key in first), "no masks")
+        yield (
+            "no instances",
+            next((text for key, text in _PURPOSES.items() if key in first), "no masks"),
+        )
     crowds, total = dataset.crowds, len(dataset.ids)
     text = f"{crowds:,} of {total:,} objects are crowds and left out"
     yield from [("many crowds" if crowds > _MANY_CROWDS * total else "crowd", text)] * crowds
@@ -239,9 +291,15 @@ def _find_in_all(dataset: CocoDataset, findings: "Sequence[Findings]", classes: 
 
 
 def _find_shared(
-    images: Path, dataset: CocoDataset, findings: "Sequence[Findings]", others: str | Path, annotations: str | Path
+    images: Path,
+    dataset: CocoDataset,
+    findings: "Sequence[Findings]",
+    others: str | Path,
+    annotations: str | Path,
 ) -> list[Defect]:
-    """The pictures that are in another dataset, too, by whatever name: files whose sizes match are compared."""
+    """The pictures that are in another dataset, too, by whatever name: files whose sizes match are
+    compared.
+    """
     require_folder(others)
     by_size, other, retries = defaultdict[int, list[int]](list), read_coco(annotations), Retries()
     for i, found in enumerate(findings):
@@ -260,8 +318,12 @@ def _find_shared(
         return [*filter(None, pool.map(compare, range(len(other))))]
 
 
-def _measure_dataset(dataset: CocoDataset, findings: "Sequence[Findings]", look_at: Sequence[str]) -> DatasetStatistics:
-    """The numbers of a dataset, from what was found in each image; ``look_at``: files with problems."""
+def _measure_dataset(
+    dataset: CocoDataset, findings: "Sequence[Findings]", look_at: Sequence[str]
+) -> DatasetStatistics:
+    """The numbers of a dataset, from what was found in each image; ``look_at``: files with
+    problems.
+    """
     objects = np.concatenate([np.zeros((0, 4)), *(found.objects for found in findings)])
     names = {one["id"]: one["name"] for one in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
@@ -270,7 +332,9 @@ def _measure_dataset(dataset: CocoDataset, findings: "Sequence[Findings]", look_
     rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
     if rare:
         more = f" and {len(rare) - 5} more" if len(rare) > 5 else ""
-        advice.append(f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:5])}{more}.")
+        advice.append(
+            f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:5])}{more}."
+        )
     if look_at:
         advice.append(f"Look at {', '.join(look_at)} first.")
     return DatasetStatistics(
@@ -278,7 +342,9 @@ def _measure_dataset(dataset: CocoDataset, findings: "Sequence[Findings]", look_
         classes=dict(classes.most_common()),
         sizes=_count_bins(objects[:, 3], _SIZES),
         aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
-        objects_per_image=_count_bins(np.array([len(found.objects) for found in findings]), _COUNTS),
+        objects_per_image=_count_bins(
+            np.array([len(found.objects) for found in findings]), _COUNTS
+        ),
         advice=tuple(advice),
     )
 
@@ -290,7 +356,9 @@ def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int
 
 
 def _advise_size(findings: "Sequence[Findings]", masks: NDArray[np.float64]) -> str:
-    """An input size: as the images are where their objects, of these pixels, are large; else torchvision's."""
+    """An input size: as the images are where their objects, of these pixels, are large; else
+    torchvision's.
+    """
     sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
     scales, pixels = find_scale(*sizes.T), sizes.prod(1)
     larger, small = scales > 1, np.mean(masks < _SMALL)
@@ -298,11 +366,19 @@ def _advise_size(findings: "Sequence[Findings]", masks: NDArray[np.float64]) -> 
     work = np.sum((pixels * scales**2)[larger]) / max(1, np.sum(pixels[larger]))
     if larger.mean() < 0.5 or work < 1.3:
         return f"Train at {default}, the default: most images are as large, or larger."
-    cost = f"the default enlarges {larger.mean():.0%} of the images and makes {work:.1f} times the work"
+    cost = (
+        f"the default enlarges {larger.mean():.0%} of the images and makes {work:.1f} times "
+        "the work"
+    )
     if small < 0.3:
-        shorter, longer = (32 * max(1, round(side / 32)) for side in sorted(np.median(sizes, 0).tolist()))
+        shorter, longer = (
+            32 * max(1, round(side / 32)) for side in sorted(np.median(sizes, 0).tolist())
+        )
         return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."
-    return f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, which gain by it."
+    return (
+        f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, "
+        "which gain by it."
+    )
 
 
 class Header(NamedTuple):
@@ -326,10 +402,14 @@ class Findings(NamedTuple):
     size: tuple[int, int]
     """Height and width that its masks are drawn at, in pixels; 0 where that is not known."""
     objects: NDArray[np.float64]
-    """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable object."""
+    """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable
+    object.
+    """
 
 
-def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False) -> Header:
+def _read_header(
+    images: Path, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False
+) -> Header:
     """An image file's header and end; ``deep`` decodes it.
 
     Raises:
@@ -340,7 +420,14 @@ def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *
     except DriveLostError:
         raise
     except ColabUtilsError:
-        return Header([("unsafe file_name", "leaves the image folder, where no file, or several, have its base name")])
+        return Header(
+            [
+                (
+                    "unsafe file_name",
+                    "leaves the image folder, where no file, or several, have its base name",
+                )
+            ]
+        )
     found = [("found by base name", escape(str(path.relative_to(images))))] if by_base_name else []
     try:
         return _describe(read_file(path, retries), path.suffix.lower(), found, deep=deep)
@@ -349,7 +436,9 @@ def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *
     except DriveLostError:
         raise
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
-        return Header([("truncated image" if "truncated" in str(error) else "bad image", str(error))])
+        return Header(
+            [("truncated image" if "truncated" in str(error) else "bad image", str(error))]
+        )
 
 
 @guard_pillow()
@@ -364,7 +453,8 @@ def _describe(data: bytes, suffix: str, found: list[Defect], *, deep: bool) -> H
     except ColabUtilsError:
         opened = open_image(data)  # a PNG's metadata may be damaged
     kind, (width, height), notes = opened.format or "", opened.size, [*found]
-    # cut short, or much of something else after its end: some cameras write zeros or a preview there
+    # cut short, or much of something else after its end: some cameras write zeros or a preview
+    # there
     if deep or _ENDS.get(kind, b"") not in data[-4096:]:
         to_rgb(open_image(data))
     to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
@@ -418,22 +508,35 @@ def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
             elif not one["iscrowd"]:
                 objects.append((one["category_id"], *one["bbox"][2:], pixels))
             seen.add(key)
-        found += [(kind, f"annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in wrong]
+        found += [
+            (kind, f"annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in wrong
+        ]
     defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
     return Findings(defects, header, size, np.array(objects, np.float64).reshape(-1, 4))
 
 
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
-    """Whether the annotations are of the photo as its file has it, or as its EXIF orientation turns it."""
+    """Whether the annotations are of the photo as its file has it, or as its EXIF orientation turns
+    it.
+    """
     (height, width), tag = header.size, header.orientation
     upright = header.size[::-1] if tag > 4 else header.size
     if all(size) and size not in (header.size, upright):
-        return [("size mismatch", f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}")]
+        return [
+            (
+                "size mismatch",
+                f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}",
+            )
+        ]
     if tag == 1:
         return []
     if not all(size) or header.size == upright:
         return [("EXIF rotation, unclear", f"orientation {tag}, {width} x {height}")]
-    kind = "EXIF rotation, annotated upright" if size == upright else "EXIF rotation, annotated as stored"
+    kind = (
+        "EXIF rotation, annotated upright"
+        if size == upright
+        else "EXIF rotation, annotated as stored"
+    )
     return [(kind, f"orientation {tag}")]
 
 
@@ -457,7 +560,9 @@ def check_object(one: dict[str, Any], size: tuple[int, int]) -> tuple[list[Defec
     return found, pixels if not wrong_box or wrong_box[0][0] in HARMLESS else 0
 
 
-def _check_polygons(polygons: list[NDArray[np.float64]], height: int, width: int, pixels: int) -> list[Defect]:
+def _check_polygons(
+    polygons: list[NDArray[np.float64]], height: int, width: int, pixels: int
+) -> list[Defect]:
     everywhere = np.concatenate(polygons).reshape(-1, 2)
     beyond = max(*-everywhere.min(0), *(everywhere.max(0) - (width, height)))
     if beyond > NEAR:
@@ -466,17 +571,24 @@ def _check_polygons(polygons: list[NDArray[np.float64]], height: int, width: int
     enclosed = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
     # the two loops of an eight have opposite signs; drawing fills both
     crossing = len(polygons) == 1 and pixels >= 16 and enclosed < pixels / 2
-    return [("self-crossing polygon", f"encloses {enclosed:,.0f} pixels, fills {pixels:,}")] if crossing else []
+    return (
+        [("self-crossing polygon", f"encloses {enclosed:,.0f} pixels, fills {pixels:,}")]
+        if crossing
+        else []
+    )
 
 
 def is_normalised(numbers: Any) -> bool:
-    """Whether a polygon is given in shares of the image, 0 to 1, not in pixels; one of 0 and 1 alone is a pixel.
+    """Whether a polygon is given in shares of the image, 0 to 1, not in pixels; one of 0 and 1
+    alone is a pixel.
 
     Example:
         >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])
         (True, False)
     """
-    return bool(np.min(numbers) >= 0 and np.max(numbers) <= 1 and not np.isin(numbers, (0, 1)).all())
+    return bool(
+        np.min(numbers) >= 0 and np.max(numbers) <= 1 and not np.isin(numbers, (0, 1)).all()
+    )
 
 
 def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[Defect]:
@@ -495,7 +607,9 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
     edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)  # as training cuts it
     inner = np.array([*tight[:2], tight[0] + tight[2], tight[1] + tight[3]])
     cut, corners = (*edges[:2], *edges[2:] - edges[:2]), (x, y, w - x, h - y)
-    overlaps = coco_mask.iou(np.array([cut, corners], np.float64), np.array([tight], np.float64), [False]).ravel()
+    overlaps = coco_mask.iou(
+        np.array([cut, corners], np.float64), np.array([tight], np.float64), [False]
+    ).ravel()
     if overlaps[0] < 0.5 and np.abs(edges - inner).max() > NEAR:
         if overlaps[1] >= 0.5:
             return [("box of corners", f"bbox {box} looks like x0, y0, x1, y1")]

@@ -1,7 +1,8 @@
-"""Any COCO instance JSON, read entry by entry: its numbers in flat arrays, its annotations as their JSON text.
+"""Any COCO instance JSON, read entry by entry: its numbers in flat arrays, its annotations as their
+JSON text.
 
-No Python object is kept for an annotation, so COCO train2017 (118,000 images, 860,000 objects, 0.45 GB of JSON) needs
-little more memory than its text, and worker processes share it.
+No Python object is kept for an annotation, so COCO train2017 (118,000 images, 860,000 objects, 0.45
+GB of JSON) needs little more memory than its text, and worker processes share it.
 """
 
 import json
@@ -35,7 +36,10 @@ _MEMORY_OF_JSON = 3  # times its bytes: they, their text, and what is kept
 _TOO_LARGE = 2**63  # for an integer of numpy
 _LONGEST_NAME = 4096  # characters of a file_name: no path of Linux is longer
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
-_NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
+_NAME_INSTANCES = (
+    "Name the instances file (such as instances_train2017.json), or export the "
+    "dataset as COCO instances."
+)
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """What reading an entry raises."""
 LARGEST_NUMBER = 1e15
@@ -46,8 +50,8 @@ LARGEST_NUMBER = 1e15
 class CocoDataset:
     """A COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
 
-    I images, A annotations. Annotations whose image is unknown are not among the A; their ids are in
-    ``unknown_images``. Of images with the same id, the first has the annotations.
+    I images, A annotations. Annotations whose image is unknown are not among the A; their ids are
+    in ``unknown_images``. Of images with the same id, the first has the annotations.
     """
 
     fingerprint: str
@@ -65,7 +69,9 @@ class CocoDataset:
     first: NDArray[np.int64]
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1]``."""
     ids: NDArray[np.int64]
-    """int64 [A]: annotation ids; an id that is missing or text is the annotation's row in the file, from 1."""
+    """int64 [A]: annotation ids; an id that is missing or text is the annotation's row in the file,
+    from 1.
+    """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether an annotation is a crowd, which is left out of training."""
     texts: bytes
@@ -73,7 +79,9 @@ class CocoDataset:
     text_ends: NDArray[np.int64]
     """int64 [I + 1]: where each image's starts in ``texts``, and where the last one ends."""
     shared_names: frozenset[str]
-    """Base names that several images have, in folders of their own: no image is found by one of them alone."""
+    """Base names that several images have, in folders of their own: no image is found by one of
+    them alone.
+    """
     repeated_ids: NDArray[np.int64]
     """Ids that several images have, once for each image but the first."""
     unknown_images: NDArray[np.int64]
@@ -84,10 +92,15 @@ class CocoDataset:
         return len(self.image_ids)
 
     def __str__(self) -> str:
-        return f"{len(self):,} images, {len(self.ids):,} annotations, {len(self.categories)} categories"
+        return (
+            f"{len(self):,} images, {len(self.ids):,} annotations, {len(self.categories)} "
+            "categories"
+        )
 
     def file_name(self, index: int) -> str:
-        """The image's path below the image folder, as the JSON gives it; :meth:`find_image` opens no file outside."""
+        """The image's path below the image folder, as the JSON gives it; :meth:`find_image` opens
+        no file outside.
+        """
         return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
 
     def image(self, index: int) -> dict[str, Any]:
@@ -99,13 +112,14 @@ class CocoDataset:
     def find_image(self, folder: str | Path, index: int) -> tuple[Path, bool]:
         """The image's file, always below ``folder``, and whether its base name alone found it.
 
-        The file is that of the ``file_name``, where composed and decomposed accents count as equal. A name with
-        backslashes, of another machine, or of a folder that is not there, as tools write them, means the one file below
-        ``folder`` with this base name; links are not followed to it. A missing file is given as it is named.
+        The file is that of the ``file_name``, where composed and decomposed accents count as equal.
+        A name with backslashes, of another machine, or of a folder that is not there, as tools
+        write them, means the one file below ``folder`` with this base name; links are not followed
+        to it. A missing file is given as it is named.
 
         Raises:
-            ColabUtilsError: the name leads out of the folder and no file there has its base name, or several have it;
-                or a link in its place leads out.
+            ColabUtilsError: the name leads out of the folder and no file there has its base name,
+                or several have it; or a link in its place leads out.
             DriveLostError: Drive went away.
         """
         name = self.file_name(index)
@@ -124,8 +138,14 @@ class CocoDataset:
             return Path(folder, found), True
         if path:
             return path, False
-        found = f"{name!r:.80}, which leads out of it, and {'no' if found == '' else 'more than one image or'} file"
-        raise ColabUtilsError(f"expected a file_name below {folder}, found {found} of that name. Put the images there.")
+        found = (
+            f"{name!r:.80}, which leads out of it, and "
+            f"{'no' if found == '' else 'more than one image or'} file"
+        )
+        raise ColabUtilsError(
+            f"expected a file_name below {folder}, found {found} of that name. Put the images "
+            "there."
+        )
 
     @property
     def crowds(self) -> int:
@@ -133,7 +153,8 @@ class CocoDataset:
         return int(self.is_crowd.sum())
 
     def annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, made when you ask; the segmentation is as in the file.
+        """The image's annotations in COCO form, made when you ask; the segmentation is as in the
+        file.
 
         Raises:
             ColabUtilsError: one of them is faulty, such as one whose box is no numbers.
@@ -145,7 +166,9 @@ class CocoDataset:
         return sound
 
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-        """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of the others."""
+        """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of
+        the others.
+        """
         sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
         size = self.sizes[index].tolist()
         known = {category["id"] for category in self.categories}
@@ -173,7 +196,9 @@ class CocoDataset:
         return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
     def subset(self, start: int, stop: int) -> "CocoDataset":
-        """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another process)."""
+        """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another
+        process).
+        """
         a, b = int(self.first[start]), int(self.first[stop])
         return replace(
             self,
@@ -186,16 +211,20 @@ class CocoDataset:
             is_crowd=self.is_crowd[a:b],
             texts=self.texts[self.text_ends[start] : self.text_ends[stop]],
             text_ends=self.text_ends[start : stop + 1] - self.text_ends[start],
-            shared_names=self.shared_names.intersection(take_base_name(self.file_name(i)) for i in range(start, stop)),
+            shared_names=self.shared_names.intersection(
+                take_base_name(self.file_name(i)) for i in range(start, stop)
+            ),
         )
 
 
 def read_coco(annotations: str | Path) -> CocoDataset:
-    """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category ids.
+    """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category
+    ids.
 
-    What tools write beside the format is understood: numbers as text, ids of annotations that are no numbers, LVIS's
-    ``coco_url`` for a ``file_name``, and boxes and areas that are missing, which come from the mask as in pycocotools.
-    A faulty annotation refuses its image alone, and only when you ask for it: see `CocoDataset.read_annotations`.
+    What tools write beside the format is understood: numbers as text, ids of annotations that are
+    no numbers, LVIS's ``coco_url`` for a ``file_name``, and boxes and areas that are missing, which
+    come from the mask as in pycocotools. A faulty annotation refuses its image alone, and only when
+    you ask for it: see `CocoDataset.read_annotations`.
 
     Args:
         annotations: the JSON file.
@@ -222,7 +251,10 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     _read_entries(text, path, columns)
     del text
     if columns.rows and not columns.has_shapes:
-        found = f"{len(columns.rows) // 5:,} annotations without bbox and segmentation (captions, or panoptic?)"
+        found = (
+            f"{len(columns.rows) // 5:,} annotations without bbox and segmentation (captions, "
+            "or panoptic?)"
+        )
         raise _expect(path, found, _NAME_INSTANCES)
     return _group(columns, fingerprint)
 
@@ -241,7 +273,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _read_text(path: Path) -> tuple[str, str]:
-    """Fingerprint and text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark."""
+    """Fingerprint and text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order
+    mark.
+    """
     import xxhash
 
     data = read_bytes(path)
@@ -250,7 +284,9 @@ def _read_text(path: Path) -> tuple[str, str]:
     try:
         return xxhash.xxh3_128_hexdigest(data), data.decode(json.detect_encoding(data))
     except UnicodeDecodeError:
-        raise _expect(path, "bytes that are not UTF-8 text, perhaps Latin-1", "Save the JSON as UTF-8.") from None
+        raise _expect(
+            path, "bytes that are not UTF-8 text, perhaps Latin-1", "Save the JSON as UTF-8."
+        ) from None
 
 
 def _resolve(folder: str | Path, file_name: str) -> Path:
@@ -258,46 +294,73 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     path = Path(folder) / file_name
     if not (real := Path(os.path.realpath(path))).is_relative_to(os.path.realpath(folder)):
         found = f"the link {path} to {real}, which is not opened"
-        raise ColabUtilsError(f"expected an image below {folder}, found {found}. Copy the image itself there.")
+        raise ColabUtilsError(
+            f"expected an image below {folder}, found {found}. Copy the image itself there."
+        )
     return path
 
 
 def require_folder(images: str | Path) -> None:
-    """Raise ColabUtilsError where there is no image folder; one that is there will be listed afresh."""
+    """Raise ColabUtilsError where there is no image folder; one that is there will be listed
+    afresh.
+    """
     with guard_drive(images):
         if not require_local_path(images).is_dir():
-            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+            raise ColabUtilsError(
+                f"expected an image folder, found none at {images}. On Colab, mount Drive first."
+            )
     _list_base_names.cache_clear()
 
 
 def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """As `read_coco`, for those who read the images: each annotation must be of one image and one category.
+    """As `read_coco`, for those who read the images: each annotation must be of one image and one
+    category.
 
     Raises:
-        ColabUtilsError: as `read_coco`; or there is no image folder, images have the same id, or annotations are of
-            unknown images or categories.
+        ColabUtilsError: as `read_coco`; or there is no image folder, images have the same id, or
+            annotations are of unknown images or categories.
         DriveLostError: Drive went away.
     """
     require_folder(images)
     dataset = read_coco(annotations)
-    strangers = {"with the id of another": dataset.repeated_ids, "of an unknown image": dataset.unknown_images}
+    strangers = {
+        "with the id of another": dataset.repeated_ids,
+        "of an unknown image": dataset.unknown_images,
+    }
     strangers["of an unknown category"] = dataset.unknown_categories
     for kind, ids in strangers.items():
         if ids.size:
-            found = f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
-            raise ColabUtilsError(f"expected annotations of images with ids of their own in {annotations}, {found}.")
-    with suppress(ColabUtilsError, IndexError):  # of no images, or told where they are read; the first stands for all
+            found = (
+                f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs "
+                "them (--repair OUT.json)"
+            )
+            raise ColabUtilsError(
+                f"expected annotations of images with ids of their own in {annotations}, {found}."
+            )
+    # of no images, or told where they are read; the first stands for all
+    with suppress(ColabUtilsError, IndexError):
         path, by_base_name = dataset.find_image(images, 0)
         if by_base_name:
-            found = f"images do not lie where the annotations say: found {dataset.file_name(0)!r} at {path}"
+            found = (
+                f"images do not lie where the annotations say: found {dataset.file_name(0)!r} "
+                f"at {path}"
+            )
             warnings.warn(found, ColabUtilsWarning, stacklevel=3)
     return dataset
 
 
 def _leads_out(name: str) -> bool:
-    """Whether a name is none of a file below a folder: absolute, a URL, of a drive of Windows, or with ``..``."""
+    """Whether a name is none of a file below a folder: absolute, a URL, of a drive of Windows, or
+    with ``..``.
+    """
     named = PureWindowsPath(name)  # knows both kinds of slash, and drives
-    return not named.parts or bool(named.anchor) or ".." in named.parts or "\0" in name or "://" in name
+    return (
+        not named.parts
+        or bool(named.anchor)
+        or ".." in named.parts
+        or "\0" in name
+        or "://" in name
+    )
 
 
 def take_base_name(name: str) -> str:
@@ -314,7 +377,8 @@ def take_base_name(name: str) -> str:
 
 @lru_cache(4)
 def _list_base_names(folder: str) -> dict[str, str | None]:
-    """Where the file of each base name lies below a folder; None where several have it. No link is followed.
+    """Where the file of each base name lies below a folder; None where several have it. No link is
+    followed.
 
     Raises:
         ColabUtilsError: the folder cannot be listed.
@@ -330,21 +394,33 @@ def _list_base_names(folder: str) -> dict[str, str | None]:
                         base = normalize("NFC", entry.name)
                         found[base] = None if base in found else os.path.relpath(entry.path, folder)
     except OSError as error:
-        raise ColabUtilsError(f"expected to list the images in {folder}, found: {error}. Check the folder.") from None
+        raise ColabUtilsError(
+            f"expected to list the images in {folder}, found: {error}. Check the folder."
+        ) from None
     return found
 
 
 def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
-    """Write the records of some images, in this order, as a COCO JSON of their own; returns ``path``."""
+    """Write the records of some images, in this order, as a COCO JSON of their own; returns
+    ``path``.
+    """
     chosen = list(indices)
     texts = map(dataset.take_text, chosen)  # as they are, faults and all
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_coco(path, [dataset.image(index) for index in chosen], texts, dataset.categories)
 
 
-def write_coco(path: Path, images: Sequence[Any], annotations: Iterable[bytes], categories: Sequence[Any]) -> Path:
-    """Write a COCO JSON, whose annotations are JSON already, one or more in each text; returns ``path``."""
-    parts = json.dumps(images).encode(), b", ".join(filter(None, annotations)), json.dumps(categories).encode()
+def write_coco(
+    path: Path, images: Sequence[Any], annotations: Iterable[bytes], categories: Sequence[Any]
+) -> Path:
+    """Write a COCO JSON, whose annotations are JSON already, one or more in each text; returns
+    ``path``.
+    """
+    parts = (
+        json.dumps(images).encode(),
+        b", ".join(filter(None, annotations)),
+        json.dumps(categories).encode(),
+    )
     write_file(path, b'{"images": %b, "annotations": [%b], "categories": %b}' % parts)
     return path
 
@@ -354,7 +430,9 @@ def _read_entries(text: str, path: Path, columns: "_Columns") -> None:
     decode, found = json.JSONDecoder().raw_decode, set[str]()
 
     def take(position: int, expected: str) -> tuple[str, int]:
-        """One of the expected marks at this position, and the position after it and the space around it."""
+        """One of the expected marks at this position, and the position after it and the space
+        around it.
+        """
         match = _MARK.match(text, position)
         if match is None or match[1] not in expected:
             raise json.JSONDecodeError(f"expected {expected}", "", position)
@@ -395,7 +473,11 @@ def _read_entries(text: str, path: Path, columns: "_Columns") -> None:
         return read_items(position, "[]", partial(read_entry, key))
 
     if text.lstrip()[:1] == "[":
-        raise _expect(path, "a list", "Name the instances file: a list holds results, or one part of a dataset.")
+        raise _expect(
+            path,
+            "a list",
+            "Name the instances file: a list holds results, or one part of a dataset.",
+        )
     try:
         if read_items(0, "{}", read_section) != len(text):
             raise json.JSONDecodeError("expected nothing more", "", 0)
@@ -404,7 +486,9 @@ def _read_entries(text: str, path: Path, columns: "_Columns") -> None:
     except (ValueError, IndexError) as error:
         where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
         wrong = f"text that is not JSON at character {where:,} of {len(text):,}"
-        raise _expect(path, wrong, "It may be cut short or something else: export or copy it again.") from None
+        raise _expect(
+            path, wrong, "It may be cut short or something else: export or copy it again."
+        ) from None
     if missing := [key for key in _SECTIONS if key not in found]:
         raise _expect(path, f"no list of {' and '.join(missing)}", _NAME_INSTANCES)
 
@@ -420,7 +504,9 @@ class _Columns:
         self.images, self.names = array("q"), bytearray()
         """Of each image: id, height, width, where its name ends."""
         self.rows, self.texts = array("q"), bytearray()
-        """Of each annotation: id, ids of image and category, whether it is a crowd, where its text ends."""
+        """Of each annotation: id, ids of image and category, whether it is a crowd, where its text
+        ends.
+        """
         self.category_names, self.has_shapes = dict[int, str](), False
         self.bases, self.shared_names = dict[str, str](), set[str]()
 
@@ -448,8 +534,12 @@ class _Columns:
         if name is None:
             raise ValueError("no 'file_name'")
         if not isinstance(name, str) or len(name) > _LONGEST_NAME:
-            raise TypeError(f"a file_name that is not text, or longer than a path may be: {name!r:.60}")
-        sizes = [_to_integer(image.get(side) or 0, side, most=2**31) for side in ("height", "width")]
+            raise TypeError(
+                f"a file_name that is not text, or longer than a path may be: {name!r:.60}"
+            )
+        sizes = [
+            _to_integer(image.get(side) or 0, side, most=2**31) for side in ("height", "width")
+        ]
         number = _to_integer(image.get("id"), "id")
         if self.bases.setdefault(base := take_base_name(name), name) != name:
             self.shared_names.add(base)
@@ -457,7 +547,8 @@ class _Columns:
         self.images.extend((number, *sizes, len(self.names)))
 
     def _add_annotation(self, entry: dict[str, Any], text: str) -> None:
-        """Only the ids and iscrowd are read here: a fault refuses the annotation's image, not the file.
+        """Only the ids and iscrowd are read here: a fault refuses the annotation's image, not the
+        file.
 
         An id that is no number, such as a UUID, is the annotation's row.
         """
@@ -466,15 +557,18 @@ class _Columns:
             with suppress(*FAULTS):
                 ids[name] = _to_integer(entry.get(name), name)
         self.texts += text.encode()
-        self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), len(self.texts)))  # true is 1
+        # true is 1
+        self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), len(self.texts)))
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
 
 
 def read_field(entry: dict[str, Any], name: str) -> Any:
-    """One value of an annotation as COCO has it: numbers for their text, None for an id, box or area that is missing.
+    """One value of an annotation as COCO has it: numbers for their text, None for an id, box or
+    area that is missing.
 
     Raises:
-        ValueError: COCO has something else; TypeError, OverflowError and RecursionError mean the same.
+        ValueError: COCO has something else; TypeError, OverflowError and RecursionError mean the
+            same.
 
     Example:
         >>> read_field({"bbox": ["0", 1, 2.5, "3"]}, "bbox"), read_field({}, "iscrowd")
@@ -488,7 +582,10 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
     if name == "segmentation" or (value is None and name in ("id", "bbox", "area")):
         return value
     if name == "bbox":
-        box = [float(_to_number(x, name, most=LARGEST_NUMBER)) for x in (value if isinstance(value, list) else [value])]
+        box = [
+            float(_to_number(x, name, most=LARGEST_NUMBER))
+            for x in (value if isinstance(value, list) else [value])
+        ]
         if len(box) in (0, 4):
             return box or None
         raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
@@ -498,8 +595,8 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
 
 
 def _read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str, Any]:
-    """An entry of ``annotations`` without its id. Box and area that it lacks are of its mask, one of its image's masks;
-    the area is that of the box where there is no mask.
+    """An entry of ``annotations`` without its id. Box and area that it lacks are of its mask, one
+    of its image's masks; the area is that of the box where there is no mask.
     """
     read_field(entry, "id")
     names = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
@@ -516,7 +613,9 @@ def _read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str
     return one | {"bbox": box or tight, "area": float(pixels) if area is None else area}
 
 
-def _to_number(value: Any, name: str, kind: str = "finite numbers", most: float = _TOO_LARGE) -> float:
+def _to_number(
+    value: Any, name: str, kind: str = "finite numbers", most: float = _TOO_LARGE
+) -> float:
     """A number, which may be text, as Roboflow and VIA write some."""
     if isinstance(value, str):
         with suppress(ValueError):
@@ -536,9 +635,13 @@ def _to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
 
 
 def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
-    """Sort the annotations by image, set aside those of unknown images, and note those of unknown categories."""
+    """Sort the annotations by image, set aside those of unknown images, and note those of unknown
+    categories.
+    """
     image_ids, *sizes, name_ends = np.array(columns.images, np.int64).reshape(-1, 4).T.copy()
-    ids, owners, categories, crowds, text_ends = np.array(columns.rows, np.int64).reshape(-1, 5).T.copy()
+    ids, owners, categories, crowds, text_ends = (
+        np.array(columns.rows, np.int64).reshape(-1, 5).T.copy()
+    )
     unique, places = np.unique(image_ids, return_index=True)
     known_image = np.isin(owners, unique)
     # a category that cannot be read is a fault of its annotation alone
@@ -552,7 +655,9 @@ def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
     texts = [b", ".join(view[starts[row] : text_ends[row]] for row in mine) for mine in rows]
     return CocoDataset(
         fingerprint=fingerprint,
-        categories=tuple({"id": number, "name": name} for number, name in sorted(columns.category_names.items())),
+        categories=tuple(
+            {"id": number, "name": name} for number, name in sorted(columns.category_names.items())
+        ),
         shared_names=frozenset(columns.shared_names),
         image_ids=image_ids,
         sizes=np.stack(sizes, axis=1).astype(np.int32),

@@ -1,4 +1,6 @@
-"""Bytes of an image to pixels: JPEG by torchvision's libjpeg-turbo, raw pixels as they are, the rest by Pillow."""
+"""Bytes of an image to pixels: JPEG by torchvision's libjpeg-turbo, raw pixels as they are, the
+rest by Pillow.
+"""
 
 import io
 import os
@@ -19,10 +21,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_PIXELS = 112_000_000
-"""Of an image: phones of 108 megapixels pass, and reading one takes at most 1 GB: Pillow has 4 bytes for each pixel."""
+"""Of an image: phones of 108 megapixels pass, and reading one takes at most 1 GB: Pillow has 4
+bytes for each pixel.
+"""
 
 _NPY_HEADER = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n",
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, "
+    rb"]*)\), \} *\n",
     re.DOTALL,
 )
 _KINDS = {
@@ -36,24 +41,44 @@ _KINDS = {
     b"$": "an empty file: copy it again",
 }  # what people have in place of an image or of a JSON, by its first bytes
 _ORIENTATION = 0x0112  # of EXIF
-_JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the markers of a JPEG that its size follows
+# the markers of a JPEG that its size follows
+_JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # without which a PNG has other pixels
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
 _BAND = 1024  # rows
-# what Pillow may open: for EPS it starts another program, and an icon holds a larger image than it says
-_FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "WEBP"}
+# what Pillow may open: for EPS it starts another program, and an icon holds a larger image than it
+# says
+_FORMATS = {
+    "AVIF",
+    "BMP",
+    "GIF",
+    "JPEG",
+    "JPEG2000",
+    "MPO",
+    "PCX",
+    "PNG",
+    "PPM",
+    "SGI",
+    "TGA",
+    "TIFF",
+    "WEBP",
+}
 
 
 class _Limit(int):
-    """A number that twice itself is no more than: Pillow warns above a limit, and refuses above two of them."""
+    """A number that twice itself is no more than: Pillow warns above a limit, and refuses above two
+    of them.
+    """
 
     def __rmul__(self, _: int, /) -> int:
         return self
 
 
 class _PillowGuard:
-    """Pillow's switches for the whole process: ours while a thread reads here, then the user's again."""
+    """Pillow's switches for the whole process: ours while a thread reads here, then the user's
+    again.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,9 +134,9 @@ if hasattr(os, "register_at_fork"):
 def guard_pillow() -> Iterator[None]:
     """Read by Pillow as if no other package had changed its switches, and give their values back.
 
-    Many packages set ``ImageFile.LOAD_TRUNCATED_IMAGES``, with which a photo that is cut short becomes grey in silence;
-    and ``Image.MAX_IMAGE_PIXELS`` may be any number. The switches are the whole process's: while a thread is in the
-    block, other threads meet our values, too.
+    Many packages set ``ImageFile.LOAD_TRUNCATED_IMAGES``, with which a photo that is cut short
+    becomes grey in silence; and ``Image.MAX_IMAGE_PIXELS`` may be any number. The switches are the
+    whole process's: while a thread is in the block, other threads meet our values, too.
 
     Raises:
         ColabUtilsError: the image, or a part of it, has more pixels than Pillow may make.
@@ -132,16 +157,20 @@ def guard_pillow() -> Iterator[None]:
     try:
         yield
     except Image.DecompressionBombError:
-        raise ColabUtilsError(f"it has more than {MOST_PIXELS:,} pixels: save the image smaller") from None
+        raise ColabUtilsError(
+            f"it has more than {MOST_PIXELS:,} pixels: save the image smaller"
+        ) from None
     finally:
         _guard.end()
 
 
 def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
-    """JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as uint8 [H, W, 3].
+    """JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as uint8 [H, W,
+    3].
 
-    torchvision's operator decodes straight into the array, Pillow gives its pixels away through two copies; the
-    pixels are the same. What the operator refuses (CMYK, cut short) Pillow decodes, or says what is wrong.
+    torchvision's operator decodes straight into the array, Pillow gives its pixels away through two
+    copies; the pixels are the same. What the operator refuses (CMYK, cut short) Pillow decodes, or
+    says what is wrong.
 
     Raises:
         ColabUtilsError: if the bytes are not a complete image of at most `MOST_PIXELS` pixels.
@@ -159,7 +188,9 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
                 raise ValueError(f"{dtype} {list(shape)}")
             return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
         except ValueError as error:
-            raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
+            raise ColabUtilsError(
+                f"expected raw pixels as uint8 [H, W, 3], found: {error}"
+            ) from None
     if 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
         try:
             return load_jpeg_decoder()(data)
@@ -167,7 +198,11 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
             pass  # Pillow says what is wrong, or knows the kind
         except (AttributeError, TypeError) as error:  # another version of torchvision
             found = f"torchvision's JPEG operator failing ({str(error).splitlines()[0]:.100})"
-            warnings.warn(f"found {found}: Pillow decodes instead, more slowly", ColabUtilsWarning, stacklevel=2)
+            warnings.warn(
+                f"found {found}: Pillow decodes instead, more slowly",
+                ColabUtilsWarning,
+                stacklevel=2,
+            )
     with guard_pillow():
         return _take_pixels(to_rgb(open_image(data)))
 
@@ -183,16 +218,20 @@ def _take_pixels(image: "Image.Image") -> NDArray[np.uint8]:
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, _BAND):
         end = min(top + _BAND, image.height)
-        pixels[top:end] = np.asarray(image.crop((0, top, image.width, end)) if end - top < image.height else image)
+        pixels[top:end] = np.asarray(
+            image.crop((0, top, image.width, end)) if end - top < image.height else image
+        )
     return pixels
 
 
 @guard_pillow()
 def open_image(data: bytes | bytearray) -> "Image.Image":
-    """A complete image, by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not refuse its pixels.
+    """A complete image, by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not refuse
+    its pixels.
 
     Raises:
-        ColabUtilsError: if the bytes are none, or have more than `MOST_PIXELS` pixels, before any of them is decoded.
+        ColabUtilsError: if the bytes are none, or have more than `MOST_PIXELS` pixels, before any
+            of them is decoded.
     """
     try:
         return _load_image(data)
@@ -236,12 +275,15 @@ def _load_image(data: bytes | bytearray) -> "Image.Image":
     except (ColabUtilsError, Image.DecompressionBombError):
         raise
     except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
-        raise ColabUtilsError(f"not a complete image: {str(error) or type(error).__name__}") from None
+        raise ColabUtilsError(
+            f"not a complete image: {str(error) or type(error).__name__}"
+        ) from None
     return image
 
 
 def read_orientation(image: "Image.Image") -> int:
-    """The orientation that EXIF gives, 1 to 8; 1 where there is none or it is damaged. Nothing is decoded for it.
+    """The orientation that EXIF gives, 1 to 8; 1 where there is none or it is damaged. Nothing is
+    decoded for it.
 
     Example:
         >>> from PIL import Image
@@ -258,7 +300,8 @@ def read_orientation(image: "Image.Image") -> int:
 
 
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
-    """The image at the size that annotations give (0: none), turned by EXIF only where its orientation explains that.
+    """The image at the size that annotations give (0: none), turned by EXIF only where its
+    orientation explains that.
 
     Raises:
         ColabUtilsError: it has another size.
@@ -272,20 +315,27 @@ def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image"
     orientation = read_orientation(image)
     if orientation in turns and image.size == (height, width):
         return image.transpose(turns[orientation])
-    raise ColabUtilsError(f"the annotations say {width} x {height} pixels, the file has {image.width} x {image.height}")
+    raise ColabUtilsError(
+        f"the annotations say {width} x {height} pixels, the file has {image.width} x "
+        f"{image.height}"
+    )
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of it white.
+    """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of
+    it white.
 
     Raises:
-        ColabUtilsError: the pixels are numbers that do not fit 8 bits (32-bit integers, floats), or not in the palette.
+        ColabUtilsError: the pixels are numbers that do not fit 8 bits (32-bit integers, floats), or
+            not in the palette.
     """
     from PIL import Image
 
     if image.mode in ("I", "F"):
         kind = "floating point numbers" if image.mode == "F" else "32-bit integers"
-        raise ColabUtilsError(f"its pixels are {kind}: scale them to 0 to 255 and save them as an 8-bit PNG")
+        raise ColabUtilsError(
+            f"its pixels are {kind}: scale them to 0 to 255 and save them as an 8-bit PNG"
+        )
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     try:
@@ -297,7 +347,9 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
 
 
 def _count_jpeg_pixels(data: bytes | bytearray) -> int:
-    """Return the pixels that a JPEG's header gives; 0 where the bytes are none, or its markers are damaged."""
+    """Return the pixels that a JPEG's header gives; 0 where the bytes are none, or its markers are
+    damaged.
+    """
     if data[:3] != _JPEG:
         return 0
     place = 2
@@ -329,14 +381,18 @@ def name_kind(data: bytes | bytearray) -> str:
         'a Git LFS pointer: run `git lfs pull` where it comes from'
     """
     head = bytes(data[:256])
-    return next((name for kind, name in _KINDS.items() if re.match(kind, head, re.IGNORECASE | re.DOTALL)), "")
+    return next(
+        (name for kind, name in _KINDS.items() if re.match(kind, head, re.IGNORECASE | re.DOTALL)),
+        "",
+    )
 
 
 def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     """Where the values start in a ``.npy`` file that begins with ``data``, their shape and dtype.
 
-    numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 sometimes fails at it in
-    several threads (SystemError of the AST, seen; see https://github.com/pytest-dev/pytest/issues/10763).
+    numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 sometimes
+    fails at it in several threads (SystemError of the AST, seen; see
+    https://github.com/pytest-dev/pytest/issues/10763).
 
     Raises:
         ValueError: if it is no header that ``numpy.save`` writes for numbers in C order.
@@ -361,14 +417,18 @@ def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.d
 def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]]:
     """The JPEG operator under torchvision's Python function, which newer versions deprecate.
 
-    It imports torchvision, for a second or two: call it before worker processes start, so that they share it.
+    It imports torchvision, for a second or two: call it before worker processes start, so that they
+    share it.
     """
     import torch
     import torchvision  # noqa: F401  # it registers the operator
 
     def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
-        buffer = data if isinstance(data, bytearray) else bytearray(data)  # torch warns of memory it must not write
-        pixels = torch.ops.image.decode_jpeg(torch.frombuffer(buffer, dtype=torch.uint8), 3, False).numpy()
+        # torch warns of memory it must not write
+        buffer = data if isinstance(data, bytearray) else bytearray(data)
+        pixels = torch.ops.image.decode_jpeg(
+            torch.frombuffer(buffer, dtype=torch.uint8), 3, False
+        ).numpy()
         return pixels.transpose(1, 2, 0)
 
     return decode

@@ -1,6 +1,7 @@
 """Instance masks: COCO segmentations to RLE, RLE to packed masks, packed masks to dense ones.
 
-Packed masks are what shards and batches carry: each mask cropped to its own tight box, one bit a pixel.
+Packed masks are what shards and batches carry: each mask cropped to its own tight box, one bit a
+pixel.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.errors import ColabUtilsError
 
-# No image is so wide, and pycocotools walks along an edge pixel by pixel, however far beyond the image that goes.
+# No image is so wide, and pycocotools walks along an edge pixel by pixel, however far beyond the
+# image that goes.
 _FARTHEST_PIXEL = 1_000_000
-# pycocotools goes through all that it has merged for each further part: so many parts are merged at a time.
+# pycocotools goes through all that it has merged for each further part: so many parts are merged at
+# a time.
 _MERGED_PARTS = 50
 # Bits of a run in compressed RLE; pycocotools has 32.
 _MOST_BITS = 30
@@ -38,7 +41,9 @@ class PackedMasks(NamedTuple):
     """
 
     bits: NDArray[np.uint8]
-    """uint8 [bytes]: the crops' pixels row by row, most significant bit first; each object starts a byte."""
+    """uint8 [bytes]: the crops' pixels row by row, most significant bit first; each object starts a
+    byte.
+    """
     crops: NDArray[np.int32]
     """int32 [N, 4]: x0, y0, x1, y1 of each crop in pixels, half open; zeros for an empty mask."""
     offsets: NDArray[np.int64]
@@ -48,15 +53,15 @@ class PackedMasks(NamedTuple):
 def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     """Return one COCO segmentation (polygons, uncompressed or compressed RLE) as compressed RLE.
 
-    Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are united; see
-    :func:`read_polygons`.
+    Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are
+    united; see :func:`read_polygons`.
 
     Returns:
         ``{"size": [height, width], "counts": bytes}``.
 
     Raises:
-        ColabUtilsError: if the image has no pixels or too many, or the segmentation is empty, malformed, or made for an
-            image of another size.
+        ColabUtilsError: if the image has no pixels or too many, or the segmentation is empty,
+            malformed, or made for an image of another size.
 
     Example:
         >>> encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8)
@@ -66,7 +71,9 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
     height = int(height)
     width = int(width)
     if height < 1 or width < 1 or height * width > MOST_PIXELS:
-        raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
+        raise ColabUtilsError(
+            f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}"
+        )
     if isinstance(segmentation, dict):
         return _encode_rle(segmentation, height, width)
     if isinstance(segmentation, list) and segmentation:
@@ -87,7 +94,8 @@ def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[s
 def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
     """Return the polygons of one object as x, y, x, y, ...: float64 [2 x points] each.
 
-    A polygon without its list is one polygon. Parts of fewer than 3 points are left out beside a part that has 3.
+    A polygon without its list is one polygon. Parts of fewer than 3 points are left out beside a
+    part that has 3.
 
     Raises:
         ColabUtilsError: it is none that pycocotools takes rightly.
@@ -120,11 +128,15 @@ def _check_polygon(part: NDArray[np.float64]) -> None:
     if part.ndim != 1:
         raise ColabUtilsError("expected polygons of at least 3 points (x, y), found something else")
     if part.size < 6 or part.size % 2:
-        raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found one of {part.size} numbers")
+        raise ColabUtilsError(
+            f"expected polygons of at least 3 points (x, y), found one of {part.size} numbers"
+        )
     farthest = np.abs(part).max()
     # What is not a number is not less than any other.
     if not farthest < _FARTHEST_PIXEL:
-        raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
+        raise ColabUtilsError(
+            f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}"
+        )
 
 
 def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
@@ -135,13 +147,17 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     if not isinstance(counts, list | str | bytes):
         raise ColabUtilsError("expected RLE with counts and size, found one without counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
-        raise ColabUtilsError(f"expected RLE of size [{height}, {width}], the image's, found {size}")
+        raise ColabUtilsError(
+            f"expected RLE of size [{height}, {width}], the image's, found {size}"
+        )
     if isinstance(counts, str):
         counts = counts.encode("ascii", "xmlcharrefreplace")
     runs = counts if isinstance(counts, list) else _read_counts(counts)
     are_lengths = all(type(run) is int and run >= 0 for run in runs)
     if not are_lengths or sum(runs) != height * width:
-        raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
+        raise ColabUtilsError(
+            f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones"
+        )
     if 0 in runs[1:]:
         runs = _join_runs(runs)
     return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
@@ -173,7 +189,8 @@ def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
 
 
 def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list[dict[str, Any]]:
-    """Resize N masks of one image as torchvision's Mask R-CNN transform does: nearest neighbour; N may be 0.
+    """Resize N masks of one image as torchvision's Mask R-CNN transform does: nearest neighbour; N
+    may be 0.
 
     Source: ``torch.nn.functional.interpolate(mode="nearest")``, whose source index is
     ``floor(index * float32(in / out))``.
@@ -239,7 +256,9 @@ def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
 
 
 def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
-    """Draw a mask in its tight box alone, never a photo in full: left, top and uint8 [columns, rows]."""
+    """Draw a mask in its tight box alone, never a photo in full: left, top and uint8 [columns,
+    rows].
+    """
     height = rle["size"][0]
     runs = _read_counts(rle["counts"])
     if len(runs) < 2:
@@ -276,7 +295,8 @@ def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uin
 
 
 def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
-    """Return the row (or column) of ``size_in`` that each of ``size_out`` takes: see :func:`resize_rles`.
+    """Return the row (or column) of ``size_in`` that each of ``size_out`` takes: see
+    :func:`resize_rles`.
 
     Example:
         >>> nearest_indices(8, 4).tolist()
@@ -300,9 +320,9 @@ def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def _read_counts(text: bytes) -> list[int]:
     """Return the lengths of the runs of a compressed RLE; none where it is damaged.
 
-    pycocotools reads past its memory then. The code is that of ``rleFrString`` in cocoapi's maskApi.c: 5 bits a
-    character, the sixth says that more follow, the fifth is the sign, and from the fourth run on a run is the
-    difference to the last but one.
+    pycocotools reads past its memory then. The code is that of ``rleFrString`` in cocoapi's
+    maskApi.c: 5 bits a character, the sixth says that more follow, the fifth is the sign, and from
+    the fourth run on a run is the difference to the last but one.
 
     Example:
         >>> _read_counts(b"71100000O10")

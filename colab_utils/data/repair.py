@@ -1,4 +1,6 @@
-"""A repaired copy of annotations: mended where the right value is known, else left out with the whole image."""
+"""A repaired copy of annotations: mended where the right value is known, else left out with the
+whole image.
+"""
 
 import json
 from collections import Counter, defaultdict
@@ -18,17 +20,25 @@ from colab_utils.runtime import require_new
 
 
 class _LostObjectError(Exception):
-    """An object whose mask cannot be had: without it, its image would teach that it is background."""
+    """An object whose mask cannot be had: without it, its image would teach that it is
+    background.
+    """
 
 
 def repair_annotations(
-    images: str | Path, annotations: str | Path, *, output: str | Path, crowds: Literal["leave", "objects"] = "leave"
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    output: str | Path,
+    crowds: Literal["leave", "objects"] = "leave",
 ) -> checks.DatasetReport:
-    """Write a copy of the annotations, mended where the right value is known; the original stays as it is.
+    """Write a copy of the annotations, mended where the right value is known; the original stays as
+    it is.
 
-    Numbers from text, nested polygons, boxes and areas from the mask, sizes and names from the files. What cannot be
-    mended is left out: an object without area alone, any other together with its image, because the object would
-    become background. Repairing what was repaired changes nothing. Of the images, the copy has id, name and size.
+    Numbers from text, nested polygons, boxes and areas from the mask, sizes and names from the
+    files. What cannot be mended is left out: an object without area alone, any other together with
+    its image, because the object would become background. Repairing what was repaired changes
+    nothing. Of the images, the copy has id, name and size.
 
     Args:
         images: the image folder.
@@ -40,17 +50,23 @@ def repair_annotations(
         what :func:`check_dataset` finds with the new file, and the ``repairs``.
 
     Raises:
-        ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists, or no object would be left.
+        ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists, or no object would be
+            left.
     """
     folder = require_local_path(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
     headers = [found.header for found in checks.inspect_images(folder, dataset)]
     done, gone = defaultdict[str, list[str]](list), Counter[str]()
-    done["annotation of no image left out"] = [f"annotation {number}" for number in dataset.unknown_images.tolist()]
+    done["annotation of no image left out"] = [
+        f"annotation {number}" for number in dataset.unknown_images.tolist()
+    ]
     entries, kept, objects = list[dict[str, Any]](), list[bytes](), 0
     for group, is_alone in _group_entries(dataset):
-        name, changes = escape(dataset.file_name(group[0])), ["entries of one image joined"] * (len(group) - 1)
+        name, changes = (
+            escape(dataset.file_name(group[0])),
+            ["entries of one image joined"] * (len(group) - 1),
+        )
         try:
             if not is_alone:
                 raise _LostObjectError("id of several images")
@@ -68,7 +84,9 @@ def repair_annotations(
         for change in changes:
             done[change].append(name)
     if not objects:
-        why = [f"{len(done[kind]):,} x {kind}" for kind in gone] + [f"{len(kept):,} x crowd"] * bool(kept)
+        why = [f"{len(done[kind]):,} x {kind}" for kind in gone] + [
+            f"{len(kept):,} x crowd"
+        ] * bool(kept)
         none = f"found none in {annotations} with an image in {folder} and masks ({', '.join(why)})"
         cure = "Name the right image folder, export polygons, or use --crowds objects."
         raise ColabUtilsError(f"expected objects to keep, {none}. {cure}")
@@ -76,7 +94,12 @@ def repair_annotations(
         write_coco(output, entries, kept, dataset.categories)
     left = "images left out whole, with {:,} objects, so that none becomes background"
     repairs = tuple(
-        checks.Problem(kind, len(names), tuple(names[:5]), left.format(gone[kind]) if kind in gone else "mended")
+        checks.Problem(
+            kind,
+            len(names),
+            tuple(names[:5]),
+            left.format(gone[kind]) if kind in gone else "mended",
+        )
         for kind, names in done.items()
         if names
     )
@@ -84,13 +107,18 @@ def repair_annotations(
 
 
 def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
-    """The images by their name, as some tools write one for each object; and whether no other has an id of theirs."""
+    """The images by their name, as some tools write one for each object; and whether no other has
+    an id of theirs.
+    """
     groups = defaultdict[str, list[int]](list)
     for i in range(len(dataset)):
         groups[dataset.file_name(i)].append(i)
     numbers = [{*dataset.image_ids[group].tolist()} for group in groups.values()]
     uses = Counter(number for group in numbers for number in group)
-    return [(group, all(uses[one] == 1 for one in own)) for group, own in zip(groups.values(), numbers, strict=True)]
+    return [
+        (group, all(uses[one] == 1 for one in own))
+        for group, own in zip(groups.values(), numbers, strict=True)
+    ]
 
 
 def _mend_entry(
@@ -109,7 +137,8 @@ def _mend_entry(
     if not all(size):
         size = header.size
     elif any(kind == "size mismatch" for kind, _ in checks.compare_sizes(size, header)):
-        if _fit(dataset, group, size) or not _fit(dataset, group, header.size):  # nothing says that the file is right
+        # nothing says that the file is right
+        if _fit(dataset, group, size) or not _fit(dataset, group, header.size):
             raise _LostObjectError("size mismatch")
         size = entry["height"], entry["width"] = header.size
         changes.append("size from the file")
@@ -126,9 +155,16 @@ def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
 
 
 def _mend_objects(
-    annotations: list[Any], size: tuple[int, int], dataset: CocoDataset, changes: list[str], *, as_objects: bool
+    annotations: list[Any],
+    size: tuple[int, int],
+    dataset: CocoDataset,
+    changes: list[str],
+    *,
+    as_objects: bool,
 ) -> list[dict[str, Any]]:
-    """An image's annotations, without those that have no area and those of the same class and outline as another."""
+    """An image's annotations, without those that have no area and those of the same class and
+    outline as another.
+    """
     mended, categories = dict[str, dict[str, Any]](), {one["id"] for one in dataset.categories}
     for entry in annotations:
         if _try_field(entry, "category_id") not in categories:
@@ -148,11 +184,15 @@ def _mend_object(
     Raises:
         _LostObjectError: it has an area, and no usable mask.
     """
-    values = {name: _try_field(entry, name) for name in ("id", "category_id", "iscrowd", "bbox", "area")}
+    values = {
+        name: _try_field(entry, name) for name in ("id", "category_id", "iscrowd", "bbox", "area")
+    }
     box, area, outline = values["bbox"], values["area"], entry.get("segmentation")
     if values["iscrowd"] is None:
         raise _LostObjectError("bad annotation")
-    if any(value is not None and entry.get(name) not in (None, value) for name, value in values.items()):
+    if any(
+        value is not None and entry.get(name) not in (None, value) for name, value in values.items()
+    ):
         changes.append("numbers from text")
     if values["iscrowd"] and as_objects:
         values["iscrowd"] = 0
@@ -163,15 +203,23 @@ def _mend_object(
     except ColabUtilsError:
         tight, pixels = [], 0
     if not pixels:
-        numbers = sum(len(one) if isinstance(one, list) else 1 for one in outline) if isinstance(outline, list) else 6
+        numbers = (
+            sum(len(one) if isinstance(one, list) else 1 for one in outline)
+            if isinstance(outline, list)
+            else 6
+        )
         has_box = box and min(box[2:]) > 0 and box[2] * box[3] >= checks.NEAR**2
         if (has_box or (outline and not tight and numbers >= 6)) and not values["iscrowd"]:
-            raise _LostObjectError("object without a whole mask" if outline else "object without mask")
+            raise _LostObjectError(
+                "object without a whole mask" if outline else "object without mask"
+            )
         changes.append("object without area left out")
         return None
     if values["segmentation"] != outline:
         changes.append("outline written as polygons of pixels")
-    if not box or any(kind not in checks.HARMLESS for kind, _ in checks.compare_box(box, tight, *size)):
+    if not box or any(
+        kind not in checks.HARMLESS for kind, _ in checks.compare_box(box, tight, *size)
+    ):
         values["bbox"] = tight
         changes.append("box from the mask")
     if area is None or area <= 0:

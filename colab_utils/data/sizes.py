@@ -6,10 +6,14 @@ from typing import Any
 import numpy as np
 
 MODEL_SIZES = (800, 1333)
-"""What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the longer one."""
+"""What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the
+longer one.
+"""
 
 
-def find_scale(height: Any, width: Any, *, min_size: float = MODEL_SIZES[0], max_size: float = MODEL_SIZES[1]) -> Any:
+def find_scale(
+    height: Any, width: Any, *, min_size: float = MODEL_SIZES[0], max_size: float = MODEL_SIZES[1]
+) -> Any:
     """Return what Mask R-CNN multiplies the sides of an image with; the sides may be arrays.
 
     Example:
@@ -20,10 +24,11 @@ def find_scale(height: Any, width: Any, *, min_size: float = MODEL_SIZES[0], max
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
-    """The size that torchvision's Mask R-CNN resizes an image to, smaller or larger, at least a pixel.
+    """The size that torchvision's Mask R-CNN resizes an image to, smaller or larger, at least a
+    pixel.
 
-    Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side times one
-    scale, rounded down.
+    Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side
+    times one scale, rounded down.
 
     Example:
         >>> fit_size(3000, 4000, min_size=800, max_size=1333), fit_size(480, 640, min_size=800, max_size=1333)
@@ -34,7 +39,8 @@ def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tu
 
 
 def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
-    """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never larger than it is.
+    """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never
+    larger than it is.
 
     Example:
         >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)

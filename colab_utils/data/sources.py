@@ -1,4 +1,6 @@
-"""Data that comes in another form: a COCO export in a zip, on Drive or behind a URL; masks as image files."""
+"""Data that comes in another form: a COCO export in a zip, on Drive or behind a URL; masks as image
+files.
+"""
 
 import errno
 import json
@@ -30,7 +32,8 @@ from colab_utils.runtime import require_new, require_space, show_progress, write
 _DOWNLOADS = ("http://", "https://", "ftp://")
 _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
-# what zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8, OSError of damaged bzip2
+# what zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8,
+# OSError of damaged bzip2
 _DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
 _MOST_OBJECTS = 5000  # in one mask: more colours are a photo, or a mask that was saved as JPEG
 _DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
@@ -47,10 +50,11 @@ def is_archive(source: str) -> bool:
 
 
 def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
-    """Unpack the annotations of a COCO export and the images that they name; what was unpacked before stays.
+    """Unpack the annotations of a COCO export and the images that they name; what was unpacked
+    before stays.
 
-    A download that broke off goes on where it stopped, after growing waits and in a later call; so does unpacking.
-    Every file is checked against its checksum in the zip.
+    A download that broke off goes on where it stopped, after growing waits and in a later call; so
+    does unpacking. Every file is checked against its checksum in the zip.
 
     Args:
         source: a zip, or the URL of one.
@@ -61,36 +65,48 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
         The image folder and the COCO JSON.
 
     Raises:
-        ColabUtilsError: no zip, a damaged or encrypted one, names or links that lead out of it, no annotations in it,
-            none of their images, or a full disk.
+        ColabUtilsError: no zip, a damaged or encrypted one, names or links that lead out of it, no
+            annotations in it, none of their images, or a full disk.
         DriveLostError: Drive or the server went away for good; the same call continues.
 
     Example:
         >>> unpack_dataset("no/such/export.zip", Path("datasets"))
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a zip at no/such/export.zip, found none: check IMAGES
+        colab_utils.errors.ColabUtilsError: expected a zip at no/such/export.zip, found none: ...
     """
     folder = require_local_path(folder)
     is_url = source.lower().startswith(_DOWNLOADS)
     if not is_url and not os.path.isfile(require_local_path(source)):
         raise ColabUtilsError(f"expected a zip at {source}, found none: check IMAGES")
     version = 0 if is_url else os.stat(source).st_mtime_ns
-    target = Path(folder, xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}")))
+    target = Path(
+        folder, xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}"))
+    )
     done, download = target / "unpacked.json", target / "download.zip"
     if not done.is_file():  # it is written last
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
             if is_url:
-                with open(download, "ab") as file, show_progress("download", total=None, unit="B", scale=True) as bar:
+                with (
+                    open(download, "ab") as file,
+                    show_progress("download", total=None, unit="B", scale=True) as bar,
+                ):
                     Retries().run(partial(_receive, source, file, bar))
             try:
-                found = _unpack(download if is_url else Path(source), target / "files", annotations, source)
+                found = _unpack(
+                    download if is_url else Path(source), target / "files", annotations, source
+                )
             except _DAMAGE as error:
                 if getattr(error, "errno", None) not in _DAMAGE_NUMBERS:
                     raise
                 download.unlink(missing_ok=True)  # it comes anew
-                why = f"{str(error) or type(error).__name__}: open it on your computer, then export or copy it again"
-                raise ColabUtilsError(f"expected a whole zip of a COCO export at {source}, found {why}") from error
+                why = (
+                    f"{str(error) or type(error).__name__}: open it on your computer, then "
+                    "export or copy it again"
+                )
+                raise ColabUtilsError(
+                    f"expected a whole zip of a COCO export at {source}, found {why}"
+                ) from error
             write_file(done, json.dumps(found).encode())
             download.unlink(missing_ok=True)
     images, name = json.loads(done.read_bytes())
@@ -104,16 +120,24 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
         end = f"/{annotations}" if annotations else ".json"
         texts = [name for name in members if f"/{name}".endswith(end)]
         if len(texts) != 1:
-            found = ", ".join(texts[:9]) or f"{len(members):,} files and no such one: export COCO instances"
+            found = (
+                ", ".join(texts[:9])
+                or f"{len(members):,} files and no such one: export COCO instances"
+            )
             cure = "or name in ANNOTATIONS the one that you mean"
-            raise ColabUtilsError(f"expected {annotations or 'one .json'} in {source}, found {found}; {cure}")
+            raise ColabUtilsError(
+                f"expected {annotations or 'one .json'} in {source}, found {found}; {cure}"
+            )
         _extract(archive, [members[texts[0]]], target)
         coco = read_coco(target / texts[0])
         names = [coco.file_name(i) for i in range(len(coco))]
         bases = {*map(take_base_name, names)} - {""}
         wanted = [info for name, info in members.items() if take_base_name(name) in bases]
         if not wanted:
-            found = f"found none of {len(names):,}: name another JSON in ANNOTATIONS, or export it with its images"
+            found = (
+                f"found none of {len(names):,}: name another JSON in ANNOTATIONS, or export "
+                "it with its images"
+            )
             raise ColabUtilsError(f"expected in {source} the images of {texts[0]}, {found}")
         _extract(archive, wanted, target)
         pairs = [(name, one) for name in filter(None, names[:9]) for one in members]
@@ -146,7 +170,9 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
 
 
 def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:
-    """Unpack these files; zipfile compares their checksums, and those that are there are compared here."""
+    """Unpack these files; zipfile compares their checksums, and those that are there are compared
+    here.
+    """
     missing = [info for info in members if not _is_there(target / info.filename, info)]
     require_space(target, sum(info.file_size for info in missing), _CURE)
     unpacking = (archive.extract(info, target) for info in missing)
@@ -154,23 +180,31 @@ def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:
 
 
 def _is_there(path: Path, info: ZipInfo) -> bool:
-    return path.is_file() and path.stat().st_size == info.file_size and zlib.crc32(path.read_bytes()) == info.CRC
+    return (
+        path.is_file()
+        and path.stat().st_size == info.file_size
+        and zlib.crc32(path.read_bytes()) == info.CRC
+    )
 
 
 def _receive(url: str, file: BinaryIO, bar: Any) -> None:
-    """Add what is missing at a file's end; where the server cannot do that, the file comes from its beginning.
+    """Add what is missing at a file's end; where the server cannot do that, the file comes from its
+    beginning.
 
     Raises:
         ColabUtilsError: the server gives nothing.
         DriveLostError: it broke off.
     """
     try:
-        request = Request(url, headers={"User-Agent": "colab_utils", "Range": f"bytes={file.tell()}-"})
+        request = Request(
+            url, headers={"User-Agent": "colab_utils", "Range": f"bytes={file.tell()}-"}
+        )
         with urlopen(request, timeout=_SILENT_S) as reply:
             if not reply.headers.get("Content-Range", "").startswith(f"bytes {file.tell()}-"):
                 file.truncate(file.seek(0))
             size = file.tell() + int(reply.headers.get("Content-Length") or 0)
-            require_space(Path(file.name).parent, 2 * size - file.tell(), _CURE)  # the zip, and what is in it
+            # the zip, and what is in it
+            require_space(Path(file.name).parent, 2 * size - file.tell(), _CURE)
             while piece := reply.read(1 << 20):
                 file.write(piece)
                 bar.update(len(piece))
@@ -181,18 +215,24 @@ def _receive(url: str, file: BinaryIO, bar: Any) -> None:
         if getattr(error, "errno", 0) == errno.ENOSPC:
             raise
         if not file.tell():
-            raise ColabUtilsError(f"expected a zip at {url}, found {error}: check IMAGES and the network") from error
+            raise ColabUtilsError(
+                f"expected a zip at {url}, found {error}: check IMAGES and the network"
+            ) from error
         if getattr(error, "code", 0) != 416:  # it is whole
             why = f"found that the download broke off ({error}): run this again, it goes on there"
             raise DriveLostError(f"expected all of {url}, {why}") from error
 
 
-def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, category: str = "object") -> Path:
-    """Write the COCO instance JSON of a folder of images and a folder of masks, such as Penn-Fudan's.
+def convert_masks(
+    images: str | Path, masks: str | Path, *, output: str | Path, category: str = "object"
+) -> Path:
+    """Write the COCO instance JSON of a folder of images and a folder of masks, such as
+    Penn-Fudan's.
 
-    A mask has its image's size. 0, or black, is the background; every other value or colour is one object. The mask of
-    ``a.jpg`` is called ``a.png``, or ``a_mask.png`` with the same ending for all. The objects become RLE with the same
-    pixels; boxes and areas are theirs, as pycocotools computes them.
+    A mask has its image's size. 0, or black, is the background; every other value or colour is one
+    object. The mask of ``a.jpg`` is called ``a.png``, or ``a_mask.png`` with the same ending for
+    all. The objects become RLE with the same pixels; boxes and areas are theirs, as pycocotools
+    computes them.
 
     Args:
         images: the image folder.
@@ -204,25 +244,30 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
         ``output``.
 
     Raises:
-        ColabUtilsError: an image without a mask or a mask without an image, a mask of another size or that is no mask,
-            or ``output`` exists.
+        ColabUtilsError: an image without a mask or a mask without an image, a mask of another size
+            or that is no mask, or ``output`` exists.
 
     Example:
         >>> convert_masks("PNGImages", "no/such/PedMasks", output="people.json", category="person")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of image files at PNGImages, found none. Check the name.
+        colab_utils.errors.ColabUtilsError: expected a folder of image files at PNGImages, found ...
     """
     output = require_new(require_local_path(output))
     rows, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
     pairs = _pair_files(require_local_path(images), require_local_path(masks))
-    for number, (image, mask) in enumerate(show_progress("masks", pairs, total=len(pairs), unit="image"), 1):
+    for number, (image, mask) in enumerate(
+        show_progress("masks", pairs, total=len(pairs), unit="image"), 1
+    ):
         values = _read_mask(image, mask)
         height, width = values.shape
         rows.append({"id": number, "file_name": image.name, "width": width, "height": height})
         for rle, box, area in _encode_objects(values, mask):
             ids = {"id": len(annotations) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
             annotations.append({**ids, "bbox": box, "area": area, "segmentation": rle})
-    texts, categories = [json.dumps(one).encode() for one in annotations], [{"id": 1, "name": category}]
+    texts, categories = (
+        [json.dumps(one).encode() for one in annotations],
+        [{"id": 1, "name": category}],
+    )
     with explain_write(output.parent):
         return write_coco(output, rows, texts, categories)
 
@@ -232,9 +277,13 @@ def _list_images(folder: Path) -> dict[str, Path]:
     known, found = Image.registered_extensions(), dict[str, Path]()
     for path in sorted(folder.glob("*")):
         if path.suffix.lower() in known and found.setdefault(path.stem, path) != path:
-            raise ColabUtilsError(f"expected one file called {path.stem} in {folder}, found two. Remove one of them.")
+            raise ColabUtilsError(
+                f"expected one file called {path.stem} in {folder}, found two. Remove one of them."
+            )
     if not found:
-        raise ColabUtilsError(f"expected a folder of image files at {folder}, found none. Check the name.")
+        raise ColabUtilsError(
+            f"expected a folder of image files at {folder}, found none. Check the name."
+        )
     return found
 
 
@@ -242,11 +291,15 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     """Each image with its mask; what their names differ in is the same for all."""
     pictures, drawn = _list_images(images), _list_images(masks)
     first = next(iter(pictures))
-    ends = sorted((name.removeprefix(first) for name in drawn if name.startswith(first)), key=len) or [""]
+    ends = sorted(
+        (name.removeprefix(first) for name in drawn if name.startswith(first)), key=len
+    ) or [""]
     end = next((end for end in ends if {stem + end for stem in pictures} == {*drawn}), ends[0])
     if alone := {stem + end for stem in pictures} ^ {*drawn}:
         found = f"{len(alone)} files without the other, such as {min(alone)}. Rename them"
-        raise ColabUtilsError(f"expected a mask called like each image, with one ending for all, found {found}.")
+        raise ColabUtilsError(
+            f"expected a mask called like each image, with one ending for all, found {found}."
+        )
     return [(path, drawn[stem + end]) for stem, path in pictures.items()]
 
 
@@ -257,21 +310,34 @@ def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
         with open_file(image) as file, open_lazily(file) as opened:
             size, turned = opened.size, read_orientation(opened) > 4
         with open_file(mask) as file, open_lazily(file) as opened:
-            kind, is_flat = opened.format, opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16")
+            kind, is_flat = (
+                opened.format,
+                opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16"),
+            )
             if opened.mode == "F":
                 raise ValueError("floating point numbers: save whole ones")
             values = np.asarray(opened if is_flat else opened.convert("RGB")).astype(np.int64)
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
-        raise ColabUtilsError(f"expected an image at {image} and a mask at {mask}, found: {error}") from None
+        raise ColabUtilsError(
+            f"expected an image at {image} and a mask at {mask}, found: {error}"
+        ) from None
     if values.shape[1::-1] != (size[::-1] if turned else size):
-        found = f"as {image} has, found {values.shape[1]} x {values.shape[0]}. Export the masks again"
-        raise ColabUtilsError(f"expected a mask of {size[0]} x {size[1]} pixels at {mask}, {found}.")
+        found = (
+            f"as {image} has, found {values.shape[1]} x {values.shape[0]}. Export the masks again"
+        )
+        raise ColabUtilsError(
+            f"expected a mask of {size[0]} x {size[1]} pixels at {mask}, {found}."
+        )
     if kind == "JPEG":
-        raise ColabUtilsError(f"expected a mask that keeps its values at {mask}, found a JPEG. Export masks as PNG.")
+        raise ColabUtilsError(
+            f"expected a mask that keeps its values at {mask}, found a JPEG. Export masks as PNG."
+        )
     return values @ (65536, 256, 1) if values.ndim == 3 else values
 
 
-def _encode_objects(values: NDArray[np.int64], mask: Path) -> Iterator[tuple[dict[str, Any], list[float], float]]:
+def _encode_objects(
+    values: NDArray[np.int64], mask: Path
+) -> Iterator[tuple[dict[str, Any], list[float], float]]:
     """RLE with text counts, box (x, y, width, height) and area of each object."""
     from pycocotools import mask as coco_mask
 

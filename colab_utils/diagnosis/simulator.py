@@ -173,7 +173,9 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
 def _require_count(name: str, value: int, *, least: int) -> None:
     """Refuse what is no whole number, or too small."""
     if not isinstance(value, int | np.integer) or value < least:
-        raise ColabUtilsError(f"expected {name} as a whole number of {least} or more, found {value!r}: choose another")
+        raise ColabUtilsError(
+            f"expected {name} as a whole number of {least} or more, found {value!r}: choose another"
+        )
 
 
 def _require_amount(name: str, value: float) -> None:

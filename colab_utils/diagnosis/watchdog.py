@@ -179,13 +179,19 @@ def _require_arguments(loader: Any, timeout_s: Any, on_stall: Any) -> None:
     """Refuse what cannot be watched."""
     choices = get_args(OnStall)
     if on_stall not in choices:
-        raise ColabUtilsError(f"expected on_stall in {', '.join(choices)}, found {on_stall!r}: choose one")
+        raise ColabUtilsError(
+            f"expected on_stall in {', '.join(choices)}, found {on_stall!r}: choose one"
+        )
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s < inf:
-        raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
+        raise ColabUtilsError(
+            f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60"
+        )
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         kind = type(loader).__name__
-        raise ColabUtilsError(f"expected a loader to iterate over, found {kind}: pass your DataLoader")
+        raise ColabUtilsError(
+            f"expected a loader to iterate over, found {kind}: pass your DataLoader"
+        )
 
 
 class WatchedLoader:
@@ -218,7 +224,9 @@ class WatchedLoader:
         """
         summary = self._record.summarise()
         if summary is None:
-            raise ColabUtilsError("expected a batch to look at, found none: loop over the watched loader first")
+            raise ColabUtilsError(
+                "expected a batch to look at, found none: loop over the watched loader first"
+            )
         return summary
 
     def __len__(self) -> int:

@@ -1,4 +1,6 @@
-"""Shards as a dataset that is trained on while they are still copied from Drive: the copy, and the order meanwhile."""
+"""Shards as a dataset that is trained on while they are still copied from Drive: the copy, and the
+order meanwhile.
+"""
 
 import json
 import math
@@ -17,7 +19,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive, read_file
+from colab_utils.drive import (
+    DriveLostError,
+    Retries,
+    explain_write,
+    guard_drive,
+    is_on_drive,
+    read_file,
+)
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
@@ -27,49 +36,72 @@ from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size
 from colab_utils.shards.format import ShardIndex, hash_bytes, read_index, write_index
 from colab_utils.shards.lock import remove_leftovers
 
-STATUS_NAME = "arriving.json"  # in the target: marks the folder, and tells all processes what has arrived
+# in the target: marks the folder, and tells all processes what has arrived
+STATUS_NAME = "arriving.json"
 _READERS = 32  # of the tables, which lie at the start of a small file beside each shard
 _POLL_S = 0.02
 
 
 class Arrival:
-    """A copy of shards under way in a thread: from ``source``, whose ``index`` this is, into ``target``.
+    """A copy of shards under way in a thread: from ``source``, whose ``index`` this is, into
+    ``target``.
 
-    The first shard comes alone, at all the speed that Drive has; then several at a time, in a random order. What
-    lies in ``target`` from an earlier copy is compared with its checksum in place of a copy, and copied again where it
-    is damaged. Where Drive fails, ``retries`` try again; the index in ``target`` comes last.
+    The first shard comes alone, at all the speed that Drive has; then several at a time, in a
+    random order. What lies in ``target`` from an earlier copy is compared with its checksum in
+    place of a copy, and copied again where it is damaged. Where Drive fails, ``retries`` try again;
+    the index in ``target`` comes last.
 
-    Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A shard is removed when
-    another one is needed earlier, and Drive still has it. Then ``target`` is a folder that was new or empty, marked by
-    the file ``arriving.json``, and without an index.
+    Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A
+    shard is removed when another one is needed earlier, and Drive still has it. Then ``target`` is
+    a folder that was new or empty, marked by the file ``arriving.json``, and without an index.
 
     Attributes:
         rolls: whether shards take turns.
-        spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of ``perf_counter``), by its
-            number, in the order of arrival.
+        spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of
+            ``perf_counter``), by its number, in the order of arrival.
         retries: how many times Drive failed and was tried again.
 
     Raises:
-        ColabUtilsError: too little free disk, other files in ``target``, or a limit below two shards.
+        ColabUtilsError: too little free disk, other files in ``target``, or a limit below two
+            shards.
     """
 
     def __init__(
-        self, source: Path, target: Path, index: ShardIndex, *, workers: int, seed: int, retries: Retries,
+        self,
+        source: Path,
+        target: Path,
+        index: ShardIndex,
+        *,
+        workers: int,
+        seed: int,
+        retries: Retries,
         limit_bytes: float = math.inf,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source, self.target, self.index, self.retries = source, target, index, retries
         self.rolls, self._limit, self._workers = limit_bytes < index.bytes, limit_bytes, workers
         self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
-        if not limit_bytes >= (least := min(index.bytes, 2 * max(self._sizes, default=0))):  # of nan neither is true
-            found = f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards (--shard-mb)"
-            raise ColabUtilsError(f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {found}")
+        # of nan neither is true
+        if not limit_bytes >= (least := min(index.bytes, 2 * max(self._sizes, default=0))):
+            found = (
+                f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards "
+                "(--shard-mb)"
+            )
+            raise ColabUtilsError(
+                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {found}"
+            )
         self.key = hash_bytes(repr(sorted(index.files())).encode())
-        # that of an earlier arrival, or an index, tells that the shards in the target are of this copy
+        # that of an earlier arrival, or an index, tells that the shards in the target are of this
+        # copy
         previous, status = read_target(source, target, index), _read_status(target, self.key)
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
-            found = f"files in {target}, which are never removed: name another folder, or leave limit_gb out"
-            raise ColabUtilsError(f"expected a new or empty folder for shards that take turns, found {found}")
+            found = (
+                f"files in {target}, which are never removed: name another folder, or leave "
+                "limit_gb out"
+            )
+            raise ColabUtilsError(
+                f"expected a new or empty folder for shards that take turns, found {found}"
+            )
         fitting = zip(index.shards, accumulate(self._sizes), strict=True)
         files = [file for shard, end in fitting if end <= limit_bytes for file in shard.files()]
         check_space(target, files, cached=is_on_drive(source))
@@ -97,25 +129,34 @@ class Arrival:
         return not self.rolls and len(self.spans_s) == len(self.index.shards)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
-        """The shards in the order of their arrival, in windows that are trained on one after another.
+        """The shards in the order of their arrival, in windows that are trained on one after
+        another.
 
-        A window holds as many shards as came before it, and at most as many as are copied at a time. Where shards take
-        turns, every second epoch begins with those that the one before left on the disk.
+        A window holds as many shards as came before it, and at most as many as are copied at a
+        time. Where shards take turns, every second epoch begins with those that the one before left
+        on the disk.
         """
         order = self._order[::-1] if self.rolls and epoch % 2 else self._order
-        most = min(COPY_STREAMS, max(1, int(self._limit / max(self._sizes) / 2))) if self.rolls else COPY_STREAMS
+        most = (
+            min(COPY_STREAMS, max(1, int(self._limit / max(self._sizes) / 2)))
+            if self.rolls
+            else COPY_STREAMS
+        )
         windows: list[list[int]] = []
         while (first := sum(map(len, windows))) < len(order):
             windows.append(order[first : first + min(most, max(1, first))])
         return windows
 
     def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
-        """Give None again and again until the shards of a batch are there, in an epoch of these windows.
+        """Give None again and again until the shards of a batch are there, in an epoch of these
+        windows.
 
         Raises:
             ColabUtilsError: see `has`.
         """
-        place = max((place for place, window in enumerate(windows) if shards & set(window)), default=0)
+        place = max(
+            (place for place, window in enumerate(windows) if shards & set(window)), default=0
+        )
         wanted = [*chain(*windows[place:])]
         with self._lock:  # those in use are kept, and where all stay, the others are copied, too
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
@@ -130,7 +171,8 @@ class Arrival:
 
         Raises:
             DriveLostError: they are not, and Drive is lost for good; the message says what is safe.
-            ColabUtilsError: likewise, where a shard is damaged on Drive too, the disk is full, or the copy was stopped.
+            ColabUtilsError: likewise, where a shard is damaged on Drive too, the disk is full, or
+                the copy was stopped.
         """
         with self._lock:
             missing = not self.spans_s.keys() >= set(shards)
@@ -154,7 +196,9 @@ class Arrival:
             error = found
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
         with self._lock:
-            safe = f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target} are safe"
+            safe = (
+                f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target} are safe"
+            )
             self._error = kind(f"{error}; {safe}, and the same call continues there")
             try:
                 self._write_status()
@@ -163,8 +207,11 @@ class Arrival:
                     (self.target / STATUS_NAME).unlink()  # or readers would wait for ever
 
     def _copy_all(self) -> None:
-        """Copy and remove shards until all are here; where they take turns, until the copy is stopped."""
-        for number, shard in enumerate(self.index.shards if self.rolls else ()):  # what an earlier session left
+        """Copy and remove shards until all are here; where they take turns, until the copy is
+        stopped.
+        """
+        # what an earlier session left
+        for number, shard in enumerate(self.index.shards if self.rolls else ()):
             if any((self.target / name).exists() for name, _, _ in shard.files()):
                 self._fetch(number) if self._fits(number) else self._remove(number)
         with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
@@ -180,10 +227,15 @@ class Arrival:
                 self._job.stop.set()  # one failed: the others end, too
 
     def _fits(self, number: int) -> bool:
-        return self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moves) <= self._limit
+        return (
+            self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moves)
+            <= self._limit
+        )
 
     def _choose(self) -> tuple[Callable[[int], None], int] | None:
-        """Copy the next shard, or remove one where there is no room for it; None where neither can be done now."""
+        """Copy the next shard, or remove one where there is no room for it; None where neither can
+        be done now.
+        """
         with self._lock:
             here = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in here), None)
@@ -192,7 +244,9 @@ class Arrival:
             if self._fits(number):
                 return self._fetch, number
             rank = {one: place for place, one in enumerate(self._wanted)}
-            later = {one for one in self.spans_s if rank.get(one, math.inf) > rank[number]} - self._used
+            later = {
+                one for one in self.spans_s if rank.get(one, math.inf) > rank[number]
+            } - self._used
             if not later:
                 return None
             leaving = max(later, key=lambda one: rank.get(one, math.inf))
@@ -213,10 +267,17 @@ class Arrival:
         """Remove a shard from the disk; never the only one left."""
         files = self.index.shards[number].files()
 
-        look = guard_drive(self.source)(lambda: all(has_size(self.source / name, size) for name, size, _ in files))
+        look = guard_drive(self.source)(
+            lambda: all(has_size(self.source / name, size) for name, size, _ in files)
+        )
         if not self.retries.run(look):
-            cure = f"that in {self.target} is the last one, and is kept: copy it back, then run the same again"
-            raise ColabUtilsError(f"expected {files[0][0]} in {self.source}, found none of its size: {cure}")
+            cure = (
+                f"that in {self.target} is the last one, and is kept: copy it back, then run "
+                "the same again"
+            )
+            raise ColabUtilsError(
+                f"expected {files[0][0]} in {self.source}, found none of its size: {cure}"
+            )
         for name, _, _ in files:
             # a worker may hold it open, and its room with it
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
@@ -225,24 +286,33 @@ class Arrival:
 
     def _write_status(self) -> None:
         arrived, error = list(self.spans_s), str(self._error or "")
-        status = {"key": self.key, "rolls": self.rolls, "pid": os.getpid(), "arrived": arrived, "error": error}
+        status = {
+            "key": self.key,
+            "rolls": self.rolls,
+            "pid": os.getpid(),
+            "arrived": arrived,
+            "error": error,
+        }
         write_file(self.target / STATUS_NAME, json.dumps(status).encode())
 
 
 def _read_status(target: Path, key: str) -> dict[str, Any]:
-    """What an `Arrival` of the shards of this key says about itself, to any process; empty where it is complete."""
+    """What an `Arrival` of the shards of this key says about itself, to any process; empty where it
+    is complete.
+    """
     try:
         status = json.loads(read_file(target / STATUS_NAME))
     except DriveLostError:
         raise
-    except (ColabUtilsError, OSError, ValueError, RecursionError):  # of a file that is no status, nothing is known
+    except (ColabUtilsError, OSError, ValueError, RecursionError):
+        # of a file that is no status, nothing is known
         return {}
     return status if isinstance(status, dict) and status.get("key") == key else {}
 
 
 class _ArrivingFiles(ShardFiles):
-    """Files of shards that arrive: those of one that is not there are waited for, or read in ``source`` where shards
-    take turns; in any process.
+    """Files of shards that arrive: those of one that is not there are waited for, or read in
+    ``source`` where shards take turns; in any process.
     """
 
     def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
@@ -251,7 +321,11 @@ class _ArrivingFiles(ShardFiles):
         self._arrived: Collection[int] = ()
 
     def __reduce__(self) -> Any:
-        return partial(_ArrivingFiles, rolls=self._rolls), (self._drive.folder, self.folder, self._key)
+        return partial(_ArrivingFiles, rolls=self._rolls), (
+            self._drive.folder,
+            self.folder,
+            self._key,
+        )
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         if not self._rolls:
@@ -271,32 +345,38 @@ class _ArrivingFiles(ShardFiles):
             if shard in self._arrived:
                 return
             if status["error"] or not psutil.pid_exists(status["pid"]):
-                ended = f"expected shards to arrive in {self.folder}, found that the process that copied them has ended"
-                raise ColabUtilsError(status["error"] or f"{ended}: make ArrivingShards again, it continues there")
+                ended = (
+                    f"expected shards to arrive in {self.folder}, found that the process that "
+                    "copied them has ended"
+                )
+                raise ColabUtilsError(
+                    status["error"] or f"{ended}: make ArrivingShards again, it continues there"
+                )
             sleep(_POLL_S)
 
 
 class ArrivingShards(ShardDataset):
     """A `ShardDataset` whose shards are copied from Drive to the SSD while it is used.
 
-    The copy begins at once, in a thread. A loader made over it by `make_loader` begins with the first shard that has
-    arrived and goes on with the next ones, in a random order; every image comes once in each epoch, from the first one
-    on. When all have arrived it reads the SSD alone. An image whose shard has not arrived is waited for,
-    in the workers of any ``DataLoader``, too.
+    The copy begins at once, in a thread. A loader made over it by `make_loader` begins with the
+    first shard that has arrived and goes on with the next ones, in a random order; every image
+    comes once in each epoch, from the first one on. When all have arrived it reads the SSD alone.
+    An image whose shard has not arrived is waited for, in the workers of any ``DataLoader``, too.
 
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD.
         workers: shards copied at the same time (threads).
-        limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is smaller than all of
-            them: they take turns there, in every epoch. ``target`` must then be a new or empty folder, or one that such
-            a run left.
+        limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is
+            smaller than all of them: they take turns there, in every epoch. ``target`` must then be
+            a new or empty folder, or one that such a run left.
         seed: of the order in which the shards are copied.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; None in other processes.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; None in
+            other processes.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -304,23 +384,36 @@ class ArrivingShards(ShardDataset):
     Example:
         >>> ArrivingShards("no/such/folder", "ssd")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
     """
 
     def __init__(
-        self, source: str | Path, target: str | Path, *, workers: int = 4, limit_gb: float | None = None,
-        seed: int = 0, transforms: Transforms | None = None, contiguous_labels: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        source: str | Path,
+        target: str | Path,
+        *,
+        workers: int = 4,
+        limit_gb: float | None = None,
+        seed: int = 0,
+        transforms: Transforms | None = None,
+        contiguous_labels: bool = False,
+    ) -> None:
         source = require_local_path(source)
         target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)
         arrival = Arrival(
-            source, target, index, workers=workers, seed=seed, retries=retries,
+            source,
+            target,
+            index,
+            workers=workers,
+            seed=seed,
+            retries=retries,
             limit_bytes=math.inf if limit_gb is None else limit_gb * 1e9,
-        )  # fmt: skip
+        )
         load = partial(load_shard, source, index=index, retries=retries)
-        with ThreadPoolExecutor(_READERS) as pool:  # one after the other, 150 shards take Drive 10 to 90 seconds
+        # one after the other, 150 shards take Drive 10 to 90 seconds
+        with ThreadPoolExecutor(_READERS) as pool:
             try:
                 shards = list(pool.map(load, index.shards))
             except BaseException:
@@ -331,7 +424,9 @@ class ArrivingShards(ShardDataset):
         self.arrival: Arrival | None = arrival
 
     def stop(self) -> None:
-        """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards` continues there."""
+        """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards`
+        continues there.
+        """
         if self.arrival is not None:
             self.arrival.stop()
 

@@ -1,4 +1,6 @@
-"""Batches: flat tensors in one buffer from the worker to the device, float images and dense masks made there."""
+"""Batches: flat tensors in one buffer from the worker to the device, float images and dense masks
+made there.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +21,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
 
 Target = dict[str, Any]
-"""torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks uint8 [N, H, W],
-image_id int, area float32 [N], iscrowd int64 [N]."""
+"""torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks
+uint8 [N, H, W], image_id int, area float32 [N], iscrowd int64 [N]."""
 Transforms = Callable[..., Any]
 """(image, target) to (image, target): one of ``torchvision.transforms.v2``, or any callable."""
 _PARTS = ("boxes", "labels", "areas", "iscrowd")  # of objects
@@ -40,28 +42,48 @@ class PackedSample(NamedTuple):
 
 
 def pack_target(image: Tensor, target: Target) -> PackedSample:
-    """A sample of any dataset with torchvision's target contract as a packed one; other keys are left behind.
+    """A sample of any dataset with torchvision's target contract as a packed one; other keys are
+    left behind.
 
     Raises:
         ColabUtilsError: if the image or the target is not of the contract.
     """
-    if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
+    if (
+        not isinstance(image, Tensor)
+        or image.dtype != torch.uint8
+        or image.ndim != 3
+        or len(image) != 3
+    ):
         found = _describe(image)
-        raise ColabUtilsError(f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor.")
+        raise ColabUtilsError(
+            f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor."
+        )
     try:
-        parts = {key: torch.as_tensor(target[key]).numpy() for key in ("boxes", "labels", "masks", "area", "iscrowd")}
+        parts = {
+            key: torch.as_tensor(target[key]).numpy()
+            for key in ("boxes", "labels", "masks", "area", "iscrowd")
+        }
         image_id = int(target["image_id"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         found = f"{error} is missing or of another kind: add it to the dict that your dataset gives"
-        raise ColabUtilsError(f"expected a target of torchvision's contract, found one whose {found}") from None
+        raise ColabUtilsError(
+            f"expected a target of torchvision's contract, found one whose {found}"
+        ) from None
     count, masks = len(parts["labels"]), parts["masks"]
-    wanted = {"boxes": (count, 4), "area": (count,), "iscrowd": (count,), "masks": (count, *image.shape[1:])}
+    wanted = {
+        "boxes": (count, 4),
+        "area": (count,),
+        "iscrowd": (count,),
+        "masks": (count, *image.shape[1:]),
+    }
     for key, shape in wanted.items():
         fits = len(parts[key]) == count and (not count or parts[key].shape == shape)
         if not fits or (key == "masks" and masks.dtype not in (np.uint8, np.bool_)):
             raise ColabUtilsError(
-                f"expected {key} of shape {list(shape)} for {count} labels and an image of {list(image.shape)} (masks "
-                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}: correct your dataset's target"
+                f"expected {key} of shape {list(shape)} for {count} labels and an image of "
+                f"{list(image.shape)} (masks "
+                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}: correct "
+                "your dataset's target"
             )
     packed = pack_pixels(masks)
     tables: dict[str, NDArray[Any]] = {
@@ -84,10 +106,14 @@ def _describe(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> tuple[Tensor, Target]:
-    """Apply transforms to one image, uint8 [3, H, W], and its target, given as tv_tensors; plain tensors come back.
+def apply_transforms(
+    transforms: Transforms, image: Tensor, target: Target
+) -> tuple[Tensor, Target]:
+    """Apply transforms to one image, uint8 [3, H, W], and its target, given as tv_tensors; plain
+    tensors come back.
 
-    Where they drop objects (``SanitizeBoundingBoxes``), ``area`` is made again from the masks and ``iscrowd`` is 0.
+    Where they drop objects (``SanitizeBoundingBoxes``), ``area`` is made again from the masks and
+    ``iscrowd`` is 0.
 
     Raises:
         ColabUtilsError: if they give something else than an image and its target.
@@ -108,7 +134,9 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
     found = transforms(tv_tensors.Image(image), given)
     if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], dict):
         kind = type(found).__name__
-        raise ColabUtilsError(f"expected (image, target) from your transforms, found {kind}: see torchvision's v2")
+        raise ColabUtilsError(
+            f"expected (image, target) from your transforms, found {kind}: see torchvision's v2"
+        )
     image, target = found[0], {"image_id": given["image_id"], **found[1]}
     for key, value in target.items():
         target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
@@ -119,12 +147,16 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
 
 
 class BadSampleError(Exception):
-    """Inside the loader: the error of a sample that cannot be loaded, and its place in the batch."""
+    """Inside the loader: the error of a sample that cannot be loaded, and its place in the
+    batch.
+    """
 
 
 @contextmanager
 def blame_sample(place: int) -> Iterator[None]:
-    """Raise whatever goes wrong with this sample as BadSampleError, but not a lost Drive or too little memory."""
+    """Raise whatever goes wrong with this sample as BadSampleError, but not a lost Drive or too
+    little memory.
+    """
     try:
         yield
     except (DriveLostError, MemoryError):
@@ -137,8 +169,8 @@ def blame_sample(place: int) -> Iterator[None]:
 class PackedBatch:
     """A batch of B images with T objects in all, in flat tensors; the device work is not yet done.
 
-    ``sizes``, ``image_ids``, ``counts``, ``masks.crops`` and ``masks.offsets`` stay on the CPU, whatever the device:
-    code reads them, and reading them from a GPU would make it wait.
+    ``sizes``, ``image_ids``, ``counts``, ``masks.crops`` and ``masks.offsets`` stay on the CPU,
+    whatever the device: code reads them, and reading them from a GPU would make it wait.
     """
 
     pixels: Tensor
@@ -159,7 +191,9 @@ class PackedBatch:
     """int64 [T]."""
     masks: MaskBits
     dense: Tensor | None = None
-    """uint8 [bytes]: all masks as they are in the targets, where a worker has expanded them; else None."""
+    """uint8 [bytes]: all masks as they are in the targets, where a worker has expanded them; else
+    None.
+    """
 
     __iter__ = None  # or Python would ask for the images by numbers
 
@@ -167,19 +201,27 @@ class PackedBatch:
         return len(self.sizes)
 
     def __getitem__(self, part: slice) -> "PackedBatch":
-        """Some of the images, one after another, with their objects: views of this batch, without dense masks."""
+        """Some of the images, one after another, with their objects: views of this batch, without
+        dense masks.
+        """
         first, end, _ = part.indices(len(self))
         pixels = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
         objects = [0, *accumulate(self.counts.tolist())]
         images, of = slice(first, end), slice(objects[first], objects[end])
         tables = {name: getattr(self, name)[images] for name in ("sizes", "image_ids", "counts")}
         tables |= {name: getattr(self, name)[of] for name in _PARTS}
-        masks = MaskBits(self.masks.bits, self.masks.crops[of], self.masks.offsets[of.start : of.stop + 1])
-        return PackedBatch(pixels=self.pixels[pixels[first] : pixels[end]], masks=masks, dense=None, **tables)
+        masks = MaskBits(
+            self.masks.bits, self.masks.crops[of], self.masks.offsets[of.start : of.stop + 1]
+        )
+        return PackedBatch(
+            pixels=self.pixels[pixels[first] : pixels[end]], masks=masks, dense=None, **tables
+        )
 
     @cached_property
     def images(self) -> Tensor:
-        """uint8 [B, 3, H, W]: each image in the top left corner, zeros around; strides as in channels_last."""
+        """uint8 [B, 3, H, W]: each image in the top left corner, zeros around; strides as in
+        channels_last.
+        """
         height, width = self.sizes.max(0).values.tolist()
         if bool((self.sizes == self.sizes[0]).all()):
             return self.pixels.view(len(self), height, width, 3).permute(0, 3, 1, 2)
@@ -192,26 +234,37 @@ class PackedBatch:
         """Each image at its own size, uint8 [3, h, w]: views of ``pixels``."""
         sizes: list[list[int]] = self.sizes.tolist()
         parts = self.pixels.split([3 * h * w for h, w in sizes])
-        return [part.view(h, w, 3).permute(2, 0, 1) for part, (h, w) in zip(parts, sizes, strict=True)]
+        return [
+            part.view(h, w, 3).permute(2, 0, 1) for part, (h, w) in zip(parts, sizes, strict=True)
+        ]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The batch with its pixels, objects and mask bits on a device."""
         moved = {name: send(getattr(self, name), device) for name in ("pixels", *_PARTS)}
         return replace(self, masks=self.masks._replace(bits=send(self.masks.bits, device)), **moved)
 
-    def to_images(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device; uint8: as stored."""
+    def to_images(
+        self, device: torch.device | str, dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device;
+        uint8: as stored.
+        """
         images = replace(self, pixels=send(self.pixels, device)).split_images()
         if dtype == torch.uint8:
             return images
-        return [image.to(torch.float32, memory_format=torch.contiguous_format).div_(255) for image in images]
+        return [
+            image.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+            for image in images
+        ]
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
         counts: list[int] = self.counts.tolist()
         sizes: list[list[int]] = self.sizes.tolist()
         if self.dense is None:
-            masks = expand_masks(self.masks._replace(bits=send(self.masks.bits, device)), sizes, counts)
+            masks = expand_masks(
+                self.masks._replace(bits=send(self.masks.bits, device)), sizes, counts
+            )
         else:
             masks = split_masks(send(self.dense, device), sizes, counts)
         # copies: a box that you keep must not keep the whole batch
@@ -222,7 +275,9 @@ class PackedBatch:
 
 
 class BatchShape(NamedTuple):
-    """All that must be known of a batch's buffer to open it: plain numbers, which cross between processes."""
+    """All that must be known of a batch's buffer to open it: plain numbers, which cross between
+    processes.
+    """
 
     images: int
     objects: int
@@ -232,14 +287,24 @@ class BatchShape(NamedTuple):
 
     @lru_cache(maxsize=8)  # asked for more than once for each batch  # noqa: B019
     def lay_out(self) -> tuple[dict[str, tuple[slice, str, tuple[int, ...]]], int]:
-        """Where each table lies in the buffer, its type and its shape; and the bytes of the whole buffer."""
+        """Where each table lies in the buffer, its type and its shape; and the bytes of the whole
+        buffer.
+        """
         b, t = self.images, self.objects
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
-            "pixels": ("u1", (self.pixel_bytes,)), "bits": ("u1", (self.mask_bytes,)), "sizes": ("i4", (b, 2)),
-            "image_ids": ("i8", (b,)), "counts": ("i8", (b,)), "boxes": ("f4", (t, 4)), "labels": ("i8", (t,)),
-            "areas": ("f4", (t,)), "iscrowd": ("i8", (t,)), "crops": ("i4", (t, 4)), "offsets": ("i8", (t + 1,)),
+            "pixels": ("u1", (self.pixel_bytes,)),
+            "bits": ("u1", (self.mask_bytes,)),
+            "sizes": ("i4", (b, 2)),
+            "image_ids": ("i8", (b,)),
+            "counts": ("i8", (b,)),
+            "boxes": ("f4", (t, 4)),
+            "labels": ("i8", (t,)),
+            "areas": ("f4", (t,)),
+            "iscrowd": ("i8", (t,)),
+            "crops": ("i4", (t, 4)),
+            "offsets": ("i8", (t + 1,)),
             "dense": ("u1", (self.dense_bytes,)),
-        }  # fmt: skip
+        }
         layout, end = {}, 0
         for name, (kind, shape) in tables.items():
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -249,24 +314,34 @@ class BatchShape(NamedTuple):
 
     def open_tables(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """The tables in a buffer, uint8 [bytes], as views of it."""
-        return {name: buffer[at].view(kind).reshape(shape) for name, (at, kind, shape) in self.lay_out()[0].items()}
+        return {
+            name: buffer[at].view(kind).reshape(shape)
+            for name, (at, kind, shape) in self.lay_out()[0].items()
+        }
 
 
 def write_batch(
-    source: Any, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], *, dense: bool = False,
+    source: Any,
+    indices: Sequence[int],
+    reserve: Callable[[int], NDArray[np.uint8]],
+    *,
+    dense: bool = False,
     flips: NDArray[np.bool_] | None = None,
-) -> tuple[BatchShape, NDArray[np.uint8]]:  # fmt: skip
-    """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks expanded too.
+) -> tuple[BatchShape, NDArray[np.uint8]]:
+    """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks
+    expanded too.
 
-    ``source`` is a `PackedSamples` or what has its methods, as `ShardDataset`. ``flips`` mirrors images, boxes and
-    dense masks, not the mask bits.
+    ``source`` is a `PackedSamples` or what has its methods, as `ShardDataset`. ``flips`` mirrors
+    images, boxes and dense masks, not the mask bits.
 
     Raises:
         BadSampleError: if an image cannot be read.
     """
     tables = source.describe(indices)
     if flips is not None:
-        right, mirrored = (np.repeat(part, tables["counts"]) for part in (tables["sizes"][:, 1], flips))
+        right, mirrored = (
+            np.repeat(part, tables["counts"]) for part in (tables["sizes"][:, 1], flips)
+        )
         tables["boxes"][mirrored, ::2] = right[mirrored, None] - tables["boxes"][mirrored, 2::-2]
     lengths = tables.pop("mask_bytes")
     offsets = np.zeros(len(lengths) + 1, np.int64)
@@ -281,7 +356,9 @@ def write_batch(
     for name, table in (*tables.items(), ("offsets", offsets)):
         views[name][:] = table
     first = pixel = 0
-    for place, (index, (height, width), count) in enumerate(zip(indices, sizes, counts, strict=True)):
+    for place, (index, (height, width), count) in enumerate(
+        zip(indices, sizes, counts, strict=True)
+    ):
         pixels = views["pixels"][pixel : pixel + 3 * height * width].reshape(height, width, 3)
         with blame_sample(place):
             source.read_into(index, pixels, views["bits"][offsets[first] : offsets[first + count]])
@@ -290,14 +367,18 @@ def write_batch(
                 part.copy_(part.flip(1))
         pixel, first = pixel + pixels.size, first + count
     if dense_bytes:
-        bits, crops, ends, out = map(torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"]))
+        bits, crops, ends, out = map(
+            torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"])
+        )
         draw_masks(MaskBits(bits, crops, ends), split_masks(out, sizes, counts), flips)
     return shape, memory
 
 
 def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
     """The batch in a buffer, uint8 [bytes]; its tensors are views of it."""
-    parts = {name: torch.from_numpy(table) for name, table in shape.open_tables(buffer.numpy()).items()}
+    parts = {
+        name: torch.from_numpy(table) for name, table in shape.open_tables(buffer.numpy()).items()
+    }
     masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
     dense = parts.pop("dense")
     return PackedBatch(masks=masks, dense=dense if shape.dense_bytes else None, **parts)
@@ -310,7 +391,9 @@ class PackedSamples:
         self.samples = samples
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of the offsets."""
+        """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of
+        the offsets.
+        """
         tables = [self.samples[index].tables for index in indices]
         return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
@@ -331,12 +414,16 @@ def pack_samples(dataset: Any, indices: Sequence[int]) -> PackedSamples:
             found = dataset[index]
             if not isinstance(found, tuple | list) or len(found) != 2:
                 kind = type(found).__name__
-                raise ColabUtilsError(f"expected (image, target) from your dataset, found {kind}: see torchvision's")
+                raise ColabUtilsError(
+                    f"expected (image, target) from your dataset, found {kind}: see torchvision's"
+                )
             samples.append(pack_target(*found))
     return PackedSamples(samples)
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:
     """Put samples into one packed batch."""
-    shape, memory = write_batch(PackedSamples(samples), range(len(samples)), lambda size: np.empty(size, np.uint8))
+    shape, memory = write_batch(
+        PackedSamples(samples), range(len(samples)), lambda size: np.empty(size, np.uint8)
+    )
     return open_batch(torch.from_numpy(memory), shape)

@@ -1,4 +1,6 @@
-"""The clock of a training loop: how long each batch was waited for, how long its step took, and all between steps."""
+"""The clock of a training loop: how long each batch was waited for, how long its step took, and all
+between steps.
+"""
 
 from array import array
 from collections import deque
@@ -12,10 +14,12 @@ from numpy.typing import NDArray
 
 
 class LoopClock:
-    """Notes when each batch is asked for, when it comes, when its step ends, and when the loop is left.
+    """Notes when each batch is asked for, when it comes, when its step ends, and when the loop is
+    left.
 
-    Where this process uses CUDA, events on its stream are noted beside the wall clock: a wait is then the time in which
-    the GPU had nothing to do, and a step ends when the GPU has done it. The clock itself never waits for the GPU.
+    Where this process uses CUDA, events on its stream are noted beside the wall clock: a wait is
+    then the time in which the GPU had nothing to do, and a step ends when the GPU has done it. The
+    clock itself never waits for the GPU.
 
     Attributes:
         images: that came.
@@ -37,8 +41,10 @@ class LoopClock:
     def __init__(self) -> None:
         self.began_s, self.images = perf_counter(), 0
         self.firsts, self.ends_s = list[int](), 0.0
-        self._moments: list[_Moment] = []  # of the batch at hand: asked for, came, and its step ended
-        self._pending: deque[list[_Moment]] = deque()  # of batches that are over, which a GPU may still be at
+        # of the batch at hand: asked for, came, and its step ended
+        self._moments: list[_Moment] = []
+        # of batches that are over, which a GPU may still be at
+        self._pending: deque[list[_Moment]] = deque()
         self._parts = array("d")  # of those before them: wait, step and rest, seconds
         self._left: _Moment | None = None  # when the last pass was over
 
@@ -54,8 +60,8 @@ class LoopClock:
 
     @property
     def parts_s(self) -> NDArray[np.float64]:
-        """Of each batch that is over, seconds, float64 [batches, 3]: until it came, until its step ended, and until the
-        next one was asked for, or the loop was left.
+        """Of each batch that is over, seconds, float64 [batches, 3]: until it came, until its step
+        ended, and until the next one was asked for, or the loop was left.
         """
         return np.array(self._parts).reshape(-1, 3)
 
@@ -91,7 +97,9 @@ class LoopClock:
             self._left = self._left or left
 
     def read(self) -> float:
-        """Take in all batches that are over, and give the seconds of all waits so far; a GPU is waited for."""
+        """Take in all batches that are over, and give the seconds of all waits so far; a GPU is
+        waited for.
+        """
         at_work = self._moments[:2] if len(self._moments) > 1 else []
         last = [*(moments[-1] for moments in self._pending), *at_work][-1:]
         if last and last[0].event:
@@ -126,8 +134,12 @@ def _note_moment() -> _Moment:
 
 
 def _measure(moments: list[_Moment]) -> list[float]:
-    """Seconds between each moment and the next one: those of the stream where it was noted at both."""
+    """Seconds between each moment and the next one: those of the stream where it was noted at
+    both.
+    """
     return [
-        first.event.elapsed_time(then.event) / 1000 if first.event and then.event else then.wall_s - first.wall_s
+        first.event.elapsed_time(then.event) / 1000
+        if first.event and then.event
+        else then.wall_s - first.wall_s
         for first, then in pairwise(moments)
     ]

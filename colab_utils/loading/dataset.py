@@ -1,8 +1,9 @@
 """COCO datasets with torchvision's detection contract: a folder of shards, or of loose image files.
 
-``(image, target)``: image uint8 [3, H, W]; target a dict of boxes float32 [N, 4] (x0, y0, x1, y1 in pixels),
-labels int64 [N] (0 is the background, and never given), masks uint8 [N, H, W], image_id int, area float32 [N],
-iscrowd int64 [N]. Crowds and boxes without area are left out, as torchvision's ``references/detection`` does.
+``(image, target)``: image uint8 [3, H, W]; target a dict of boxes float32 [N, 4] (x0, y0, x1, y1 in
+pixels), labels int64 [N] (0 is the background, and never given), masks uint8 [N, H, W], image_id
+int, area float32 [N], iscrowd int64 [N]. Crowds and boxes without area are left out, as
+torchvision's ``references/detection`` does.
 """
 
 import io
@@ -23,8 +24,21 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
-from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
-from colab_utils.drive import DriveFile, DriveLostError, Retries, find_profile, guard_drive, read_file
+from colab_utils.data.masks import (
+    PackedMasks,
+    encode_segmentation,
+    number_within,
+    pack_masks,
+    unpack_masks,
+)
+from colab_utils.drive import (
+    DriveFile,
+    DriveLostError,
+    Retries,
+    find_profile,
+    guard_drive,
+    read_file,
+)
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.require import require_local_path
@@ -35,7 +49,9 @@ OPEN_FILES = 512
 
 
 class _CocoSamples(Dataset[tuple[Tensor, Target]]):
-    """What both datasets share: labels, ids and sizes of the images, and the annotations in COCO form."""
+    """What both datasets share: labels, ids and sizes of the images, and the annotations in COCO
+    form.
+    """
 
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
@@ -44,8 +60,12 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
         names = {category["id"]: category["name"] for category in categories}
         ids = sorted(names)
         mapped = contiguous or (bool(ids) and ids[0] < 1)  # label 0 is torchvision's background
-        self.category_ids: dict[int, int] = dict(enumerate(ids, 1)) if mapped else {number: number for number in ids}
-        self.class_names: dict[int, str] = {label: names[number] for label, number in self.category_ids.items()}
+        self.category_ids: dict[int, int] = (
+            dict(enumerate(ids, 1)) if mapped else {number: number for number in ids}
+        )
+        self.class_names: dict[int, str] = {
+            label: names[number] for label, number in self.category_ids.items()
+        }
         self.num_classes = max(self.class_names, default=0) + 1
 
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
@@ -70,7 +90,10 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
         parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
-        return {"image_id": int(self.image_ids[index]), **{key: torch.from_numpy(part) for key, part in parts.items()}}
+        return {
+            "image_id": int(self.image_ids[index]),
+            **{key: torch.from_numpy(part) for key, part in parts.items()},
+        }
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -90,10 +113,20 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
             images.append({"id": int(self.image_ids[index]), "height": height, "width": width})
             # ids from 1: COCOeval takes an annotation with id 0 for "no match"
             for one in self.list_annotations(index):
-                annotations.append({**one, "image_id": images[-1]["id"], "id": len(annotations) + 1})
-        categories = [{"id": number, "name": self.class_names[label]} for label, number in self.category_ids.items()]
+                annotations.append(
+                    {**one, "image_id": images[-1]["id"], "id": len(annotations) + 1}
+                )
+        categories = [
+            {"id": number, "name": self.class_names[label]}
+            for label, number in self.category_ids.items()
+        ]
         coco = COCO()
-        coco.dataset = {"info": {}, "images": images, "annotations": annotations, "categories": categories}
+        coco.dataset = {
+            "info": {},
+            "images": images,
+            "annotations": annotations,
+            "categories": categories,
+        }
         with redirect_stdout(io.StringIO()):
             coco.createIndex()
         return coco
@@ -111,7 +144,8 @@ class ShardFiles:
         return ShardFiles, (self.folder,)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of that number.
+        """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of
+        that number.
 
         Raises:
             ColabUtilsError: if the file went away or was cut short.
@@ -124,11 +158,16 @@ class ShardFiles:
             count, found = -1, str(error.strerror)
         if count < length:
             cure = "Copy the shards again, or mount Drive again."
-            raise ColabUtilsError(f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}")
+            raise ColabUtilsError(
+                f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}"
+            )
 
 
-def load_shard(folder: Path, shard: ShardInfo, *, index: ShardIndex, retries: Retries) -> ShardArrays:
-    """The arrays of one shard; made again from its tar, with a warning, where they are missing or damaged.
+def load_shard(
+    folder: Path, shard: ShardInfo, *, index: ShardIndex, retries: Retries
+) -> ShardArrays:
+    """The arrays of one shard; made again from its tar, with a warning, where they are missing or
+    damaged.
 
     Raises:
         ColabUtilsError: if the tar is missing, cut short or damaged.
@@ -148,23 +187,30 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex) -> ShardArrays:
     except DriveLostError:
         raise
     except (ColabUtilsError, OSError) as error:
-        warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
+        warnings.warn(
+            f"{error} It is made again in memory; copy or preprocess again.",
+            ColabUtilsWarning,
+            stacklevel=5,
+        )
         return rebuild_arrays(path, shard)
     if find_profile(arrays_path) is not None:
-        # What was read so far came at full speed. It is read again at the speed of the slowed folder.
+        # What was read so far came at full speed. It is read again at the speed of the slowed
+        # folder.
         with DriveFile(arrays_path) as file:
             file.pread(int(arrays.bits), 0)
     return arrays
 
 
 class CocoFolder(_CocoSamples):
-    """A folder of images and a COCO JSON as a map-style dataset with torchvision's detection contract.
+    """A folder of images and a COCO JSON as a map-style dataset with torchvision's detection
+    contract.
 
-    Each sample is read, decoded, and its polygons become dense masks, as in torchvision's ``references/detection``
-    (``CocoDetection`` with ``ConvertCocoPolysToMask``). Only the annotations are kept in flat arrays, where Drive
-    fails it is read again after growing waits, and no file outside the folder is opened. ``num_classes``,
-    ``class_names``, ``category_ids``, ``image_ids`` and ``fingerprint`` are as in ``ShardDataset``; the images are in
-    the order of the file.
+    Each sample is read, decoded, and its polygons become dense masks, as in torchvision's
+    ``references/detection`` (``CocoDetection`` with ``ConvertCocoPolysToMask``). Only the
+    annotations are kept in flat arrays, where Drive fails it is read again after growing waits, and
+    no file outside the folder is opened. ``num_classes``, ``class_names``, ``category_ids``,
+    ``image_ids`` and ``fingerprint`` are as in ``ShardDataset``; the images are in the order of the
+    file.
 
     Args:
         images: the image folder.
@@ -172,8 +218,8 @@ class CocoFolder(_CocoSamples):
         contiguous_labels: map category ids to 1 to K.
 
     Raises:
-        ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image or one of its
-            masks is bad.
+        ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image
+            or one of its masks is bad.
         DriveLostError: if Drive fails, and goes on failing for 81 seconds.
 
     Example:
@@ -182,12 +228,18 @@ class CocoFolder(_CocoSamples):
         colab_utils.errors.ColabUtilsError: expected ...
     """
 
-    def __init__(self, images: str | Path, annotations: str | Path, *, contiguous_labels: bool = False) -> None:
+    def __init__(
+        self, images: str | Path, annotations: str | Path, *, contiguous_labels: bool = False
+    ) -> None:
         self.folder = require_local_path(images)
         self.retries = Retries()
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
-        self.image_ids, self.sizes, self.fingerprint = self.coco.image_ids, self.coco.sizes, self.coco.fingerprint
+        self.image_ids, self.sizes, self.fingerprint = (
+            self.coco.image_ids,
+            self.coco.sizes,
+            self.coco.fingerprint,
+        )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
@@ -195,9 +247,13 @@ class CocoFolder(_CocoSamples):
         try:
             image, (height, width) = self.decode(data), self.sizes[index].tolist()
             if height and width and image.shape[1:] != (height, width):
-                image = torch.from_numpy(decode_upright(data, height, width).transpose(2, 0, 1).copy())
+                image = torch.from_numpy(
+                    decode_upright(data, height, width).transpose(2, 0, 1).copy()
+                )
         except ColabUtilsError as error:
-            raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
+            raise ColabUtilsError(
+                f"{self.find_path(index)}: {error}. Run check on the dataset."
+            ) from None
         height, width = image.shape[-2:]
         annotations, boxes, masks = self._read_objects(index, height, width)
         labels = self._map_labels([a["category_id"] for a in annotations])
@@ -214,7 +270,9 @@ class CocoFolder(_CocoSamples):
             raise ColabUtilsError(f"expected an image file, found {found}") from None
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
-        """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the annotations give."""
+        """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the
+        annotations give.
+        """
         index = self._check(index)
         return self._read_objects(index, *self.sizes[index].tolist())[2]
 
@@ -230,7 +288,9 @@ class CocoFolder(_CocoSamples):
         """The image's annotations in COCO form, crowds included."""
         return self.coco.annotations(self._check(index))
 
-    def _read_objects(self, index: int, height: int, width: int) -> tuple[list[dict[str, Any]], Any, NDArray[np.uint8]]:
+    def _read_objects(
+        self, index: int, height: int, width: int
+    ) -> tuple[list[dict[str, Any]], Any, NDArray[np.uint8]]:
         """The annotations that are trained on, with their boxes and dense masks."""
         annotations = [a for a in self.list_annotations(index) if not a["iscrowd"]]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
@@ -240,20 +300,24 @@ class CocoFolder(_CocoSamples):
             try:
                 rles.append(encode_segmentation(annotation["segmentation"], height, width))
             except ColabUtilsError as error:
-                raise ColabUtilsError(f"annotation {annotation['id']}: {error}. Run check on the dataset.") from None
+                raise ColabUtilsError(
+                    f"annotation {annotation['id']}: {error}. Run check on the dataset."
+                ) from None
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
 class ShardDataset(_CocoSamples):
     """A folder of shards as a map-style dataset with torchvision's detection contract.
 
-    Labels are the COCO category ids, as torchvision's own path gives them; with ``contiguous_labels=True``, or
-    where an id 0 would mean the background, they are 1 to K in the order of the ids.
+    Labels are the COCO category ids, as torchvision's own path gives them; with
+    ``contiguous_labels=True``, or where an id 0 would mean the background, they are 1 to K in the
+    order of the ids.
 
     Args:
         folder: the shards.
-        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors, for each sample.
-            ``make_loader(transforms=...)`` applies them on the device instead.
+        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given
+            tv_tensors, for each sample. ``make_loader(transforms=...)`` applies them on the device
+            instead.
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
@@ -270,48 +334,72 @@ class ShardDataset(_CocoSamples):
         is_decoded: whether the images lie in the shards as pixels.
 
     Raises:
-        ColabUtilsError: if there is no finished folder of shards, or a file is missing or damaged; and, for a
-            sample, if its shard went away or its image is damaged.
+        ColabUtilsError: if there is no finished folder of shards, or a file is missing or damaged;
+            and, for a sample, if its shard went away or its image is damaged.
 
     Example:
         >>> ShardDataset("no/such/folder")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
     """
 
     def __init__(
-        self, folder: str | Path, *, transforms: Transforms | None = None, contiguous_labels: bool = False
+        self,
+        folder: str | Path,
+        *,
+        transforms: Transforms | None = None,
+        contiguous_labels: bool = False,
     ) -> None:
         folder = require_local_path(folder)
         retries = Retries()
         index = read_index(folder, retries)
         shards = [load_shard(folder, shard, index=index, retries=retries) for shard in index.shards]
-        self._open(ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels)
+        self._open(
+            ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
+        )
 
     def _open(
-        self, files: ShardFiles, index: ShardIndex, shards: list[ShardArrays], transforms: Transforms | None, *,
+        self,
+        files: ShardFiles,
+        index: ShardIndex,
+        shards: list[ShardArrays],
+        transforms: Transforms | None,
+        *,
         contiguous_labels: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._files, self.index, self.transforms = files, index, transforms
         self.folder = files.folder
         self.fingerprint = index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
         self.is_decoded = index.recipe["storage"] == "pixels"
         if not shards:
-            raise ColabUtilsError(f"expected shards in {self.folder}, found an index of none: run preprocess again")
+            raise ColabUtilsError(
+                f"expected shards in {self.folder}, found an index of none: run preprocess again"
+            )
 
         def join(name: str) -> NDArray[Any]:
             return np.concatenate([getattr(shard, name) for shard in shards])
 
-        self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
-        tables = {name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")}
+        self.shard_of = np.repeat(
+            np.arange(len(shards)), [len(shard.image_ids) for shard in shards]
+        )
+        tables = {
+            name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")
+        }
         self.image_ids, self.sizes, counts = tables["image_ids"], tables["sizes"], tables["counts"]
         mask_bytes = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
-        self._tables = tables | {"labels": self._map_labels(join("labels")), "mask_bytes": mask_bytes}
+        self._tables = tables | {
+            "labels": self._map_labels(join("labels")),
+            "mask_bytes": mask_bytes,
+        }
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
-        self._image_spans, self._record_spans, self._checks = join("image_spans"), join("record_spans"), join("checks")
+        self._image_spans, self._record_spans, self._checks = (
+            join("image_spans"),
+            join("record_spans"),
+            join("checks"),
+        )
         self._first = np.cumsum(counts) - counts
         # where the bits of each image start in its shard's file; bits that were made again are held
         starts = [shard.mask_ends[np.cumsum(shard.counts) - shard.counts] for shard in shards]
@@ -319,7 +407,10 @@ class ShardDataset(_CocoSamples):
         self._bit_starts = np.concatenate(starts)
 
     def __str__(self) -> str:
-        return f"{len(self):,} images in {len(self.index.shards)} shards, {len(self.class_names)} categories"
+        return (
+            f"{len(self):,} images in {len(self.index.shards)} shards, {len(self.class_names)} "
+            "categories"
+        )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         pixels, bits, tables = self.read_packed(index)
@@ -327,17 +418,24 @@ class ShardDataset(_CocoSamples):
         masks = unpack_masks(_join_masks(bits, tables), *pixels.shape[:2])
         boxes, labels, area = (tables[name] for name in ("boxes", "labels", "areas"))
         target = self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
-        return apply_transforms(self.transforms, image, target) if self.transforms else (image, target)
+        return (
+            apply_transforms(self.transforms, image, target) if self.transforms else (image, target)
+        )
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels, without reading the image (torchvision's aspect-ratio grouping asks)."""
+        """Height and width in pixels, without reading the image (torchvision's aspect-ratio
+        grouping asks).
+        """
         height, width = self.sizes[self._check(index)].tolist()
         return height, width
 
     def read_packed(self, index: int) -> PackedSample:
         """The sample with packed masks."""
         tables = self.describe([index])
-        pixels, bits = np.empty((*tables["sizes"][0], 3), np.uint8), np.empty(tables["mask_bytes"].sum(), np.uint8)
+        pixels, bits = (
+            np.empty((*tables["sizes"][0], 3), np.uint8),
+            np.empty(tables["mask_bytes"].sum(), np.uint8),
+        )
         self.read_into(index, pixels, bits)
         return PackedSample(pixels, bits, tables)
 
@@ -349,15 +447,22 @@ class ShardDataset(_CocoSamples):
         return _join_masks(bits, tables)
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """All but pixels and mask bits of some images, without reading a file: see `PackedSamples.describe`."""
+        """All but pixels and mask bits of some images, without reading a file: see
+        `PackedSamples.describe`.
+        """
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
         objects = np.repeat(self._first[rows], tables["counts"]) + number_within(tables["counts"])
-        tables |= {name: self._tables[name][objects] for name in ("boxes", "labels", "areas", "crops", "mask_bytes")}
+        tables |= {
+            name: self._tables[name][objects]
+            for name in ("boxes", "labels", "areas", "crops", "mask_bytes")
+        }
         return tables | {"iscrowd": np.zeros(len(objects), np.int64)}
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of that size."""
+        """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of
+        that size.
+        """
         index = self._check(index)
         self._read_bits(index, bits)
         self._read_pixels(index, pixels)
@@ -405,14 +510,18 @@ class ShardDataset(_CocoSamples):
     def _compare(self, index: int, part: int, *data: Any) -> None:
         """Refuse what is not what was written: a flipped bit may well be an image."""
         if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
-            raise self._explain_damage(index, f"its {('bytes', 'masks', 'record')[part]} do not match their checksum")
+            raise self._explain_damage(
+                index, f"its {('bytes', 'masks', 'record')[part]} do not match their checksum"
+            )
 
     def find_path(self, index: int) -> Path:
         """The shard that the image lies in."""
         return self.folder / self.index.shards[self.shard_of[self._check(index)]].name
 
     def record(self, index: int) -> dict[str, Any]:
-        """The record's JSON: COCO form, crowds included, masks as compressed RLE with text counts."""
+        """The record's JSON: COCO form, crowds included, masks as compressed RLE with text
+        counts.
+        """
         index = self._check(index)
         record: dict[str, Any] = json.loads(self._read_span(index, self._record_spans, 2))
         return record
@@ -423,8 +532,10 @@ class ShardDataset(_CocoSamples):
 
     def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
         return ColabUtilsError(
-            f"expected a complete image and record in {self.find_path(index)}, found image {self.image_ids[index]} "
-            f"damaged ({found}). Run verify on the shards, and copy or preprocess again what it names."
+            f"expected a complete image and record in {self.find_path(index)}, found image "
+            f"{self.image_ids[index]} "
+            f"damaged ({found}). Run verify on the shards, and copy or preprocess again what it "
+            "names."
         )
 
 

@@ -8,14 +8,16 @@ from typing import Any
 from colab_utils.require import require_number
 
 _BUSY = 0.9  # of a core: what a training process takes to launch kernels
-_BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
+# a few microseconds of work that releases Python's lock, as launching kernels does
+_BLOCK = bytes(32_768)
 
 
 class EmulatedStep:
     """A placeholder step for a machine without a GPU; label its figures *emulated*.
 
-    It uses ``busy`` of a core for ``step_ms`` milliseconds (both more than 0), and longer where others take the core
-    away: a step that only sleeps flatters every loader. Raises ColabUtilsError for a step that takes no time.
+    It uses ``busy`` of a core for ``step_ms`` milliseconds (both more than 0), and longer where
+    others take the core away: a step that only sleeps flatters every loader. Raises ColabUtilsError
+    for a step that takes no time.
 
     Example:
         >>> step = EmulatedStep(5)
@@ -31,14 +33,19 @@ class EmulatedStep:
         self.busy = busy
 
     def __call__(self, images: Any, targets: Any = None) -> None:
-        """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at neither."""
+        """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at
+        neither.
+        """
         length_s = self.step_ms / 1000
         began_s, cpu_began_s = perf_counter(), thread_time()
-        while (cpu_s := thread_time() - cpu_began_s) < self.busy * length_s:  # work and rest alternate in 2 ms slices
+        # work and rest alternate in 2 ms slices
+        while (cpu_s := thread_time() - cpu_began_s) < self.busy * length_s:
             slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)
             while thread_time() < slice_end_s:
                 zlib.crc32(_BLOCK)
-            rest_s = min((thread_time() - cpu_began_s) / self.busy, length_s) - (perf_counter() - began_s)
+            rest_s = min((thread_time() - cpu_began_s) / self.busy, length_s) - (
+                perf_counter() - began_s
+            )
             sleep(max(0.0, rest_s))
 
     def __str__(self) -> str:

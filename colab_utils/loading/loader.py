@@ -1,4 +1,6 @@
-"""The loader: samples in a seeded order, packed by workers into reused memory, delivered on the device."""
+"""The loader: samples in a seeded order, packed by workers into reused memory, delivered on the
+device.
+"""
 
 import warnings
 import weakref
@@ -15,7 +17,14 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
-from colab_utils.loading.workers import PREFETCH, Fetcher, Prefetcher, WorkerJob, seed_random, tune_workers
+from colab_utils.loading.workers import (
+    PREFETCH,
+    Fetcher,
+    Prefetcher,
+    WorkerJob,
+    seed_random,
+    tune_workers,
+)
 from colab_utils.require import require_choice, require_count
 from colab_utils.runtime import count_cores, require_linux
 
@@ -26,8 +35,9 @@ Delivery = Literal["dense", "packed"]
 class BatchSampler(Sampler[list[int]]):
     """An epoch as lists of indices; the same for the same seed and epoch.
 
-    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in torchvision's
-    references (``GroupedBatchSampler``); what the two leave over makes the last batches.
+    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in
+    torchvision's references (``GroupedBatchSampler``); what the two leave over makes the last
+    batches.
 
     Args:
         size: images in all.
@@ -35,15 +45,16 @@ class BatchSampler(Sampler[list[int]]):
         seed: of the order; None keeps the dataset's order.
         sizes: int32 [I, 2], height and width of each image in pixels; None does not group.
         shard_of: int64 [I], the shard of each image, for ``windows``.
-        sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called where it has one, and
-            it draws from ``seed`` and epoch.
+        sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called
+            where it has one, and it draws from ``seed`` and epoch.
         drop_last: leave out the last batch where it is not full.
 
     Attributes:
         epoch: the epoch that the next pass runs.
         left: int64, the images of this epoch: all, or what batches of another size have left.
-        windows: of shards, which are trained on one after another, each shuffled together with what the one before left
-            over (see `Arrival.plan_windows`); without windows all images are shuffled.
+        windows: of shards, which are trained on one after another, each shuffled together with what
+            the one before left over (see `Arrival.plan_windows`); without windows all images are
+            shuffled.
 
     Example:
         >>> list(BatchSampler(5, 2, seed=None))
@@ -51,12 +62,21 @@ class BatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, size: int, batch_size: int, seed: int | None, *, sizes: NDArray[np.int32] | None = None,
-        shard_of: Any = None, sampler: Any = None, drop_last: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        size: int,
+        batch_size: int,
+        seed: int | None,
+        *,
+        sizes: NDArray[np.int32] | None = None,
+        shard_of: Any = None,
+        sampler: Any = None,
+        drop_last: bool = False,
+    ) -> None:
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.sampler, self.drop_last, self._shard_of = sampler, drop_last, shard_of
-        self._wide = np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
+        self._wide = (
+            np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
+        )
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
@@ -107,46 +127,61 @@ class BatchSampler(Sampler[list[int]]):
 
 
 def make_loader(
-    dataset: Dataset[Any], *, batch_size: int, device: torch.device | str = "cpu",
-    workers: int | Literal["auto"] = "auto", deliver: Delivery = "dense", image_dtype: torch.dtype = torch.float32,
-    shuffle: bool = True, sampler: Sampler[int] | Sequence[int] | None = None, drop_last: bool = False, seed: int = 0,
-    prefetch: int = PREFETCH, transforms: Transforms | None = None, max_bad: int = 0,
-) -> "Loader":  # fmt: skip
+    dataset: Dataset[Any],
+    *,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+    workers: int | Literal["auto"] = "auto",
+    deliver: Delivery = "dense",
+    image_dtype: torch.dtype = torch.float32,
+    shuffle: bool = True,
+    sampler: Sampler[int] | Sequence[int] | None = None,
+    drop_last: bool = False,
+    seed: int = 0,
+    prefetch: int = PREFETCH,
+    transforms: Transforms | None = None,
+    max_bad: int = 0,
+) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
 
-    A shuffled batch holds wide images, or tall ones, where the dataset has ``sizes``: less padding, as in torchvision's
-    references. Where ``torch.distributed`` is initialised and there is no ``sampler``, each process gets its share of
-    the images of each batch, or None in place of a batch that has none for it.
+    A shuffled batch holds wide images, or tall ones, where the dataset has ``sizes``: less padding,
+    as in torchvision's references. Where ``torch.distributed`` is initialised and there is no
+    ``sampler``, each process gets its share of the images of each batch, or None in place of a
+    batch that has none for it.
 
     Args:
-        dataset: a ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with torchvision's detection
-            contract.
+        dataset: a ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
+            torchvision's detection contract.
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
-        workers: processes that load. 0 loads in this process, when a batch is asked for. "auto" tries what this machine
-            can do (``tune_workers``: at most three short trials), never more than its cores; for under 64 batches an
-            epoch, or shards that still arrive, it is one process a core, at most 4.
+        workers: processes that load. 0 loads in this process, when a batch is asked for. "auto"
+            tries what this machine can do (``tune_workers``: at most three short trials), never
+            more than its cores; for under 64 batches an epoch, or shards that still arrive, it is
+            one process a core, at most 4.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
-        image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
-            normalises itself.
+        image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC
+            strides, for code that normalises itself.
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
         sampler: gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
-            ``WeightedRandomSampler``; it has a length, and draws from ``seed`` unless it has a generator of its own.
-            With ``range(len(dataset))`` one of several processes gets all images.
+            ``WeightedRandomSampler``; it has a length, and draws from ``seed`` unless it has a
+            generator of its own. With ``range(len(dataset))`` one of several processes gets all
+            images.
         drop_last: leave out the last batch of an epoch where it is not full.
-        seed: of the order, and of all random numbers in your dataset and in its transforms: the same samples with any
-            number of workers.
+        seed: of the order, and of all random numbers in your dataset and in its transforms: the
+            same samples with any number of workers.
         prefetch: batches that each worker prepares ahead.
-        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors, applied on the
-            device to dense batches (on the worker: those of your dataset, which leave images uint8). On the CPU, a
-            ``v2.RandomHorizontalFlip`` alone is done where the masks are expanded.
-        max_bad: images in all that may fail to load, with whatever exception, and are left out, each with a warning;
-            one more is an error.
+        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given
+            tv_tensors, applied on the device to dense batches (on the worker: those of your
+            dataset, which leave images uint8). On the CPU, a ``v2.RandomHorizontalFlip`` alone is
+            done where the masks are expanded.
+        max_bad: images in all that may fail to load, with whatever exception, and are left out,
+            each with a warning; one more is an error.
 
     Raises:
-        ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or the device is not
-            there; and, while you iterate, if a sample is damaged, a worker process dies, or memory is short.
+        ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or
+            the device is not there; and, while you iterate, if a sample is damaged, a worker
+            process dies, or memory is short.
 
     Example:
         >>> import torch
@@ -171,55 +206,89 @@ def make_loader(
     prefetch = require_count("prefetch", prefetch)
     seed = require_count("seed", seed, least=0)
     max_bad = require_count("max_bad", max_bad, least=0)
-    count = min(4, count_cores()) if workers == "auto" else require_count("workers", workers, least=0)
+    count = (
+        min(4, count_cores()) if workers == "auto" else require_count("workers", workers, least=0)
+    )
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
     transforms = None if flip else transforms
     if transforms is not None and deliver == "packed":
-        cure = "they need dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
-        raise ColabUtilsError(f"expected deliver='dense' for transforms on the device, found 'packed': {cure}")
+        cure = (
+            "they need dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
+        )
+        raise ColabUtilsError(
+            f"expected deliver='dense' for transforms on the device, found 'packed': {cure}"
+        )
     fetcher = Fetcher(dataset, dense=dense, flip=flip)
     order = BatchSampler(
-        len(fetcher), batch_size, seed if shuffle else None, sizes=fetcher.sizes, shard_of=fetcher.shard_of,
-        sampler=sampler, drop_last=drop_last,
-    )  # fmt: skip
+        len(fetcher),
+        batch_size,
+        seed if shuffle else None,
+        sizes=fetcher.sizes,
+        shard_of=fetcher.shard_of,
+        sampler=sampler,
+        drop_last=drop_last,
+    )
     is_here, rates = fetcher.arrival is None or fetcher.arrival.is_complete, dict[int, float]()
     if sampler is not None and not is_here:
-        raise ColabUtilsError("expected no sampler while shards arrive, found one. Wait until all are here.")
+        raise ColabUtilsError(
+            "expected no sampler while shards arrive, found one. Wait until all are here."
+        )
     if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
     loader = Loader(
-        fetcher, order, device=torch_device, workers=count, prefetch=prefetch, deliver=deliver, image_dtype=image_dtype,
-        seed=seed, transforms=transforms, max_bad=max_bad,
-    )  # fmt: skip
+        fetcher,
+        order,
+        device=torch_device,
+        workers=count,
+        prefetch=prefetch,
+        deliver=deliver,
+        image_dtype=image_dtype,
+        seed=seed,
+        transforms=transforms,
+        max_bad=max_bad,
+    )
     loader.rates = rates
     return loader
 
 
 def _find_flip(transforms: Any) -> float:
-    """The share of images that transforms mirror left to right, where they do nothing else; else 0."""
+    """The share of images that transforms mirror left to right, where they do nothing else;
+    else 0.
+    """
     from torchvision.transforms import v2
 
-    return float(transforms.p) if type(transforms) is v2.RandomHorizontalFlip else 0.0  # a subclass may do anything
+    # a subclass may do anything
+    return float(transforms.p) if type(transforms) is v2.RandomHorizontalFlip else 0.0
 
 
 class Loader:
-    """Iterates over the batches of one epoch; each new pass is the next epoch, also after one that was
-    broken off. Made by :func:`make_loader`, whose arguments it keeps.
+    """Iterates over the batches of one epoch; each new pass is the next epoch, also after one that
+    was broken off. Made by :func:`make_loader`, whose arguments it keeps.
 
     Attributes:
-        rates: images/s with each number of workers that was tried (``workers="auto"``), while a step keeps 0.9 of a
-            core busy; empty where none was, or slow files or memory decide.
+        rates: images/s with each number of workers that was tried (``workers="auto"``), while a
+            step keeps 0.9 of a core busy; empty where none was, or slow files or memory decide.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
     """
 
     def __init__(
-        self, fetcher: Fetcher, order: BatchSampler, *, device: torch.device, workers: int, prefetch: int,
-        deliver: Delivery, image_dtype: torch.dtype, seed: int, transforms: Transforms | None, max_bad: int,
-    ) -> None:  # fmt: skip
+        self,
+        fetcher: Fetcher,
+        order: BatchSampler,
+        *,
+        device: torch.device,
+        workers: int,
+        prefetch: int,
+        deliver: Delivery,
+        image_dtype: torch.dtype,
+        seed: int,
+        transforms: Transforms | None,
+        max_bad: int,
+    ) -> None:
         self.dataset, self.batch_size, self.seed = fetcher.dataset, order.batch_size, seed
         self.device, self.workers, self.prefetch, self.max_bad = device, workers, prefetch, max_bad
         self.deliver, self.image_dtype, self.transforms = deliver, image_dtype, transforms
@@ -228,7 +297,9 @@ class Loader:
         self.total = 0
         group = torch.distributed
         is_shared = order.sampler is None and group.is_available() and group.is_initialized()
-        self._rank, self._ranks = (group.get_rank(), group.get_world_size()) if is_shared else (0, 1)
+        self._rank, self._ranks = (
+            (group.get_rank(), group.get_world_size()) if is_shared else (0, 1)
+        )
         self._fetcher, self._order = fetcher, order
         self._totals: dict[int, int] = {}
         self._delivered = 0
@@ -270,8 +341,11 @@ class Loader:
                 self._end_epoch()
             if batch is not None or self._ranks > 1:
                 yield batch and self._deliver(batch)
-                if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
-                    raise ColabUtilsError("expected one pass over a loader at a time, found two: make two loaders")
+                # before waiting: the results of this pass went to the other one
+                if this_pass != self._passes:
+                    raise ColabUtilsError(
+                        "expected one pass over a loader at a time, found two: make two loaders"
+                    )
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
@@ -292,7 +366,9 @@ class Loader:
             raise
 
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
-        """The batches of the epoch that were not delivered yet, with their numbers; None while the next has to wait."""
+        """The batches of the epoch that were not delivered yet, with their numbers; None while the
+        next has to wait.
+        """
         first, order = self._delivered, self._order
         arrival, shard_of, windows = self._fetcher.arrival, self._fetcher.shard_of, order.windows
         is_new = not (first or windows) and len(order.left) == order.size
@@ -307,7 +383,9 @@ class Loader:
             yield number, indices[self._rank :: self._ranks]
 
     def list_jobs(self) -> list[WorkerJob]:
-        """The batches that were asked for and did not come yet, oldest first; of each, its worker."""
+        """The batches that were asked for and did not come yet, oldest first; of each, its
+        worker.
+        """
         return self._prefetcher.list_jobs() if self._prefetcher else []
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
@@ -317,8 +395,14 @@ class Loader:
             if count > self.max_bad:
                 self.close()
                 last = f"{count}. Allow more, or mend them; the last: {found}"
-                raise ColabUtilsError(f"expected at most {self.max_bad} bad images (max_bad), found {last}")
-            warnings.warn(f"an image is left out (number {count} so far): {found}", ColabUtilsWarning, stacklevel=3)
+                raise ColabUtilsError(
+                    f"expected at most {self.max_bad} bad images (max_bad), found {last}"
+                )
+            warnings.warn(
+                f"an image is left out (number {count} so far): {found}",
+                ColabUtilsWarning,
+                stacklevel=3,
+            )
 
     def _deliver(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
         """A batch as it is delivered."""
@@ -327,49 +411,71 @@ class Loader:
         images = batch.to_images(self.device, torch.uint8 if self.transforms else self.image_dtype)
         targets = batch.to_targets(self.device)
         if self.transforms:
-            pairs = [apply_transforms(self.transforms, *pair) for pair in zip(images, targets, strict=True)]
+            pairs = [
+                apply_transforms(self.transforms, *pair)
+                for pair in zip(images, targets, strict=True)
+            ]
             images, targets = [image for image, _ in pairs], [target for _, target in pairs]
             if self.image_dtype == torch.float32:
-                images = [image.float().div_(255) if image.dtype == torch.uint8 else image for image in images]
+                images = [
+                    image.float().div_(255) if image.dtype == torch.uint8 else image
+                    for image in images
+                ]
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands after the batches delivered so far: plain whole numbers; ``joined`` lists the windows
-        of shards of an epoch that began while they arrived; ``left`` the images that batches of another size left of
-        this epoch.
+        """Where the order stands after the batches delivered so far: plain whole numbers;
+        ``joined`` lists the windows of shards of an epoch that began while they arrived; ``left``
+        the images that batches of another size left of this epoch.
         """
         order = self._order
         return {
-            "seed": self.seed, "batch_size": self.batch_size, "shuffle": int(order.seed is not None),
-            "images": order.size, "epoch": order.epoch, "batch": self._delivered,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "shuffle": int(order.seed is not None),
+            "images": order.size,
+            "epoch": order.epoch,
+            "batch": self._delivered,
             "joined": [list(one) for one in order.windows],
             "left": order.left.tolist() if len(order.left) < order.size else [],
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that a state was taken at; with batches of another size, with the images that the
-        epoch had left then.
+        """Continue after the batch that a state was taken at; with batches of another size, with
+        the images that the epoch had left then.
 
         Raises:
-            ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or batch size where
-                shards were still arriving), or was changed.
+            ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or
+                batch size where shards were still arriving), or was changed.
         """
         order, kept = self._order, ("seed", "shuffle", "images", "batch_size")
         here, there = ({key: one.get(key) for key in kept} for one in (self.state_dict(), state))
-        values: list[Any] = [state.get(key) for key in ("batch_size", "epoch", "batch", "joined", "left")]
+        values: list[Any] = [
+            state.get(key) for key in ("batch_size", "epoch", "batch", "joined", "left")
+        ]
         size, epoch, count, windows, left = values
         try:
             joined = sorted(chain(*windows))
             numbers = [size - 1, epoch, count, *joined, *left]
             sound = all(type(number) is int and number >= 0 for number in numbers)
-            sound = sound and max(left, default=0) < order.size and joined in ([], [*range(self._fetcher.shards)])
+            sound = (
+                sound
+                and max(left, default=0) < order.size
+                and joined in ([], [*range(self._fetcher.shards)])
+            )
         except TypeError:
             sound = False
         if not sound:
-            raise ColabUtilsError("expected a state as Loader.state_dict gives it, found it changed: start a new epoch")
+            raise ColabUtilsError(
+                "expected a state as Loader.state_dict gives it, found it changed: start a new "
+                "epoch"
+            )
         resized = size != self.batch_size and not windows and order.sampler is None
         if there != (here | {"batch_size": size} if resized else here):
-            raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
+            raise ColabUtilsError(
+                f"expected a state of the same order {here}, found {there}: use those settings "
+                "again"
+            )
         order.start_epoch(epoch)
         order.windows = [list(one) for one in windows]
         order.left = np.unique(np.array(left, np.int64)) if left else order.left
@@ -403,7 +509,9 @@ def find_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}: name one") from None
+        raise ColabUtilsError(
+            f"expected a device such as 'cpu' or 'cuda', found {device!r}: name one"
+        ) from None
     if found.type == "cuda" and not torch.cuda.is_available():
         cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
         raise ColabUtilsError(f"expected a GPU for device {device!r}, found none. {cure}")

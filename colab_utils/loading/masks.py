@@ -1,7 +1,8 @@
 """Masks from their bits: dense ones, mirrored, and the mask targets of proposals.
 
-What depends on the objects' crops alone is worked out on the CPU, in small tables. What looks at pixels is a few
-operations over all objects at once, on the device that the bits are on, in chunks of bounded memory.
+What depends on the objects' crops alone is worked out on the CPU, in small tables. What looks at
+pixels is a few operations over all objects at once, on the device that the bits are on, in chunks
+of bounded memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,9 @@ DRAWN_BYTES, SAMPLED_BYTES = 64, 16  # that a pixel takes then
 
 
 class MaskBits(NamedTuple):
-    """The masks of T objects as in ``PackedMasks``, in tensors; ``crops`` and ``offsets`` stay on the CPU."""
+    """The masks of T objects as in ``PackedMasks``, in tensors; ``crops`` and ``offsets`` stay on
+    the CPU.
+    """
 
     bits: Tensor
     """uint8 [bytes]: each mask's crop row by row, one bit a pixel, most significant bit first."""
@@ -34,7 +37,9 @@ class MaskBits(NamedTuple):
     """int64 [T + 1]: where each mask's bytes start in ``bits``."""
 
 
-def split_masks(dense: Tensor, sizes: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
+def split_masks(
+    dense: Tensor, sizes: Sequence[Sequence[int]], counts: Sequence[int]
+) -> list[Tensor]:
     """Flat memory as the dense masks of each image, uint8 [N, height, width]: views of it.
 
     Example:
@@ -46,7 +51,9 @@ def split_masks(dense: Tensor, sizes: Sequence[Sequence[int]], counts: Sequence[
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def expand_masks(masks: MaskBits, sizes: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
+def expand_masks(
+    masks: MaskBits, sizes: Sequence[Sequence[int]], counts: Sequence[int]
+) -> list[Tensor]:
     """Dense masks of each image, on the device that the bits are on.
 
     Args:
@@ -74,13 +81,15 @@ def expand_masks(masks: MaskBits, sizes: Sequence[Sequence[int]], counts: Sequen
 
 
 def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> None:
-    """Draw by numpy into the dense masks of each image, uint8 [N, height, width] on the CPU: many times as fast as
-    ``_draw_rows`` there. Of the images that ``flips`` has, bool [B], the masks are mirrored left to right.
+    """Draw by numpy into the dense masks of each image, uint8 [N, height, width] on the CPU: many
+    times as fast as ``_draw_rows`` there. Of the images that ``flips`` has, bool [B], the masks are
+    mirrored left to right.
     """
     packed = masks.bits.numpy()
     objects = zip(masks.crops.tolist(), masks.offsets.tolist(), strict=False)
     for image, flip in zip(dense, repeat(False) if flips is None else flips, strict=False):
-        for mask in image.zero_().numpy():  # cleared when its turn comes: it is in the cache when it is drawn upon
+        # cleared when its turn comes: it is in the cache when it is drawn upon
+        for mask in image.zero_().numpy():
             (left, top, right, bottom), start = next(objects)
             height, width = bottom - top, right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
@@ -90,7 +99,9 @@ def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> N
 
 
 def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
-    """Draw by torch, all objects' rows at once; ``sizes`` are those of each object's image, ``dense`` is flat."""
+    """Draw by torch, all objects' rows at once; ``sizes`` are those of each object's image,
+    ``dense`` is flat.
+    """
     left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
     # each row of each object: its object, its place in the crop, its width
     of, row = np.repeat(np.arange(len(top)), bottom - top), number_within(bottom - top)
@@ -102,7 +113,11 @@ def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
     bits, most = masks.bits, CHUNK_BYTES[masks.bits.device.type] // DRAWN_BYTES
     cuts = np.searchsorted(begins, np.arange(0, wide.sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
-        part, begin, length = send(table[:, first:last], bits.device), int(begins[first]), int(wide[first:last].sum())
+        part, begin, length = (
+            send(table[:, first:last], bits.device),
+            int(begins[first]),
+            int(wide[first:last].sum()),
+        )
         pixel = torch.arange(begin, begin + length, device=bits.device)
         bit, place = part[1:].repeat_interleave(part[0], 1, output_size=length).add_(pixel)
         dense[place] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
@@ -110,27 +125,38 @@ def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
 
 @torch.no_grad()
 def sample_masks(
-    masks: MaskBits, objects: Tensor, boxes: Tensor, *, sizes: Tensor, counts: Tensor, flips: Sequence[bool],
-    to_sizes: Sequence[Sequence[int]], size: int = 28,
-) -> Tensor:  # fmt: skip
-    """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the images.
+    masks: MaskBits,
+    objects: Tensor,
+    boxes: Tensor,
+    *,
+    sizes: Tensor,
+    counts: Tensor,
+    flips: Sequence[bool],
+    to_sizes: Sequence[Sequence[int]],
+    size: int = 28,
+) -> Tensor:
+    """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the
+    images.
 
-    Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where a row of either
-    matrix averages the pixels that its samples read.
+    Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where
+    a row of either matrix averages the pixels that its samples read.
 
-    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
-    -1, not aligned): samples more than a pixel outside the image are 0, others outside read its border. Equal within
-    1e-5 to what they make of dense masks.
+    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align``
+    (sampling ratio -1, not aligned): samples more than a pixel outside the image are 0, others
+    outside read its border. Equal within 1e-5 to what they make of dense masks.
 
     Args:
         masks: The packed masks of all T objects.
         objects: int64 [R]: the object, among the T, of each proposal.
-        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after mirroring and resizing.
-            Both are read on the CPU, so if they lie on a GPU this waits for it, once.
-        sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
+        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after
+            mirroring and resizing. Both are read on the CPU, so if they lie on a GPU this waits for
+            it, once.
+        sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all
+            tables here.
         counts: int [B]: objects of each image.
         flips: bool [B]: the images that are mirrored left to right.
-        to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by nearest neighbour.
+        to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by
+            nearest neighbour.
         size: Rows and columns of a target; 28 by default, as in Mask R-CNN.
 
     Returns:
@@ -149,18 +175,23 @@ def sample_masks(
     """
     of, corners = objects.cpu().numpy(), boxes.float().cpu().numpy()
     if not np.isfinite(corners).all():
-        raise ColabUtilsError("expected finite boxes as proposals, found others. Lower the learning rate.")
+        raise ColabUtilsError(
+            "expected finite boxes as proposals, found others. Lower the learning rate."
+        )
     images = np.repeat(np.arange(len(counts)), counts)[of]
     crops, offsets = (np.asarray(part, np.int64)[of] for part in (masks.crops, masks.offsets[:-1]))
     starts, flipped = corners[:, :2], np.array(flips)[images]
     stored, limits = (np.asarray(part, np.int64)[images, ::-1] for part in (sizes, to_sizes))
-    shrinks = stored.astype(np.float32) / limits.astype(np.float32)  # as nearest_indices works it out
+    # as nearest_indices works it out
+    shrinks = stored.astype(np.float32) / limits.astype(np.float32)
     # as roi_align works it out, in float32, so that the samples lie where its own do
     sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
     steps = sides / np.float32(size)
     grids = np.stack([starts, steps, np.ceil(steps), limits, shrinks], 1).astype(np.float32)
     # the part of each crop that samples can read, as stored
-    lows, lasts = (edge.clip(0, limits - 1).astype(np.int64) for edge in (starts, starts + sides + 1))
+    lows, lasts = (
+        edge.clip(0, limits - 1).astype(np.int64) for edge in (starts, starts + sides + 1)
+    )
     lows, highs = ((edge.astype(np.float32) * shrinks).astype(np.int64) for edge in (lows, lasts))
     highs += 1
     lows[flipped, 0], highs[flipped, 0] = (stored - highs)[flipped, 0], (stored - lows)[flipped, 0]
@@ -171,26 +202,38 @@ def sample_masks(
     targets = torch.zeros((len(of), size, size), dtype=torch.float32, device=device)
     with torch.autocast(device.type, enabled=False):  # half precision would round the weights
         most = CHUNK_BYTES[device.type] // SAMPLED_BYTES
-        for row, low, span in _cut_chunks(lows, highs, grids[:, 2].astype(np.int64), size, pixels=most):
+        for row, low, span in _cut_chunks(
+            lows, highs, grids[:, 2].astype(np.int64), size, pixels=most
+        ):
             crop, (x, y) = crops[row], low.T
             stride = crop[:, 2] - crop[:, 0]
             first = offsets[row] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
-            across = np.stack([signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]])
+            across = np.stack(
+                [signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]]
+            )
             down = np.stack([np.ones_like(y), -y, span[:, 1]])
             pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
             both = np.concatenate([across, down], 1)  # in one go: a GPU has fewer calls to wait for
             weights = _weigh_pixels(
-                np.concatenate([*grids[row].transpose(2, 0, 1)]).T, both, (size, max(pixels.shape[1:])), device
+                np.concatenate([*grids[row].transpose(2, 0, 1)]).T,
+                both,
+                (size, max(pixels.shape[1:])),
+                device,
             )
             columns, rows = (
-                part[..., :count] for part, count in zip(weights.chunk(2), pixels.shape[:0:-1], strict=True)
+                part[..., :count]
+                for part, count in zip(weights.chunk(2), pixels.shape[:0:-1], strict=True)
             )
             targets.index_add_(0, send(row, device), rows @ (pixels @ columns.mT))
     return targets
 
 
-def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int, *, pixels: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Proposals of like sizes together, the largest in blocks of rows: their numbers, first pixels (x, y), lengths."""
+def _cut_chunks(
+    lows: Ints, highs: Ints, grids: Ints, size: int, *, pixels: int
+) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Proposals of like sizes together, the largest in blocks of rows: their numbers, first pixels
+    (x, y), lengths.
+    """
     width, height = (highs - lows).clip(0).T
     most = (pixels // width.clip(1)).clip(1)
     blocks = -(-height // most) * (width > 0)
@@ -200,14 +243,20 @@ def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int, *, pixels: int)
     span[:, 1] = np.minimum(span[:, 1], highs[row, 1] - low[:, 1])
     order = np.argsort(span.max(1))
     while len(order):
-        padded, samples = np.maximum.accumulate(span[order]), np.maximum.accumulate(grids[row[order]])
-        cost = (padded.prod(1) + size * (padded + 4 * samples).sum(1)) * np.arange(1, len(order) + 1)
+        padded, samples = (
+            np.maximum.accumulate(span[order]),
+            np.maximum.accumulate(grids[row[order]]),
+        )
+        cost = (padded.prod(1) + size * (padded + 4 * samples).sum(1)) * np.arange(
+            1, len(order) + 1
+        )
         chunk, order = np.split(order, [max(1, int(np.searchsorted(cost, pixels, "right")))])
         yield row[chunk], low[chunk], span[chunk]
 
 
 def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
-    """Blocks of pixels: float32 [k, height, width or up to 7 more] of 0 and 1; what is beyond a crop is anything.
+    """Blocks of pixels: float32 [k, height, width or up to 7 more] of 0 and 1; what is beyond a
+    crop is anything.
 
     ``lines`` is [2, k]: each block's first bit, and how many bits further its next row starts.
     """
@@ -217,24 +266,37 @@ def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
     pairs = bits[places.clamp_(max=len(bits) - 1)].int()
     # a row starts at any bit of a byte: move it to the first
     lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
-    numbers, shifts = torch.arange(256, device=bits.device), torch.arange(7, -1, -1, device=bits.device)
-    return torch.nn.functional.embedding(lined, ((numbers[:, None] >> shifts) & 1).float()).flatten(2)
+    numbers, shifts = (
+        torch.arange(256, device=bits.device),
+        torch.arange(7, -1, -1, device=bits.device),
+    )
+    return torch.nn.functional.embedding(lined, ((numbers[:, None] >> shifts) & 1).float()).flatten(
+        2
+    )
 
 
-def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """What each pixel of a block counts in each row, or column, of a target: float32 [k, size, pixels].
+def _weigh_pixels(
+    grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int], device: torch.device
+) -> Tensor:
+    """What each pixel of a block counts in each row, or column, of a target: float32 [k, size,
+    pixels].
 
     Args:
-        grid: [5, k]: where the box starts, the side of a bin, samples in a bin, pixels of the image, and how many
-            stored pixels go into one of these.
-        reach: [3, k]: pixel p of the stored image is ``first * p + second`` of the block, if that is below ``third``.
+        grid: [5, k]: where the box starts, the side of a bin, samples in a bin, pixels of the
+            image, and how many stored pixels go into one of these.
+        reach: [3, k]: pixel p of the stored image is ``first * p + second`` of the block, if that
+            is below ``third``.
         shape: size and pixels: those of the longest block, or more.
         device: where to make it.
     """
     start, side, count, limit, shrink = send(grid, device)[..., None, None]
     sign, edge, length = send(reach, device)[..., None, None]
     number = torch.arange(int(grid[2].max()), dtype=torch.float32, device=device) + 0.5
-    place = start + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side + number * side / count
+    place = (
+        start
+        + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side
+        + number * side / count
+    )
     weight = ((number < count) & (place >= -1) & (place <= limit)) / count
     place = place.clamp_(min=0).minimum(limit - 1)
     share = place.frac()
@@ -247,7 +309,8 @@ def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int]
 
 
 def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
-    """Boxes mirrored left to right: float [..., 4], x0, y0, x1, y1 in pixels; ``widths``: of the images, one or [...].
+    """Boxes mirrored left to right: float [..., 4], x0, y0, x1, y1 in pixels; ``widths``: of the
+    images, one or [...].
 
     Example:
         >>> flip_boxes(torch.tensor([[1.0, 0.0, 3.0, 2.0]]), 10).tolist()
@@ -260,15 +323,18 @@ def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
 def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
     """A tensor, or a numpy array, on a device; not copied where it is there already.
 
-    To a GPU it goes through pinned memory, and the call returns at once: a copy from other memory would wait for all
-    that the GPU still has to do, and leave it without work until the next call arrives. Source: ``cudaMemcpyAsync`` in
-    NVIDIA's CUDA runtime API, "API synchronization behavior".
+    To a GPU it goes through pinned memory, and the call returns at once: a copy from other memory
+    would wait for all that the GPU still has to do, and leave it without work until the next call
+    arrives. Source: ``cudaMemcpyAsync`` in NVIDIA's CUDA runtime API, "API synchronization
+    behavior".
 
     Example:
         >>> send(np.array([1, 2]), "cpu")
         tensor([1, 2])
     """
-    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    tensor = (
+        torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    )
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,8 +1,10 @@
-"""Who loads the batches: worker processes, as many as short trials of the real loader find best, or nobody else.
+"""Who loads the batches: worker processes, as many as short trials of the real loader find best, or
+nobody else.
 
-Batches are written into shared buffers, which are used again and again. Fresh shared memory is what limits torch's own
-hand-off: making it, copying into it and faulting it in, for each tensor anew. A buffer is made once, before the workers
-fork, and grows where a batch asks for more. It is anonymous memory: /dev/shm may be small or full.
+Batches are written into shared buffers, which are used again and again. Fresh shared memory is what
+limits torch's own hand-off: making it, copying into it and faulting it in, for each tensor anew. A
+buffer is made once, before the workers fork, and grows where a batch asks for more. It is anonymous
+memory: /dev/shm may be small or full.
 """
 
 import gc
@@ -35,14 +37,30 @@ from torch.utils.data import Dataset, Subset
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arriving import Arrival
-from colab_utils.loading.batch import BadSampleError, BatchShape, PackedBatch, open_batch, pack_samples, write_batch
+from colab_utils.loading.batch import (
+    BadSampleError,
+    BatchShape,
+    PackedBatch,
+    open_batch,
+    pack_samples,
+    write_batch,
+)
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
-from colab_utils.runtime import count_cores, end_with_parent, find_free_memory, format_bytes, quiet_fork, show_progress
+from colab_utils.runtime import (
+    count_cores,
+    end_with_parent,
+    find_free_memory,
+    format_bytes,
+    quiet_fork,
+    show_progress,
+)
 
 PREFETCH = 2
 """Batches ahead for each worker."""
-_LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
+# that a training loop may hold: its batch, the next one, and two more that somebody keeps to look
+# at
+_LENT_BUFFERS = 4
 _STEP_BYTES = 1 << 20  # by which a buffer grows
 _POLL_S = 0.02  # between two looks for shards that arrive
 _END = object()
@@ -68,10 +86,12 @@ class Result(NamedTuple):
 
 
 class Fetcher:
-    """Reads the samples of a map-style dataset, or of a ``Subset`` of one, and writes them as batches.
+    """Reads the samples of a map-style dataset, or of a ``Subset`` of one, and writes them as
+    batches.
 
     Attributes:
-        dense: whether the masks are written expanded, too; then ``flip`` is the share of images that are mirrored.
+        dense: whether the masks are written expanded, too; then ``flip`` is the share of images
+            that are mirrored.
         writes_itself: whether the dataset writes batches without samples in between.
         arrival: of shards that are still copied, where they are.
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
@@ -80,29 +100,45 @@ class Fetcher:
 
     def __init__(self, dataset: Dataset[Any], *, dense: bool = False, flip: float = 0) -> None:
         self.dataset, self.dense, self.flip = dataset, dense, flip
-        if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        if (
+            isinstance(dataset, str)
+            or not hasattr(dataset, "__len__")
+            or not hasattr(dataset, "__getitem__")
+        ):
             found = type(dataset).__name__
-            raise ColabUtilsError(f"expected a dataset with a length and indices, found {found}: use a ShardDataset")
+            raise ColabUtilsError(
+                f"expected a dataset with a length and indices, found {found}: use a ShardDataset"
+            )
         if not len(self):
-            raise ColabUtilsError("expected a dataset with images, found an empty one: open another")
+            raise ColabUtilsError(
+                "expected a dataset with images, found an empty one: open another"
+            )
         base: Any = dataset
         rows = np.arange(len(self))
         while type(base) is Subset:
             base, rows = base.dataset, np.asarray(base.indices, np.int64)[rows]
         self._base, self._rows = base, rows
-        is_plain = isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
+        is_plain = (
+            isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
+        )
         self.writes_itself = is_plain and base.transforms is None
         load_jpeg_decoder()  # now, so that workers need not
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         tables = [getattr(base, name, None) for name in ("shard_of", "sizes")]
-        self.shard_of, self.sizes = (table[rows] if isinstance(table, np.ndarray) else None for table in tables)
+        self.shard_of, self.sizes = (
+            table[rows] if isinstance(table, np.ndarray) else None for table in tables
+        )
         self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def load(self, indices: list[int], reserve: Reserve, seed: Sequence[int], *, skips_bad: bool) -> Result:
-        """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out, and name them."""
+    def load(
+        self, indices: list[int], reserve: Reserve, seed: Sequence[int], *, skips_bad: bool
+    ) -> Result:
+        """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out,
+        and name them.
+        """
         indices, bad = list(indices), list[tuple[int, str]]()
         while indices:
             try:
@@ -128,7 +164,9 @@ class Fetcher:
 
 @contextmanager
 def seed_random(seed: Sequence[int]) -> Iterator[None]:
-    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this process's as they were."""
+    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this
+    process's as they were.
+    """
     entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(entropy[0])
@@ -158,14 +196,21 @@ class SharedBuffer:
         """
         have = os.fstat(self._file).st_size
         if size > have:
-            wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES  # some more, so that it seldom grows
+            # some more, so that it seldom grows
+            wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES
             try:
                 if size - have > (free := find_free_memory()):
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
-                os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
+                # now, and not by a bus error on the first touch
+                os.posix_fallocate(self._file, 0, wanted)
             except OSError as error:
-                found = f"too little ({error.strerror}): use fewer workers, a smaller prefetch or a smaller batch"
-                raise ColabUtilsError(f"expected {format_bytes(size)} of shared memory, found {found}") from None
+                found = (
+                    f"too little ({error.strerror}): use fewer workers, a smaller prefetch or "
+                    "a smaller batch"
+                )
+                raise ColabUtilsError(
+                    f"expected {format_bytes(size)} of shared memory, found {found}"
+                ) from None
         return self.view(size)
 
     def view(self, size: int) -> NDArray[np.uint8]:
@@ -179,7 +224,9 @@ class SharedBufferPool:
     """The buffers of one loader: some free, some with the workers, some held with a batch."""
 
     def __init__(self, count: int, held: int) -> None:
-        """``count`` buffers for the workers and ``held`` more, which a training loop may hold at a time."""
+        """``count`` buffers for the workers and ``held`` more, which a training loop may hold at a
+        time.
+        """
         self.buffers = [SharedBuffer() for _ in range(count + held)]
         self._free = deque(range(count + held))
         self._most_held = held
@@ -195,9 +242,11 @@ class SharedBufferPool:
         self._free.append(number)
 
     def hold(self, number: int, size: int) -> Tensor:
-        """A buffer's content, uint8 [size]; the buffer is free again when no tensor uses it any more.
+        """A buffer's content, uint8 [size]; the buffer is free again when no tensor uses it any
+        more.
 
-        Who keeps many batches gets copies of the later ones, so that the workers never run out of buffers.
+        Who keeps many batches gets copies of the later ones, so that the workers never run out of
+        buffers.
         """
         content = self.buffers[number].view(size)
         if len(self._held) >= self._most_held:
@@ -251,9 +300,13 @@ def explain_death(found: str) -> str:
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", found)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
     if re.search("Killed|Bus error", found):
-        free, shm = format_bytes(find_free_memory()), format_bytes(shutil.disk_usage("/dev/shm").free)
+        free, shm = (
+            format_bytes(find_free_memory()),
+            format_bytes(shutil.disk_usage("/dev/shm").free),
+        )
         cure = (
-            f"Now {free} of memory and {shm} of /dev/shm are free. Mostly memory ran out: use fewer workers, a smaller "
+            f"Now {free} of memory and {shm} of /dev/shm are free. Mostly memory ran out: use "
+            "fewer workers, a smaller "
             "prefetch or a smaller batch, and run it again."
         )
     ended = how[0] if how else "no reason given"
@@ -288,10 +341,11 @@ def _make_portable(error: Exception | None) -> Exception | None:
 
 
 class Prefetcher:
-    """Worker processes, their shared buffers, and the batches that were asked for: ``prefetch`` ahead of each worker.
+    """Worker processes, their shared buffers, and the batches that were asked for: ``prefetch``
+    ahead of each worker.
 
-    Each worker has a pipe of its own: one that dies is noticed at once, and blocks no other. Without workers a batch is
-    loaded here, when it is asked for.
+    Each worker has a pipe of its own: one that dies is noticed at once, and blocks no other.
+    Without workers a batch is loaded here, when it is asked for.
 
     Raises:
         ColabUtilsError: if the system starts no more processes.
@@ -300,7 +354,8 @@ class Prefetcher:
     def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
         self._fetcher, self._ahead = fetcher, max(1, workers * prefetch)
         self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
-        self._sent: dict[int, tuple[WorkerJob, int]] = {}  # by the batch's number, with that of its buffer
+        # by the batch's number, with that of its buffer
+        self._sent: dict[int, tuple[WorkerJob, int]] = {}
         self._done: dict[int, Result] = {}
         self._processes: list[Any] = []
         self._connections: list[Any] = []
@@ -309,20 +364,30 @@ class Prefetcher:
             for _ in range(workers):
                 here, there = context.Pipe()
                 self._connections.append(here)
-                process = context.Process(target=_serve, args=(there, fetcher, self._buffers.buffers), daemon=True)
+                process = context.Process(
+                    target=_serve, args=(there, fetcher, self._buffers.buffers), daemon=True
+                )
                 with there, quiet_fork():
                     process.start()
                 self._processes.append(process)
         except OSError as error:  # no more processes
             self.close()
-            found = f"that they cannot be started ({error}): close what you do not need, or use workers=0"
+            found = (
+                f"that they cannot be started ({error}): close what you do not need, or use "
+                "workers=0"
+            )
             raise ColabUtilsError(f"expected {workers} worker processes, found {found}") from None
 
     def run(
-        self, batches: Iterable[tuple[int, list[int]] | None], *, seed: tuple[int, ...], skips_bad: bool
+        self,
+        batches: Iterable[tuple[int, list[int]] | None],
+        *,
+        seed: tuple[int, ...],
+        skips_bad: bool,
     ) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
-        """Load numbered batches in the order given (None: the next one has to wait): the number of each, the batch, and
-        what was left out of it. The batch is None where no image of it was asked for, or all are bad.
+        """Load numbered batches in the order given (None: the next one has to wait): the number of
+        each, the batch, and what was left out of it. The batch is None where no image of it was
+        asked for, or all are bad.
 
         Raises:
             WorkerDiedError: if a worker died; and what a sample raises (not with ``skips_bad``).
@@ -364,7 +429,8 @@ class Prefetcher:
 
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
-        for number, (job, buffer) in self._sent.items():  # where a worker dies now, no batch of the new pass is lost
+        # where a worker dies now, no batch of the new pass is lost
+        for number, (job, buffer) in self._sent.items():
             self._sent[number] = job._replace(number=None, indices=()), buffer
         while self._sent.keys() - self._done.keys():
             self._receive()
@@ -372,7 +438,9 @@ class Prefetcher:
             self._buffers.give_back(buffer)
         self._sent, self._done = {}, {}
 
-    def _send(self, number: int, indices: list[int], seed: tuple[int, ...], skips_bad: bool) -> None:
+    def _send(
+        self, number: int, indices: list[int], seed: tuple[int, ...], skips_bad: bool
+    ) -> None:
         """Ask the worker that has the fewest batches for one more, or load it here."""
         buffer, asked = self._buffers.take(), tuple(indices)
         if not self._processes:
@@ -414,17 +482,26 @@ class Prefetcher:
 
 
 def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> tuple[int, dict[int, float]]:
-    """How many workers load these batches fastest on this machine, now; and the images/s of each number that was tried,
-    while a step keeps 0.9 of a core busy: none where slow files, or memory, decide. Nothing is remembered.
+    """How many workers load these batches fastest on this machine, now; and the images/s of each
+    number that was tried, while a step keeps 0.9 of a core busy: none where slow files, or memory,
+    decide. Nothing is remembered.
     """
     batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
     most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
     cores = count_cores()
-    counts = [count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most]
+    counts = [
+        count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most
+    ]
     if is_slow or not counts:
         return max(counts, default=0), {}
     trials = (_measure_rate(fetcher, batches, count) for count in counts)
-    rates = dict(zip(counts, show_progress("tuning workers", trials, total=len(counts), unit="trial"), strict=True))
+    rates = dict(
+        zip(
+            counts,
+            show_progress("tuning workers", trials, total=len(counts), unit="trial"),
+            strict=True,
+        )
+    )
     return _pick(rates), rates
 
 
@@ -434,7 +511,9 @@ def _pick(rates: dict[int, float]) -> int:
 
 
 def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
-    """Bytes of a large batch, of the largest images where sizes are known; and whether it waits for its files."""
+    """Bytes of a large batch, of the largest images where sizes are known; and whether it waits for
+    its files.
+    """
     if fetcher.sizes is not None:
         indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
     began_s = perf_counter() - thread_time()
@@ -444,12 +523,17 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
 
 
 def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> float:
-    """Images/s that so many workers deliver, as fast as their batches are taken, while a step takes its core."""
+    """Images/s that so many workers deliver, as fast as their batches are taken, while a step takes
+    its core.
+    """
     prefetcher = Prefetcher(fetcher, workers, PREFETCH)
     step = Thread(target=EmulatedStep(1000 * _TRIAL_S), args=(None,), daemon=True)
     try:
-        loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(batches))), seed=(0,), skips_bad=True)
-        for _ in islice(loaded, workers * PREFETCH + 1):  # the workers start, and touch their memory for the first time
+        loaded = prefetcher.run(
+            enumerate(chain.from_iterable(repeat(batches))), seed=(0,), skips_bad=True
+        )
+        # the workers start, and touch their memory for the first time
+        for _ in islice(loaded, workers * PREFETCH + 1):
             pass
         step.start()
         images, began_s = 0, perf_counter()

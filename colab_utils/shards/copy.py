@@ -1,4 +1,6 @@
-"""Copy shards from Drive to this machine's disk, index last, and verify what lies there: a few big reads."""
+"""Copy shards from Drive to this machine's disk, index last, and verify what lies there: a few big
+reads.
+"""
 
 import os
 from collections.abc import Iterable
@@ -79,28 +81,33 @@ class VerifyReport:
         return f"{self.shards} shards, {self.images:,} images: {state}"
 
 
-def copy_shards(source: str | Path, target: str | Path, *, limit_gb: float | None = None) -> CopyReport:
-    """Copy a folder of shards, file by file, and check each against its checksum while it is copied.
+def copy_shards(
+    source: str | Path, target: str | Path, *, limit_gb: float | None = None
+) -> CopyReport:
+    """Copy a folder of shards, file by file, and check each against its checksum while it is
+    copied.
 
-    A file that is complete in ``target`` is not copied again, so an interrupted copy continues. Each file appears
-    under its name only when it is complete; the index comes last. Where Drive fails, the copy goes on from the byte
-    that it had reached; after four tries with growing waits (81 s in all) it ends.
+    A file that is complete in ``target`` is not copied again, so an interrupted copy continues.
+    Each file appears under its name only when it is complete; the index comes last. Where Drive
+    fails, the copy goes on from the byte that it had reached; after four tries with growing waits
+    (81 s in all) it ends.
 
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD; it is made where it is not.
-        limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in ``target``
-            then lists only those and is marked ``partial``; a later copy without a limit completes it.
+        limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in
+            ``target`` then lists only those and is marked ``partial``; a later copy without a limit
+            completes it.
 
     Raises:
-        ColabUtilsError: no shards in ``source``, too little free disk, other shards in ``target``, or a file
-            whose checksum is wrong twice.
+        ColabUtilsError: no shards in ``source``, too little free disk, other shards in ``target``,
+            or a file whose checksum is wrong twice.
         DriveLostError: Drive went away; what was copied stays, and the same call continues.
 
     Example:
         >>> copy_shards("no/such/folder", "ssd")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
     """
     source = require_local_path(source)
     target = require_local_path(target)
@@ -138,7 +145,7 @@ def verify_shards(folder: str | Path) -> VerifyReport:
     Example:
         >>> verify_shards("no/such/folder")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
     """
     folder = require_local_path(folder)
     retries = Retries()
@@ -224,7 +231,9 @@ class Copying:
         return name
 
     def _transfer_twice(self, name: str, size: int, checksum: str, temporary: Path) -> None:
-        """Copy the bytes under a temporary name; once more where they do not match their checksum."""
+        """Copy the bytes under a temporary name; once more where they do not match their
+        checksum.
+        """
         for _ in range(2):
             if self._transfer(name, size, temporary) == (size, checksum):
                 return
@@ -239,7 +248,8 @@ class Copying:
             file = DriveFile(self.source / name, self.retries)
         except OSError as error:
             raise ColabUtilsError(
-                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
+                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: "
+                f"{error.strerror}. "
                 "Run verify on it, then preprocess again what it names"
             ) from error
         state = xxhash.xxh3_64()
@@ -263,13 +273,18 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
     """Read the index in the target, which must be of the same shards; None where there is none.
 
     Raises:
-        ColabUtilsError: the target is the source, is written by a preprocess, or holds other shards.
+        ColabUtilsError: the target is the source, is written by a preprocess, or holds other
+            shards.
     """
     with explain_write(target):
         if os.path.realpath(source) == os.path.realpath(target):
-            raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
+            raise ColabUtilsError(
+                f"expected two folders, found {source} as source and target: name another target"
+            )
         if (target / WRITER_NAME).exists():
-            raise ColabUtilsError(f"expected a folder to copy into, found a preprocess in {target}: name another one")
+            raise ColabUtilsError(
+                f"expected a folder to copy into, found a preprocess in {target}: name another one"
+            )
         if not (target / INDEX_NAME).exists():
             return None
         previous = read_index(target)
@@ -301,7 +316,8 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
         first = index.shards[0]
         first_gb = (first.bytes + first.arrays_bytes) / 1e9
         raise ColabUtilsError(
-            f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one takes {first_gb:.3g} GB"
+            f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one "
+            f"takes {first_gb:.3g} GB"
         )
     return tuple(chosen)
 
@@ -309,15 +325,17 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
 def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool) -> None:
     """Refuse a copy that the disk cannot hold, before its first byte.
 
-    ``cached``: Drive keeps what is read on this disk too. Its cache gives way to what the disk needs, but a file only
-    after its last byte was read: the largest files under way count twice.
+    ``cached``: Drive keeps what is read on this disk too. Its cache gives way to what the disk
+    needs, but a file only after its last byte was read: the largest files under way count twice.
     """
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
     needed = sum(sizes)
     if cached:
         needed += sum(sizes[-COPY_STREAMS:])
     require_space(
-        target, needed * _DISK_MARGIN, "name a folder on a bigger disk, or copy a part of the shards (--limit-gb)"
+        target,
+        needed * _DISK_MARGIN,
+        "name a folder on a bigger disk, or copy a part of the shards (--limit-gb)",
     )
 
 
@@ -340,8 +358,12 @@ def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
     return ""
 
 
-def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path) -> ShardIndex:
-    """Return the target's new index: what was copied, and what lay there before and was not asked for now."""
+def _merge(
+    index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path
+) -> ShardIndex:
+    """Return the target's new index: what was copied, and what lay there before and was not asked
+    for now.
+    """
     shards = list(chosen)
     full = index
     if previous is not None:

@@ -45,16 +45,24 @@ class ShardInfo:
     arrays_bytes: int
     arrays_xxh3_64: str
     tables_xxh3_64: str
-    """Of the arrays without the masks' bits, which the tables hold checksums of: what a loader reads at first."""
+    """Of the arrays without the masks' bits, which the tables hold checksums of: what a loader
+    reads at first.
+    """
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
         """(file name, bytes, checksum) of the tar and of its arrays."""
-        return (self.name, self.bytes, self.xxh3_64), (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64)
+        return (self.name, self.bytes, self.xxh3_64), (
+            self.arrays_name,
+            self.arrays_bytes,
+            self.arrays_xxh3_64,
+        )
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What a folder of shards holds. ``partial`` marks a copy that lists only some of the source's shards."""
+    """What a folder of shards holds. ``partial`` marks a copy that lists only some of the source's
+    shards.
+    """
 
     fingerprint: str
     """XXH3-128 of the annotations file that the shards were made from."""
@@ -90,8 +98,8 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     An index that is not as it was written is refused only when the same bytes came twice.
 
     Raises:
-        ColabUtilsError: if there is no folder or no index, the index was changed since it was written, or another
-            version wrote it.
+        ColabUtilsError: if there is no folder or no index, the index was changed since it was
+            written, or another version wrote it.
     """
     folder = require_local_path(folder)
     path = folder / INDEX_NAME
@@ -102,13 +110,19 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         found = f"{INDEX_NAME} in {folder}, found none"
         if not folder.exists():
             found = f"a folder of shards, found nothing at {folder}"
-        cure = "Run preprocess (or copy) first: where it was interrupted, it continues where it stopped."
+        cure = (
+            "Run preprocess (or copy) first: where it was interrupted, it continues where it "
+            "stopped."
+        )
         raise ColabUtilsError(f"expected {found}. {cure}") from None
     except OSError as error:
-        raise ColabUtilsError(f"expected to read {path}, found: {error.strerror}. Make the file readable.") from None
+        raise ColabUtilsError(
+            f"expected to read {path}, found: {error.strerror}. Make the file readable."
+        ) from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
-            f"expected the index that was written in {path}, found one that was changed since: {error!s:.100}. Copy "
+            f"expected the index that was written in {path}, found one that was changed since: "
+            f"{error!s:.100}. Copy "
             "the folder again, or delete it and run preprocess again: finished shards stay."
         ) from None
 
@@ -118,14 +132,18 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
 
     Raises:
         ColabUtilsError: if it is none of ours, or of another version.
-        KeyError, TypeError, ValueError: if it is not what was written, or names a file outside the folder.
+        KeyError, TypeError, ValueError: if it is not what was written, or names a file outside the
+            folder.
     """
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
-        raise ColabUtilsError(f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another.")
+        raise ColabUtilsError(
+            f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another."
+        )
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {folder}, found version {version!s:.20}. "
+            f"expected shards of format version {FORMAT_VERSION} in {folder}, found version "
+            f"{version!s:.20}. "
             "Update colab_utils, or run preprocess again, into another folder."
         )
     checksum = raw.pop("xxh3_64")
@@ -141,7 +159,9 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     )
     # A name of another kind could lead out of the folder, or to a file of the user.
     for shard in index.shards:
-        if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != shard.name.replace(".tar", ".arrays"):
+        if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != shard.name.replace(
+            ".tar", ".arrays"
+        ):
             raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
     return index
 
@@ -165,7 +185,8 @@ def has_size(path: Path, size: int) -> bool:
 
 
 def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
-    """One tar member as header, data and padding; the same name and data always give the same bytes.
+    """One tar member as header, data and padding; the same name and data always give the same
+    bytes.
 
     Example:
         >>> [len(part) for part in split_member("000000000001.json", b"{}")]

@@ -20,14 +20,19 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import hash_bytes, require_linux, write_file
 
 WRITER_NAME = "writer.txt"
-_OURS = r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|(?:checkpoint|best)-\d{8,}\.pt"
+_OURS = (
+    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|(?:checkpoint|best)-\d{8,}\.pt"
+)
 _PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
 _marks: set[str] = set()  # of the folders that this process holds
-_TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
+# how often a writer touches its lock, and after how long it is gone
+_TOUCH_S, _SILENT_S = 30.0, 100.0
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
+    """Remove the temporary files of processes that were killed, here or on a machine that is
+    gone.
+    """
     for path in folder.glob(".*.part"):
         match = _PART.fullmatch(path.name)
         if match and not _is_running(int(match[1])):
@@ -36,14 +41,16 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder``: no other process writes into it while the block runs. The folder is made if need be.
+    """Lock ``folder``: no other process writes into it while the block runs. The folder is made if
+    need be.
 
-    What killed writers left half-written goes before the block, and what the block leaves so, after it.
+    What killed writers left half-written goes before the block, and what the block leaves so, after
+    it.
 
-    On this machine the lock is the system's, on a file in the folder for temporary files: it ends with its process.
-    Other machines see the file ``writer.txt``, which its writer touches every 30 seconds; when it has not for 100
-    seconds, its session has ended. (Drive shows another machine's files with a delay, so two machines that start within
-    seconds of each other can both get in.)
+    On this machine the lock is the system's, on a file in the folder for temporary files: it ends
+    with its process. Other machines see the file ``writer.txt``, which its writer touches every 30
+    seconds; when it has not for 100 seconds, its session has ended. (Drive shows another machine's
+    files with a delay, so two machines that start within seconds of each other can both get in.)
 
     Raises:
         ColabUtilsError: if another process writes there, or the folder cannot be written to.
@@ -97,7 +104,8 @@ def _lock_here(folder: Path) -> Iterator[bool]:
 
     place = hash_bytes(os.fsencode(os.path.realpath(folder)))
     with open(Path(gettempdir(), f"colab_utils-{os.getuid()}-{place}.lock"), "ab") as file:
-        register_after_fork(file, type(file).close)  # or the workers of a killed process would go on holding it
+        # or the workers of a killed process would go on holding it
+        register_after_fork(file, type(file).close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -107,7 +115,8 @@ def _lock_here(folder: Path) -> Iterator[bool]:
 
 
 def _refuse_writer(path: Path, *, is_locked: bool) -> None:
-    """Refuse a folder that somebody writes into: a process on this machine where ``is_locked``, else one elsewhere.
+    """Refuse a folder that somebody writes into: a process on this machine where ``is_locked``,
+    else one elsewhere.
 
     Raises:
         ColabUtilsError: if there is a writer, which it names.
@@ -124,13 +133,17 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
         is_alive = mark in _marks
     if is_locked or (silent_s < _SILENT_S and is_alive):
         raise ColabUtilsError(
-            f"expected no other writer in {path.parent}, found one at work there ({writer!r}). Let it end, or stop it "
-            f"and run the same: it continues. (On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
+            f"expected no other writer in {path.parent}, found one at work there ({writer!r}). "
+            "Let it end, or stop it "
+            "and run the same: it continues. (On another machine it counts as gone after "
+            f"{_SILENT_S:.0f} seconds.)"
         )
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is a process of this number that has not ended; nobody may have asked how it ended yet."""
+    """Whether there is a process of this number that has not ended; nobody may have asked how it
+    ended yet.
+    """
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

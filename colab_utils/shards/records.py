@@ -1,12 +1,13 @@
 """Images and records as a shard stores them, and the flat arrays of all its records.
 
-An image is kept as it is where possible, and shrunk once where it is too large. The arrays are what a loader needs to
-know without parsing any JSON. ``shard-000000.arrays`` holds the length of its head (eight bytes) and the XXH3-64 of all
-that follows, a head in JSON, then the arrays of :class:`ShardArrays` one after another (``numpy.save``), and last the
-bits of all masks, which are not read with them. The index holds a checksum of all but these bits, and the arrays hold
-those of each image, of its record and of its masks' bits: so nothing is trained on that was not compared with what was
-written. The tables hold what torchvision's references train on: crowds and boxes without area are left out (both stay
-in the tar's JSON).
+An image is kept as it is where possible, and shrunk once where it is too large. The arrays are what
+a loader needs to know without parsing any JSON. ``shard-000000.arrays`` holds the length of its
+head (eight bytes) and the XXH3-64 of all that follows, a head in JSON, then the arrays of
+:class:`ShardArrays` one after another (``numpy.save``), and last the bits of all masks, which are
+not read with them. The index holds a checksum of all but these bits, and the arrays hold those of
+each image, of its record and of its masks' bits: so nothing is trained on that was not compared
+with what was written. The tables hold what torchvision's references train on: crowds and boxes
+without area are left out (both stay in the tar's JSON).
 """
 
 import io
@@ -33,7 +34,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, SkippedImage, hash_bytes, hash_file, split_member
 
 Storage = Literal["keep", "shrink", "pixels"]
-"""How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
+"""How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw
+pixels.
+"""
 _JPEG_QUALITY = 95
 _KEPT_KINDS = ("JPEG", "MPO", "PNG")
 _KEPT_MODES = ("RGB", "L")
@@ -66,20 +69,23 @@ class Sample(NamedTuple):
 def store_image(
     data: bytes, size: tuple[int, int], *, min_size: int, max_size: int, storage: Storage = "shrink"
 ) -> StoredImage:
-    """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store its pixels.
+    """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store
+    its pixels.
 
-    JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become 8-bit RGB PNG; what is larger than
-    training needs is shrunk with an antialiased filter (to JPEG, or PNG if it was PNG).
+    JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become 8-bit RGB PNG; what is
+    larger than training needs is shrunk with an antialiased filter (to JPEG, or PNG if it was PNG).
 
     Args:
         data: the file's bytes.
         size: height and width that the annotations give; 0 where they give none.
         min_size: shorter side that training needs, in pixels.
         max_size: longer side that training needs, in pixels.
-        storage: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as ``.npy``.
+        storage: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as
+            ``.npy``.
 
     Raises:
-        ColabUtilsError: if the data is not a complete image, or its size is not what the annotations say.
+        ColabUtilsError: if the data is not a complete image, or its size is not what the
+            annotations say.
     """
     image = open_image(data)
     kind = image.format or ""
@@ -103,11 +109,13 @@ def store_image(
     return StoredImage(extension, _encode(rgb, extension), stored, original)
 
 
-def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
+def make_record(
+    image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage
+) -> dict[str, Any]:
     """Make the content of ``KEY.json``: COCO form at the stored size, masks as compressed RLE.
 
-    The counts of RLE are bytes. Masks are rasterised at the original size and then resized, as torchvision's transform
-    does.
+    The counts of RLE are bytes. Masks are rasterised at the original size and then resized, as
+    torchvision's transform does.
 
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
@@ -246,9 +254,13 @@ class ShardArrays:
     mask_ends: NDArray[np.int64]
     """int64 [N + 1]: offsets into ``bits``."""
     checks: NDArray[np.uint64]
-    """uint64 [I, 3]: XXH3-64 of each image's bytes in the tar, of its masks' bits, and of its record's bytes."""
+    """uint64 [I, 3]: XXH3-64 of each image's bytes in the tar, of its masks' bits, and of its
+    record's bytes.
+    """
     bits: NDArray[np.uint8] | int
-    """uint8: all masks, one bit a pixel; of arrays that were loaded, where they start in the file."""
+    """uint8: all masks, one bit a pixel; of arrays that were loaded, where they start in the
+    file.
+    """
 
 
 # The type of each table of images, and how many numbers a row has (none: one number, and no list).
@@ -322,8 +334,8 @@ def convert_boxes(
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return COCO boxes (x, y, width, height) as torchvision's references take them.
 
-    Source: ``ConvertCocoPolysToMask`` in pytorch/vision ``references/detection/coco_utils.py``: corners in
-    float32, clipped to the image; a box without width or height is not kept.
+    Source: ``ConvertCocoPolysToMask`` in pytorch/vision ``references/detection/coco_utils.py``:
+    corners in float32, clipped to the image; a box without width or height is not kept.
 
     Returns:
         float32 [N, 4] corners x0, y0, x1, y1 in pixels, and bool [N] which to keep.
@@ -410,7 +422,8 @@ def _list_tables() -> list[str]:
 
 
 def rebuild_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
-    """Make the arrays of one shard again from its tar, which must have the checksum that the index has.
+    """Make the arrays of one shard again from its tar, which must have the checksum that the index
+    has.
 
     Raises:
         ColabUtilsError: if the tar is damaged.
@@ -423,7 +436,9 @@ def rebuild_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
             members = tar.getmembers()
             for pair in zip(members[::2], members[1::2], strict=True):
                 starts = [member.offset_data for member in pair]
-                files = [os.pread(file.fileno(), member.size, member.offset_data) for member in pair]
+                files = [
+                    os.pread(file.fileno(), member.size, member.offset_data) for member in pair
+                ]
                 builder.add(load_record(files[1]), files, starts)
         return builder.build()
 

@@ -1,4 +1,5 @@
-"""COCO data to shards: what it will cost; then several processes, each writes one shard at a time; the index is last.
+"""COCO data to shards: what it will cost; then several processes, each writes one shard at a time;
+the index is last.
 
 A run that is interrupted leaves only finished shards; the same call continues after the last one.
 """
@@ -20,7 +21,15 @@ from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write, read_whole
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_choice, require_count, require_local_path, require_number
-from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
+from colab_utils.runtime import (
+    count_cores,
+    fork_pool,
+    format_bytes,
+    pop_done,
+    require_space,
+    show_progress,
+    write_file,
+)
 from colab_utils.shards.format import (
     INDEX_NAME,
     ShardIndex,
@@ -31,7 +40,14 @@ from colab_utils.shards.format import (
     write_index,
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.records import ArraysBuilder, Storage, describe_shard, dump_arrays, read_image, try_sample
+from colab_utils.shards.records import (
+    ArraysBuilder,
+    Storage,
+    describe_shard,
+    dump_arrays,
+    read_image,
+    try_sample,
+)
 
 READ_STREAMS = 4  # files that a process reads at the same time
 _TRIED_IMAGES = 16  # from which the images of a shard, and a plan, are worked out
@@ -39,7 +55,15 @@ _MOST_ARRAYS_BYTES = 1e10  # more than those of the largest shard
 _MOST_WORKERS = 2**16
 _RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
 # what reading damaged arrays raises
-_DAMAGE = (FileNotFoundError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+_DAMAGE = (
+    FileNotFoundError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +88,13 @@ class ShardReport:
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
         if self.crowds:
-            skipped += f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left out of training"
-        return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
+            skipped += (
+                f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left "
+                "out of training"
+            )
+        return (
+            f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
+        )
 
 
 class ShardJob(NamedTuple):
@@ -78,33 +107,44 @@ class ShardJob(NamedTuple):
 
 
 def write_shards(
-    images: str | Path, annotations: str | Path, *, shards: str | Path, shard_mb: float = 128, min_size: int = 800,
-    max_size: int = 1333, storage: Storage = "shrink", workers: int | Literal["auto"] = "auto",
-    executor: Executor | None = None, max_bad: float = 0.01,
-) -> ShardReport:  # fmt: skip
-    """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat arrays.
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    shards: str | Path,
+    shard_mb: float = 128,
+    min_size: int = 800,
+    max_size: int = 1333,
+    storage: Storage = "shrink",
+    workers: int | Literal["auto"] = "auto",
+    executor: Executor | None = None,
+    max_bad: float = 0.01,
+) -> ShardReport:
+    """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat
+    arrays.
 
-    Images keep their bytes, unless they are larger than training needs: those are shrunk once. A bad image
-    (missing, cut short, not an image, or with an annotation that has no usable mask) is skipped and reported.
-    What each ``storage`` costs on this machine, `plan_shards` measures.
+    Images keep their bytes, unless they are larger than training needs: those are shrunk once. A
+    bad image (missing, cut short, not an image, or with an annotation that has no usable mask) is
+    skipped and reported. What each ``storage`` costs on this machine, `plan_shards` measures.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        shards: the folder to write to; made if need be. A finished folder of the same data is left as it is.
+        shards: the folder to write to; made if need be. A finished folder of the same data is left
+            as it is.
         shard_mb: size to aim at for each shard, in MB.
         min_size: the shorter side that training needs, in pixels (torchvision's ``min_size``).
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
-        storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels (``KEY.npy``,
-            uint8 [H, W, 3]), which cost no decoding and many times the space.
-        workers: processes, each with a shard in memory; "auto" is one for each core. Each reads four files at a time,
-            ahead of the image that it works on.
-        executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of processes here.
+        storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels
+            (``KEY.npy``, uint8 [H, W, 3]), which cost no decoding and many times the space.
+        workers: processes, each with a shard in memory; "auto" is one for each core. Each reads
+            four files at a time, ahead of the image that it works on.
+        executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of
+            processes here.
         max_bad: the share of bad images above which it stops, 0 to 1.
 
     Raises:
-        ColabUtilsError: if the input is missing or not COCO, too many images are bad, the disk is full, the folder
-            holds other data, or another process writes there.
+        ColabUtilsError: if the input is missing or not COCO, too many images are bad, the disk is
+            full, the folder holds other data, or another process writes there.
 
     Example:
         >>> import tempfile
@@ -127,9 +167,15 @@ def write_shards(
         with hold_folder(folder):
             recipe = _call(folder, _begin_folder, folder, images, dataset, recipe)
             count = recipe["images_per_shard"]
-            parts = [dataset.subset(i, min(i + count, len(dataset))) for i in range(0, len(dataset), count)]
+            parts = [
+                dataset.subset(i, min(i + count, len(dataset)))
+                for i in range(0, len(dataset), count)
+            ]
             paths = [folder.absolute() / f"shard-{number:06d}.tar" for number in range(len(parts))]
-            jobs = [ShardJob(path, part, images.absolute(), recipe) for path, part in zip(paths, parts, strict=True)]
+            jobs = [
+                ShardJob(path, part, images.absolute(), recipe)
+                for path, part in zip(paths, parts, strict=True)
+            ]
             with explain_write(folder):
                 done = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
             index = ShardIndex(
@@ -153,7 +199,11 @@ def write_shards(
 
 
 def _count_processes(workers: int | Literal["auto"]) -> int:
-    return count_cores() if workers == "auto" else require_count("workers", workers, most=_MOST_WORKERS)
+    return (
+        count_cores()
+        if workers == "auto"
+        else require_count("workers", workers, most=_MOST_WORKERS)
+    )
 
 
 def _make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
@@ -171,15 +221,18 @@ def _make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
 
 
 def _open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """The annotations, checked for all that cannot be skipped image by image; where Drive fails it is tried again.
+    """The annotations, checked for all that cannot be skipped image by image; where Drive fails it
+    is tried again.
 
     Raises:
-        ColabUtilsError: if there is no image folder, or the annotations are not COCO, are empty, or refer to what is
-            not there.
+        ColabUtilsError: if there is no image folder, or the annotations are not COCO, are empty, or
+            refer to what is not there.
     """
     dataset = Retries().run(partial(open_coco, images, annotations))
     if not len(dataset):
-        raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
+        raise ColabUtilsError(
+            f"expected images in {annotations}, found an empty list. Name another file."
+        )
     return dataset
 
 
@@ -204,7 +257,9 @@ def _call(folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _find_run(folder: Path) -> ShardIndex | None:
-    """The index of the shards in a folder; of unfinished ones that of the first; None if there are none."""
+    """The index of the shards in a folder; of unfinished ones that of the first; None if there are
+    none.
+    """
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
     for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
@@ -215,22 +270,37 @@ def _find_run(folder: Path) -> ShardIndex | None:
         with suppress(ColabUtilsError, *_DAMAGE):
             return _read_arrays(content)
     if any(folder.glob("shard-*.tar")):
-        raise ColabUtilsError(f"expected an empty folder, found shards without an index in {folder}. Name another one.")
+        raise ColabUtilsError(
+            f"expected an empty folder, found shards without an index in {folder}. Name another "
+            "one."
+        )
     return None
 
 
 def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
     """The same of shards that must be of this data and these settings."""
     found = _find_run(folder)
-    if found and (found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()):
-        what = "made with other settings" if found.fingerprint == dataset.fingerprint else "of another dataset"
+    if found and (
+        found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()
+    ):
+        what = (
+            "made with other settings"
+            if found.fingerprint == dataset.fingerprint
+            else "of another dataset"
+        )
         cure = "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
-        raise ColabUtilsError(f"expected nothing or the same shards, found shards {what} in {folder}. {cure}")
+        raise ColabUtilsError(
+            f"expected nothing or the same shards, found shards {what} in {folder}. {cure}"
+        )
     return found
 
 
-def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
-    """The index where nothing is to be done: no file is lost, no bad image was repaired, and no writer is left."""
+def _find_finished(
+    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+) -> ShardIndex | None:
+    """The index where nothing is to be done: no file is lost, no bad image was repaired, and no
+    writer is left.
+    """
     index = _check_run(folder, dataset, recipe)
     if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
@@ -241,12 +311,17 @@ def _is_complete(index: ShardIndex, folder: Path, images: Path, dataset: CocoDat
     """Whether the files of an index are there, and every image that it skipped is still bad."""
     names = {image.file_name for image in index.skipped}
     places = [i for i in range(len(dataset)) if dataset.file_name(i) in names] if names else []
-    samples = (try_sample(partial(read_image, images, dataset, i), dataset, i, index.recipe) for i in places)
+    samples = (
+        try_sample(partial(read_image, images, dataset, i), dataset, i, index.recipe)
+        for i in places
+    )
     are_there = all(has_size(folder / name, size) for name, size, _ in index.files())
     return are_there and all(isinstance(sample, SkippedImage) for sample in samples)
 
 
-def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
+def _begin_folder(
+    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+) -> dict[str, Any]:
     """Mark the folder as unfinished; returns the recipe with the number of images in a shard.
 
     Looks for shards again: another writer may have finished since, with other data.
@@ -255,18 +330,25 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
         recipe = found.recipe
     else:
         tried = _try_images(images, dataset, recipe)
-        mean = float(np.mean([max(tar_bytes, arrays_bytes) for tar_bytes, arrays_bytes, _ in tried]))
-        require_space(folder, mean * len(dataset), "name another folder, or store smaller images (--min-size)")
+        mean = float(
+            np.mean([max(tar_bytes, arrays_bytes) for tar_bytes, arrays_bytes, _ in tried])
+        )
+        require_space(
+            folder, mean * len(dataset), "name another folder, or store smaller images (--min-size)"
+        )
         recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
 
-def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardIndex]:
+def _run_jobs(
+    jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float
+) -> list[ShardIndex]:
     """Write every shard, on the executor or on processes of our own; returns an index of each.
 
     Raises:
-        ColabUtilsError: if too many images are bad, a shard cannot be written, or a process was ended.
+        ColabUtilsError: if too many images are bad, a shard cannot be written, or a process was
+            ended.
     """
     total = sum(len(job.dataset) for job in jobs)
     allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
@@ -274,7 +356,9 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     images, stop = shared = context.Value("q", 0), context.Event()
     with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
         if executor is None:
-            executor = stack.enter_context(fork_pool(min(processes, len(jobs)), _start_worker, *shared))
+            executor = stack.enter_context(
+                fork_pool(min(processes, len(jobs)), _start_worker, *shared)
+            )
         stack.callback(stop.set)  # after an error each worker of our own gives up at its next image
         futures = [executor.submit(_write_shard, job) for job in jobs]
         for future in futures:
@@ -285,13 +369,16 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
             done = [future.result() for future in futures if future not in pending]
             bad = [image for one in done for image in one.skipped]
             count = sum(one.images for one in done) + len(bad)
-            # of images in unfinished shards, too; without the lock, which a worker that was killed may hold
+            # of images in unfinished shards, too; without the lock, which a worker that was killed
+            # may hold
             bar.update(max(count, images.get_obj().value) - bar.n)
             if len(bad) > allowed:
                 first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
                 raise ColabUtilsError(
-                    f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far ({first}). Repair "
-                    "them, or their annotations with `check --repair OUT.json`, or allow more with --max-bad SHARE."
+                    f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far "
+                    f"({first}). Repair "
+                    "them, or their annotations with `check --repair OUT.json`, or allow more "
+                    "with --max-bad SHARE."
                 )
         return done
 
@@ -308,7 +395,9 @@ def _count(images: int) -> None:
     """Tell the parent of images that are done; give up where it says so."""
     done, stop = _shared
     if stop is not None and stop.is_set():
-        raise ColabUtilsError("expected to write all shards, found that it was stopped: run it again, it continues")
+        raise ColabUtilsError(
+            "expected to write all shards, found that it was stopped: run it again, it continues"
+        )
     if done is not None:
         with done.get_lock():
             done.value += images
@@ -317,8 +406,8 @@ def _count(images: int) -> None:
 def _write_shard(job: ShardJob) -> ShardIndex:
     """Write one shard, or find it finished; returns an index of it alone.
 
-    The arrays come first, whose head holds the tar's checksum, then the tar. A shard whose images are all bad has no
-    files.
+    The arrays come first, whose head holds the tar's checksum, then the tar. A shard whose images
+    are all bad has no files.
 
     Raises:
         ColabUtilsError: if it cannot be written.
@@ -329,14 +418,17 @@ def _write_shard(job: ShardJob) -> ShardIndex:
         return found
     tar, arrays = _build_shard(job)
     index = _read_arrays(arrays)
-    if index.images:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
+    # arrays without a tar are no shard, but a tar without arrays could be anybody's
+    if index.images:
         _call(job.path.parent, write_file, job.path.with_suffix(".arrays"), arrays)
         _call(job.path.parent, write_file, job.path, *tar)
     return index
 
 
 def _find_shard(job: ShardJob) -> ShardIndex | None:
-    """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
+    """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was
+    repaired.
+    """
     with suppress(*_DAMAGE):
         path = job.path.with_suffix(".arrays")
         index = _read_arrays(read_whole(path, most_bytes=_MOST_ARRAYS_BYTES))
@@ -362,7 +454,8 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
             for header, data, padding in sample.members:
                 starts.append(size + len(header))
                 size += len(header) + len(data) + len(padding)
-                tar += header, data, padding  # not joined: images that lie as pixels are megabytes to copy
+                # not joined: images that lie as pixels are megabytes to copy
+                tar += header, data, padding
             builder.add(sample.record, [data for _, data, _ in sample.members], starts)
             annotations += len(sample.record["annotations"])
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
@@ -380,8 +473,14 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
 
 
 def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
-    """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
-    pending, pool, retries = list[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries(_shared[1])
+    """The images' files in their order, each asked for before it is needed: on Drive, reading is
+    waiting.
+    """
+    pending, pool, retries = (
+        list[Future[bytes]](),
+        ThreadPoolExecutor(READ_STREAMS, "read"),
+        Retries(_shared[1]),
+    )
     try:
         for i in range(len(job.dataset)):
             pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
@@ -393,7 +492,9 @@ def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
 
 
 def _read_arrays(content: bytes) -> ShardIndex:
-    """The index of the one shard that an arrays file describes; partial, as its run may not have ended."""
+    """The index of the one shard that an arrays file describes; partial, as its run may not have
+    ended.
+    """
     head, shard = describe_shard(content)
     skipped = tuple(SkippedImage(**image) for image in head["skipped"])
     return ShardIndex(head["fingerprint"], head["recipe"], (), (shard,), skipped, partial=True)
@@ -420,13 +521,18 @@ class ShardPlan:
 
 
 def plan_shards(
-    images: str | Path, annotations: str | Path, *, storage: Storage | Literal["auto"] = "auto", min_size: int = 800,
-    max_size: int = 1333, workers: int | Literal["auto"] = "auto",
-) -> ShardPlan:  # fmt: skip
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    storage: Storage | Literal["auto"] = "auto",
+    min_size: int = 800,
+    max_size: int = 1333,
+    workers: int | Literal["auto"] = "auto",
+) -> ShardPlan:
     """Pick a storage for `write_shards`, and try it on a few images; nothing is written.
 
-    Where no image is larger than training needs, every file keeps its bytes; else the larger ones are shrunk. Raw
-    pixels are taken only where you ask for them.
+    Where no image is larger than training needs, every file keeps its bytes; else the larger ones
+    are shrunk. Raw pixels are taken only where you ask for them.
 
     Args:
         images: the image folder.
@@ -437,7 +543,8 @@ def plan_shards(
         workers: processes that will write; "auto" is one for each core.
 
     Raises:
-        ColabUtilsError: if the input is missing or not COCO, no image is usable, or a setting is out of range.
+        ColabUtilsError: if the input is missing or not COCO, no image is usable, or a setting is
+            out of range.
 
     Example:
         >>> import tempfile
@@ -455,11 +562,16 @@ def plan_shards(
     dataset = _open_dataset(images, annotations)
     if storage == "auto":
         reason = "no image is larger than training needs, every file keeps its bytes"
-        shorter, longer = dataset.sizes.min(1), dataset.sizes.max(1)  # by the annotations; 0 where they give none
+        # by the annotations; 0 where they give none
+        shorter, longer = dataset.sizes.min(1), dataset.sizes.max(1)
         if larger := int(((shorter > min_size) | (longer > max_size) | (shorter == 0)).sum()):
             recipe["storage"] = "shrink"
-            reason = f"{larger:,} of {len(dataset):,} images are larger than training needs and are shrunk once"
-    _try_image(Path(images), recipe, dataset.subset(0, 1))  # loads the libraries, before anything is timed
+            reason = (
+                f"{larger:,} of {len(dataset):,} images are larger than training needs and "
+                "are shrunk once"
+            )
+    # loads the libraries, before anything is timed
+    _try_image(Path(images), recipe, dataset.subset(0, 1))
     with fork_pool(processes) as pool:
         tried = _try_images(Path(images), dataset, recipe, pool.map)
     tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(tried, axis=0)).tolist()
@@ -467,17 +579,22 @@ def plan_shards(
     return ShardPlan(recipe["storage"], reason, size, write_s / processes, len(dataset), len(tried))
 
 
-_Cost = tuple[int, int, float]  # of one image: bytes in the tar, in the arrays, and seconds to write
+# of one image: bytes in the tar, in the arrays, and seconds to write
+_Cost = tuple[int, int, float]
 
 
-def _try_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map) -> list[_Cost]:
+def _try_images(
+    images: Path, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map
+) -> list[_Cost]:
     """What images that are spread over the dataset cost; bad ones are left out.
 
     Raises:
         ColabUtilsError: if all are bad.
     """
     places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int).tolist()
-    found = list(run(partial(_try_image, images, recipe), [dataset.subset(i, i + 1) for i in places]))
+    found = list(
+        run(partial(_try_image, images, recipe), [dataset.subset(i, i + 1) for i in places])
+    )
     usable = [one for one in found if not isinstance(one, SkippedImage)]
     if not usable:
         raise ColabUtilsError(
@@ -492,7 +609,8 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> _Cost
     began_s, read = perf_counter(), cache(partial(read_image, images, part, 0))
     with suppress(ColabUtilsError):  # it is met again below
         read()
-    read_s = (perf_counter() - began_s) / READ_STREAMS  # files are read ahead, while others are worked on
+    # files are read ahead, while others are worked on
+    read_s = (perf_counter() - began_s) / READ_STREAMS
     began_s, builder = perf_counter(), ArraysBuilder()
     sample = try_sample(read, part, 0, recipe)
     if isinstance(sample, SkippedImage):

@@ -5,7 +5,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-_TEMPLATES = Environment(loader=PackageLoader(__name__), autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+_TEMPLATES = Environment(
+    loader=PackageLoader(__name__), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+)
 
 
 def render(template: str, **content: Any) -> Markup:
@@ -13,7 +15,8 @@ def render(template: str, **content: Any) -> Markup:
 
     Args:
         template: its name, without ``.html``.
-        content: what it names: ``page`` takes ``title``, and ``body`` and ``style``, which are HTML and CSS already.
+        content: what it names: ``page`` takes ``title``, and ``body`` and ``style``, which are HTML
+            and CSS already.
 
     Example:
         >>> "<title>a &lt; b</title>" in render("page", title="a < b", body="<p>hello</p>")

@@ -1,4 +1,6 @@
-"""Charts that make their point in five seconds: the title is the finding, built from the numbers."""
+"""Charts that make their point in five seconds: the title is the finding, built from the
+numbers.
+"""
 
 import json
 import textwrap
@@ -31,14 +33,19 @@ _Content = Mapping[str, Any]  # what a receipt's ``comparison.json`` holds, or o
 
 
 def plot_first_seconds(
-    rows: Mapping[str, Sequence[tuple[float, float]]], *, seconds: float | None = None, title: str = "",
-    blue: Collection[str] = ("copy",), white: str = "waits",
-) -> Figure:  # fmt: skip
-    """When the step ran since its first batch was asked for: orange steps, and the white gaps in which it waited.
+    rows: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    seconds: float | None = None,
+    title: str = "",
+    blue: Collection[str] = ("copy",),
+    white: str = "waits",
+) -> Figure:
+    """When the step ran since its first batch was asked for: orange steps, and the white gaps in
+    which it waited.
 
     Args:
-        rows: when each step began and ended, in seconds since the first batch was asked for, by name; the first row
-            stands on top.
+        rows: when each step began and ended, in seconds since the first batch was asked for, by
+            name; the first row stands on top.
         seconds: how much of it to draw; ``None`` draws as long as the shortest row of steps.
         title: the finding; by default how long the step waits, in the first row and in the last.
         blue: names of rows that are no steps, but copies or workers.
@@ -69,18 +76,27 @@ def plot_first_seconds(
             done = sum(1 for _, end_s in spans if end_s <= shown_s)
             _write(axis, f"{white} {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
-        bars = axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=_ORANGE if name in steps else _BLUE)
+        bars = axis.broken_barh(
+            lengths, (row - 0.35, 0.7), facecolors=_ORANGE if name in steps else _BLUE
+        )
         bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
     axis.set_xlim(0, shown_s)
     return figure
 
 
 def plot_bars(
-    values: Mapping[str, float], *, title: str, unit: str, notes: Mapping[str, str] | None = None,
-    spread: Mapping[str, tuple[float, float]] | None = None, highlight: Collection[str] = (),
-    limit: tuple[float, str] | None = None, log: bool = False,
-) -> Figure:  # fmt: skip
-    """Horizontal bars, the first on top, each with its number in its end, or beside it where the bar is short.
+    values: Mapping[str, float],
+    *,
+    title: str,
+    unit: str,
+    notes: Mapping[str, str] | None = None,
+    spread: Mapping[str, tuple[float, float]] | None = None,
+    highlight: Collection[str] = (),
+    limit: tuple[float, str] | None = None,
+    log: bool = False,
+) -> Figure:
+    """Horizontal bars, the first on top, each with its number in its end, or beside it where the
+    bar is short.
 
     Args:
         values: length of each bar, by name.
@@ -104,8 +120,12 @@ def plot_bars(
         raise ColabUtilsError("expected values to draw, found none: measure at least one")
     notes, spread = notes or {}, spread or {}
     lit = highlight or [max(values, key=lambda name: values[name])]
-    figure, axis = _make_rows(title, values, unit=unit, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0))
-    longest = max(*values.values(), *(high for _, high in spread.values()), limit[0] if limit else 0)
+    figure, axis = _make_rows(
+        title, values, unit=unit, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0)
+    )
+    longest = max(
+        *values.values(), *(high for _, high in spread.values()), limit[0] if limit else 0
+    )
     letters = 80 - max(map(len, values))  # that a bar as long as the axis has room for
     for row, (name, value) in enumerate(values.items()):
         (low, high), colour = spread.get(name, (value, value)), _BLUE if name in lit else _GREY
@@ -123,9 +143,16 @@ def plot_bars(
         value, name = limit
         axis.axvline(value, color=_RED, linestyle="--", linewidth=2, zorder=0)
         axis.text(
-            value, 1.02, f"{name}: {_format_figure(value)}", fontsize=14, color=_RED, parse_math=False, ha="center",
-            va="bottom", transform=axis.get_xaxis_transform(),
-        )  # fmt: skip
+            value,
+            1.02,
+            f"{name}: {_format_figure(value)}",
+            fontsize=14,
+            color=_RED,
+            parse_math=False,
+            ha="center",
+            va="bottom",
+            transform=axis.get_xaxis_transform(),
+        )
     if log:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: _format_figure(value))
@@ -141,7 +168,11 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
         statistics: of the report of `check_dataset`.
     """
     shown = dict([*statistics.classes.items()][:_CLASSES])
-    left = f", the first {_CLASSES} of {len(statistics.classes)}" if len(statistics.classes) > _CLASSES else ""
+    left = (
+        f", the first {_CLASSES} of {len(statistics.classes)}"
+        if len(statistics.classes) > _CLASSES
+        else ""
+    )
     panels = {
         f"Objects of each class{left}": shown,
         "Objects by size of the mask": statistics.sizes,
@@ -150,7 +181,10 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
     }
     share = max(statistics.sizes.values()) / max(1, statistics.objects)
     size = max(statistics.sizes, key=lambda name: statistics.sizes[name]).partition(",")[0]
-    title = f"{statistics.objects:,} objects of {len(statistics.classes)} classes, {share:.0%} of them {size}"
+    title = (
+        f"{statistics.objects:,} objects of {len(statistics.classes)} classes, {share:.0%} of "
+        f"them {size}"
+    )
     figure = make_figure(title, width=12, height=7.2)
     axes = figure.subplot_mosaic("AB;AC;AD").values()
     for axis, (name, values) in zip(axes, panels.items(), strict=True):
@@ -164,7 +198,8 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
 
 
 def plot_comparison(comparison: "Comparison | _Content") -> Figure:
-    """Images per second of every strategy, how long its step waits, and the speed of the step itself as a line.
+    """Images per second of every strategy, how long its step waits, and the speed of the step
+    itself as a line.
 
     The five strategies of the course are named as its steps. What is not timed yet has no bar.
 
@@ -179,13 +214,22 @@ def plot_comparison(comparison: "Comparison | _Content") -> Figure:
     limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in timed)
     notes, spread = dict[str, str](), dict[str, tuple[float, float]]()
     for row in timed:
-        notes[row["label"]] = f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
-        spread[row["label"]] = min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"])
+        notes[row["label"]] = f"waits {row['wait_share']:.0%}" + (
+            "" if row["comparable"] else ", NOT the same data"
+        )
+        spread[row["label"]] = (
+            min(row["repeats_images_per_second"]),
+            max(row["repeats_images_per_second"]),
+        )
     figure = plot_bars(
         {row["label"]: row["images_per_second"] or 0.0 for row in content["rows"].values()},
-        title=describe_gain(content), unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
-        notes=notes, spread=spread, highlight=[_find_gain(content)[1]["label"]], limit=(limit, "the step alone"),
-    )  # fmt: skip
+        title=describe_gain(content),
+        unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
+        notes=notes,
+        spread=spread,
+        highlight=[_find_gain(content)[1]["label"]],
+        limit=(limit, "the step alone"),
+    )
     for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
         if row["name"] not in content["timed"]:
             text.set_text("not timed" if row["note"] else "…")
@@ -193,7 +237,8 @@ def plot_comparison(comparison: "Comparison | _Content") -> Figure:
 
 
 def plot_cold_start(comparison: "Comparison | _Content", *, seconds: float | None = None) -> Figure:
-    """`plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of them ran.
+    """`plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of
+    them ran.
 
     Of more than five strategies, those of the course are drawn.
 
@@ -201,20 +246,34 @@ def plot_cold_start(comparison: "Comparison | _Content", *, seconds: float | Non
         ColabUtilsError: no strategy was timed.
     """
     timed = _read(comparison)["timed"]
-    course = [name for name in timed if name in COURSE_STRATEGIES] if len(timed) > len(COURSE_STRATEGIES) else []
+    course = (
+        [name for name in timed if name in COURSE_STRATEGIES]
+        if len(timed) > len(COURSE_STRATEGIES)
+        else []
+    )
     drawn = [timed[name] for name in course or timed]
     all_s = min(row["timeline"][-1][1] for row in drawn)
     shown_s = seconds or all_s // 1 or all_s
-    done = [f"{sum(ended <= shown_s for _, ended in row['timeline'])} with {row['title']}" for row in drawn]
-    title = f"Batches in the first {_format_figure(shown_s)} seconds: {', '.join(dict.fromkeys((done[0], done[-1])))}"
-    return plot_first_seconds({row["label"]: row["timeline"] for row in drawn}, seconds=shown_s, title=title)
+    done = [
+        f"{sum(ended <= shown_s for _, ended in row['timeline'])} with {row['title']}"
+        for row in drawn
+    ]
+    title = (
+        f"Batches in the first {_format_figure(shown_s)} seconds: "
+        f"{', '.join(dict.fromkeys((done[0], done[-1])))}"
+    )
+    return plot_first_seconds(
+        {row["label"]: row["timeline"] for row in drawn}, seconds=shown_s, title=title
+    )
 
 
 def plot_epochs(comparison: "Comparison | _Content") -> Figure:
-    """Hours since the beginning over the epochs of a dataset as large as COCO, in sessions of three epochs.
+    """Hours since the beginning over the epochs of a dataset as large as COCO, in sessions of three
+    epochs.
 
-    What was measured is scaled to COCO's images. Converting counts once, copying in each session. Drawn are the
-    first way, the workers, and `make_loader`, or the way that ends first where it was not timed.
+    What was measured is scaled to COCO's images. Converting counts once, copying in each session.
+    Drawn are the first way, the workers, and `make_loader`, or the way that ends first where it was
+    not timed.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
@@ -227,18 +286,27 @@ def plot_epochs(comparison: "Comparison | _Content") -> Figure:
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
     drawn = [name for name in dict.fromkeys((first, "dataloader", best)) if name in total]
-    rival = min((name for name in drawn if name != best), key=lambda name: total[name], default=best)
+    rival = min(
+        (name for name in drawn if name != best), key=lambda name: total[name], default=best
+    )
     epochs = _SESSION_EPOCHS * _SESSIONS
     spent = {name: f"{_format_figure(hours)} hours" for name, hours in total.items()}
-    title = f"{epochs} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with {rows[rival]['title']}"
+    title = (
+        f"{epochs} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with "
+        f"{rows[rival]['title']}"
+    )
     if (paid := _find_pay_back(rows[best], rows[rival])) is not None:
-        title = f"Paid back {'in the first epoch' if paid <= 1 else f'after {paid:.1f} epochs'}. {title}"
+        title = (
+            f"Paid back {'in the first epoch' if paid <= 1 else f'after {paid:.1f} epochs'}. "
+            f"{title}"
+        )
     figure = make_figure(title, width=12, height=5.5)
     axis, label_at = figure.add_subplot(), 0.0
     for name in sorted(drawn, key=lambda name: total[name]):
         colour = _BLUE if name == best else _GREY if name == first else _ORANGE
         axis.plot(*lines[name], color=colour, linewidth=4)
-        label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))  # names do not overlap
+        # names do not overlap
+        label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))
         text = f" {rows[name]['label']}: {spent[name]}"
         axis.text(epochs, label_at, text, fontsize=15, va="center", color=_INK, parse_math=False)
     for session in range(1, _SESSIONS):
@@ -252,7 +320,8 @@ def plot_epochs(comparison: "Comparison | _Content") -> Figure:
 
 
 def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
-    """How many times as fast each machine trains, and how long its step waits before and after; the fastest first.
+    """How many times as fast each machine trains, and how long its step waits before and after; the
+    fastest first.
 
     Args:
         receipts: ``comparison.json`` files of many machines.
@@ -261,20 +330,29 @@ def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
         ColabUtilsError: no file, or one that is no receipt.
     """
     found = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
-    lines = {f"{number}. {line['receipt']}: {line['machine']}": line for number, line in enumerate(found, start=1)}
-    before, after, times = (median(line[key] for line in found) for key in ("waits before", "waits after", _TIMES))
+    lines = {
+        f"{number}. {line['receipt']}: {line['machine']}": line
+        for number, line in enumerate(found, start=1)
+    }
+    before, after, times = (
+        median(line[key] for line in found) for key in ("waits before", "waits after", _TIMES)
+    )
     title = f"{len(found)} receipts: the step waits {before:.0%} → {after:.0%} of the time"
     return plot_bars(
         {name: line[_TIMES] for name, line in lines.items()},
         title=f"{title}, and trains {_format_figure(times)} times as fast (medians)",
         unit="times as many images/s as before",
-        notes={name: f"waits {line['waits before']:.0%} → {line['waits after']:.0%}" for name, line in lines.items()},
+        notes={
+            name: f"waits {line['waits before']:.0%} → {line['waits after']:.0%}"
+            for name, line in lines.items()
+        },
         highlight=[*lines],
     )
 
 
 def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """`summarise_receipt` of each ``comparison.json``; a receipt has the name of its file, or of its folder.
+    """`summarise_receipt` of each ``comparison.json``; a receipt has the name of its file, or of
+    its folder.
 
     Raises:
         ColabUtilsError: no file, or one that is no receipt.
@@ -284,9 +362,22 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
     try:
         for place in [file.absolute() for file in files or [Path("no file")]]:
             name = place.parent.name if place.stem == "comparison" else place.stem
-            found.append({"receipt": name, **summarise_receipt(json.loads(place.read_text(encoding="utf-8")))})
+            found.append(
+                {
+                    "receipt": name,
+                    **summarise_receipt(json.loads(place.read_text(encoding="utf-8"))),
+                }
+            )
         return found
-    except (ColabUtilsError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ColabUtilsError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         none = f"found {place} ({describe_error(error)}): name what compare wrote"
         raise ColabUtilsError(f"expected receipts (comparison.json), {none}") from None
 
@@ -299,7 +390,10 @@ def summarise_receipt(comparison: "Comparison | _Content") -> dict[str, Any]:
     """
     content = _read(comparison)
     machine, (before, after) = content["machine"], _find_gain(content)
-    line = {"machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores", "step": content["step"]}
+    line = {
+        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores",
+        "step": content["step"],
+    }
     line["drive"] = content["drive"].partition(",")[0]
     for when, row in (("before", before), ("after", after)):
         line |= {when: row["title"], f"waits {when}": round(row["wait_share"], 3)}
@@ -308,7 +402,8 @@ def summarise_receipt(comparison: "Comparison | _Content") -> dict[str, Any]:
 
 
 def describe_gain(comparison: "Comparison | _Content") -> str:
-    """The finding in one sentence: how long the step waits before and after, and how many times as fast it trains.
+    """The finding in one sentence: how long the step waits before and after, and how many times as
+    fast it trains.
 
     Raises:
         ColabUtilsError: no strategy was timed.
@@ -317,13 +412,17 @@ def describe_gain(comparison: "Comparison | _Content") -> str:
     waits = f"The step waits {now['wait_share']:.0%}"
     gain = best["images_per_second"] / now["images_per_second"]
     if gain < 1.1:
-        return f"{waits} of the time with the {now['title']}" + ("" if now is best else ": no way is 10% faster")
+        return f"{waits} of the time with the {now['title']}" + (
+            "" if now is best else ": no way is 10% faster"
+        )
     times = f"{_format_figure(gain)} times as many images/s as the {now['title']}"
     return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
 
 
 def _find_gain(content: _Content) -> tuple[_Content, _Content]:
-    """The first way that delivers the same samples, and the best; of those that tie, `make_loader` or the last."""
+    """The first way that delivers the same samples, and the best; of those that tie, `make_loader`
+    or the last.
+    """
     fair = content["fair"]
     least = _TIE * max(row["images_per_second"] for row in fair.values())
     best = [name for name, row in fair.items() if row["images_per_second"] >= least]
@@ -331,19 +430,24 @@ def _find_gain(content: _Content) -> tuple[_Content, _Content]:
 
 
 def _read(comparison: "Comparison | _Content") -> _Content:
-    """The comparison as ``comparison.json`` has it, and its strategies by name, each with a ``label`` for charts.
+    """The comparison as ``comparison.json`` has it, and its strategies by name, each with a
+    ``label`` for charts.
 
-    ``timed`` are those that were timed; ``fair``, of these, those that deliver the same samples, or else all. In the
-    course each stands on top of the one before.
+    ``timed`` are those that were timed; ``fair``, of these, those that deliver the same samples, or
+    else all. In the course each stands on top of the one before.
     """
     content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = content["rows"] = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}
+    rows = content["rows"] = {
+        row["name"]: {**row, "label": row["title"]} for row in content["strategies"]
+    }
     if tuple(rows) == COURSE_STRATEGIES:
         for name in COURSE_STRATEGIES[1:]:
             rows[name]["label"] = f"+ {rows[name]['title']}"
     timed = content["timed"] = {name: row for name, row in rows.items() if row["images_per_second"]}
     if not timed:
-        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
+        raise ColabUtilsError(
+            "expected a strategy that was timed, found none: compare at least one"
+        )
     content["fair"] = {name: row for name, row in timed.items() if row["comparable"]} or timed
     return content
 
@@ -357,19 +461,35 @@ def _add_up(row: _Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find_pay_back(own: _Content, other: _Content) -> float | None:
-    """Epochs after which one strategy stays ahead of the other; None where it does not, or is from the start."""
+    """Epochs after which one strategy stays ahead of the other; None where it does not, or is from
+    the start.
+    """
     at = np.arange(0, 100 * _SESSION_EPOCHS + 0.005, 0.01)
-    behind = np.flatnonzero(np.interp(at, *_add_up(own, 100)) >= np.interp(at, *_add_up(other, 100)))
+    behind = np.flatnonzero(
+        np.interp(at, *_add_up(own, 100)) >= np.interp(at, *_add_up(other, 100))
+    )
     return float(at[behind[-1] + 1]) if len(behind) > 0 and behind[-1] + 1 < len(at) else None
 
 
-def _write(axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = _INK) -> None:
-    """Text that ends left of a place ``inside`` a bar, or begins right of it, where no line strikes it through."""
+def _write(
+    axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = _INK
+) -> None:
+    """Text that ends left of a place ``inside`` a bar, or begins right of it, where no line strikes
+    it through.
+    """
     axis.annotate(
-        text, (x, y), xytext=(-10 if inside else 10, 0), textcoords="offset points", va="center", fontsize=15,
-        ha="right" if inside else "left", color=color, parse_math=False, annotation_clip=False,
+        text,
+        (x, y),
+        xytext=(-10 if inside else 10, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=15,
+        ha="right" if inside else "left",
+        color=color,
+        parse_math=False,
+        annotation_clip=False,
         bbox=None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 1},
-    )  # fmt: skip
+    )
 
 
 def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
@@ -380,7 +500,9 @@ def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _make_rows(title: str, names: Collection[str], *, unit: str, height: float) -> tuple[Figure, Axes]:
+def _make_rows(
+    title: str, names: Collection[str], *, unit: str, height: float
+) -> tuple[Figure, Axes]:
     """A figure with a row for each name."""
     figure = make_figure(title, width=12, height=height)
     axis = figure.add_subplot()

@@ -1,4 +1,6 @@
-"""What moves in a notebook: the simulated loader, to watch and to touch, and a training run while it goes on."""
+"""What moves in a notebook: the simulated loader, to watch and to touch, and a training run while
+it goes on.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,11 +24,13 @@ _CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small t
 
 
 def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
-    """Show a simulation as it happens: workers fill up, batches queue, the model takes them or waits.
+    """Show a simulation as it happens: workers fill up, batches queue, the model takes them or
+    waits.
 
-    The queue shows the next batches in the order in which the model takes them, the next one on the right: a gap
-    there stops the model, however many batches wait behind it. It plays once it is on the screen; where the reader
-    prefers reduced motion it waits for a click. Of a long simulation it shows the first 1,500 steps.
+    The queue shows the next batches in the order in which the model takes them, the next one on the
+    right: a gap there stops the model, however many batches wait behind it. It plays once it is on
+    the screen; where the reader prefers reduced motion it waits for a click. Of a long simulation
+    it shows the first 1,500 steps.
 
     Args:
         simulation: from `simulate`.
@@ -50,21 +54,35 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     steps = simulation.steps
     shown_s = min([simulation.seconds, *steps.start_s[_MAX_STEPS:].tolist()])
     spans = {
-        "seconds": shown_s, "speed": speed,
-        "lanes": [_list_spans(lane, shown_s, lane.end_s >= simulation.seconds) for lane in simulation.loads],
+        "seconds": shown_s,
+        "speed": speed,
+        "lanes": [
+            _list_spans(lane, shown_s, lane.end_s >= simulation.seconds)
+            for lane in simulation.loads
+        ],
         "steps": _list_spans(steps, shown_s, np.arange(len(steps.batch)) >= simulation.batches),
-    }  # fmt: skip
+    }
     return HTML(render("animation", simulation=simulation, spans=spans, boxes=_MAX_BOXES))
 
 
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[list[float]]:
-    """Batches, starts and ends for the script; what the end of the simulation cut off has not ended by then."""
+    """Batches, starts and ends for the script; what the end of the simulation cut off has not ended
+    by then.
+    """
     end_s = trace.end_s + unfinished * seconds / 1000
-    return [part[trace.start_s < seconds].round(5).tolist() for part in (trace.batch, trace.start_s, end_s)]
+    return [
+        part[trace.start_s < seconds].round(5).tolist()
+        for part in (trace.batch, trace.start_s, end_s)
+    ]
 
 
 def explore_simulation(
-    *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, prefetch: int = 2
+    *,
+    workers: int = 2,
+    load_s: float = 0.4,
+    step_s: float = 0.1,
+    load_cv: float = 0.2,
+    prefetch: int = 2,
 ) -> Any:
     """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
 
@@ -95,15 +113,30 @@ def explore_simulation(
 
     def make(kind: Any, value: float, text: str, **ends: float) -> Any:
         wide = {"layout": {"width": "44em"}, "style": {"description_width": "20em"}}
-        return kind(value, description=f"{text} (yours: {value:.3g})", continuous_update=False, **wide, **ends)
+        return kind(
+            value,
+            description=f"{text} (yours: {value:.3g})",
+            continuous_update=False,
+            **wide,
+            **ends,
+        )
 
-    decades = {"min": min(-3, math.log10(min(load_s, step_s))), "max": max(2, math.log10(max(load_s, step_s)))}
+    decades = {
+        "min": min(-3, math.log10(min(load_s, step_s))),
+        "max": max(2, math.log10(max(load_s, step_s))),
+    }
     sliders = {
         "workers": make(ipywidgets.IntSlider, workers, "workers", min=0, max=max(workers, 8)),
-        "load_s": make(ipywidgets.FloatLogSlider, load_s, "loading a batch, seconds", step=0.02, **decades),
-        "load_cv": make(ipywidgets.FloatSlider, load_cv, "its spread", min=0, max=max(1.5, load_cv), step=0.01),
+        "load_s": make(
+            ipywidgets.FloatLogSlider, load_s, "loading a batch, seconds", step=0.02, **decades
+        ),
+        "load_cv": make(
+            ipywidgets.FloatSlider, load_cv, "its spread", min=0, max=max(1.5, load_cv), step=0.01
+        ),
         "step_s": make(ipywidgets.FloatLogSlider, step_s, "a step, seconds", step=0.02, **decades),
-        "prefetch": make(ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)),
+        "prefetch": make(
+            ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)
+        ),
     }
     view = ipywidgets.HTML()
 
@@ -119,9 +152,17 @@ def explore_simulation(
 def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
     """The sentence, about 30 s or 100 batches, and the chart of the first steps."""
     seconds = math.ceil(max(30, 100 * step_s, 100 * load_s / max(1, workers)))
-    simulation = simulate(workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, seed=4, **settings)
-    names, traces = [f"worker {n}" for n in range(workers)] or ["loading"], [*simulation.loads, simulation.steps]
-    rows = {name: np.stack(trace[1:], 1).tolist() for name, trace in zip([*names, "step"], traces, strict=True)}
+    simulation = simulate(
+        workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, seed=4, **settings
+    )
+    names, traces = (
+        [f"worker {n}" for n in range(workers)] or ["loading"],
+        [*simulation.loads, simulation.steps],
+    )
+    rows = {
+        name: np.stack(trace[1:], 1).tolist()
+        for name, trace in zip([*names, "step"], traces, strict=True)
+    }
     shown_s = simulation.steps.start_s[: _CHART_STEPS + 1].tolist()[-1]
     figure = plot_first_seconds(rows, seconds=shown_s, title=str(simulation), blue=names)
     picture = str(embed_figure(figure)).replace("<img", '<img style="max-width: 100%"', 1)
@@ -129,10 +170,11 @@ def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: An
 
 
 class LiveMonitor:
-    """Pass it as ``log`` to ``train``: in a notebook one picture is redrawn in place, elsewhere lines are printed.
+    """Pass it as ``log`` to ``train``: in a notebook one picture is redrawn in place, elsewhere
+    lines are printed.
 
-    It needs no widgets, so it looks the same in Colab, in Jupyter and on a saved page, and nothing is drawn from a
-    background thread, whose updates Colab does not show.
+    It needs no widgets, so it looks the same in Colab, in Jupyter and on a saved page, and nothing
+    is drawn from a background thread, whose updates Colab does not show.
 
     Example:
         >>> LiveMonitor()("step 40/200  loss 1.912")
@@ -145,7 +187,9 @@ class LiveMonitor:
         self._drawn_s = 0.0
 
     def __call__(self, line: Any) -> None:
-        """Take in a plan or a log line, as ``train`` gives them; with a plan a new run begins, and a new picture."""
+        """Take in a plan or a log line, as ``train`` gives them; with a plan a new run begins, and
+        a new picture.
+        """
         if not is_notebook():
             print(line)
             return
@@ -153,7 +197,11 @@ class LiveMonitor:
             self._plan, self._lines, self._shown = str(line), [], None
         else:
             self._lines.append(line)
-            if len(self._lines) > 1 and line.step < line.steps and monotonic() - self._drawn_s < _DRAWING_S:
+            if (
+                len(self._lines) > 1
+                and line.step < line.steps
+                and monotonic() - self._drawn_s < _DRAWING_S
+            ):
                 return
         from IPython.display import HTML, display
 
@@ -166,7 +214,8 @@ class LiveMonitor:
 
 
 def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
-    """The run so far as HTML: a curve and the latest figure for each of loss, images a second, waiting and memory.
+    """The run so far as HTML: a curve and the latest figure for each of loss, images a second,
+    waiting and memory.
 
     Args:
         lines: log lines of ``train``.
@@ -179,7 +228,10 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
     curves = list[tuple[str, str, str, str]]()
     if lines:
         last, loss = lines[-1], fmean(line.loss for line in lines[-3:])
-        rates, waits = [line.images_per_second for line in lines], [line.wait_share for line in lines]
+        rates, waits = (
+            [line.images_per_second for line in lines],
+            [line.wait_share for line in lines],
+        )
         curves += [
             ("loss", f"{loss:.3f}", _GREEN, _draw_curve([line.loss for line in lines])),
             ("images/s", f"{last.images_per_second:.1f}", _GREEN, _draw_curve(rates)),
@@ -192,8 +244,12 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
 
 
 def _draw_curve(values: Sequence[float], *, top: float = 0.0) -> str:
-    """The points of a curve in a square of 1 x 1, up to ``top`` or the highest value; of many values some."""
+    """The points of a curve in a square of 1 x 1, up to ``top`` or the highest value; of many
+    values some.
+    """
     each = -(-len(values) // _POINTS)
     shown = np.nan_to_num(values[(len(values) - 1) % each :: each], posinf=0, neginf=0)
     down = 1 - shown / (top or max(shown.max(), 1e-9))
-    return " ".join(f"{x:.4f},{y:.3f}" for x, y in zip(np.linspace(0, 1, len(shown)), down, strict=True))
+    return " ".join(
+        f"{x:.4f},{y:.3f}" for x, y in zip(np.linspace(0, 1, len(shown)), down, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, a run, a dataset."""
+"""Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, a
+run, a dataset.
+"""
 
 import json
 import textwrap
@@ -32,7 +34,8 @@ _TITLES = {
 
 
 def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
-    """Write ``index.html`` and ``comparison.json`` into ``folder`` (made if need be); returns the page.
+    """Write ``index.html`` and ``comparison.json`` into ``folder`` (made if need be); returns the
+    page.
 
     The page holds its style, its charts and every number; all text is escaped.
 
@@ -46,17 +49,22 @@ def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
     folder, content = require_local_path(folder), json.loads(json.dumps(asdict(comparison)))
     plots = (charts.plot_comparison, charts.plot_cold_start, charts.plot_epochs)
     page = _write_page(
-        folder / "index.html", "receipt", content=content, charts=[plot(content) for plot in plots],
+        folder / "index.html",
+        "receipt",
+        content=content,
+        charts=[plot(content) for plot in plots],
         line="\t".join(map(str, charts.summarise_receipt(content).values())),
-        table=tabulate_comparison(content), notes=show_notes(content),
-    )  # fmt: skip
+        table=tabulate_comparison(content),
+        notes=show_notes(content),
+    )
     with explain_write(folder):
         write_file(folder / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
     return page
 
 
 def write_summary(summary: "Summary", path: str | Path) -> Path:
-    """Write the summary of a watched loop as one HTML page: steps and white gaps, causes, the slowest batches.
+    """Write the summary of a watched loop as one HTML page: steps and white gaps, causes, the
+    slowest batches.
 
     Args:
         summary: from ``watch(loader).summary()``.
@@ -67,19 +75,30 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
     """
     worst = [
         {
-            "batch": f"{batch.number:,}", "wait s": round(batch.wait_s, 3), "step s": round(batch.step_s, 3),
-            "after it s": round(batch.between_s, 3), "samples seen": ", ".join(map(str, batch.samples)) or None,
+            "batch": f"{batch.number:,}",
+            "wait s": round(batch.wait_s, 3),
+            "step s": round(batch.step_s, 3),
+            "after it s": round(batch.between_s, 3),
+            "samples seen": ", ".join(map(str, batch.samples)) or None,
         }
         for batch in summary.worst
-    ]  # fmt: skip
+    ]
     chart = charts.plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for")
-    return _write_page(require_local_path(path), "summary", summary=summary, chart=chart, worst=make_table(worst))
+    return _write_page(
+        require_local_path(path), "summary", summary=summary, chart=chart, worst=make_table(worst)
+    )
 
 
 def write_check(
-    report: DatasetReport, images: str | Path, annotations: str | Path, path: str | Path, *, repaired: str | Path = ""
+    report: DatasetReport,
+    images: str | Path,
+    annotations: str | Path,
+    path: str | Path,
+    *,
+    repaired: str | Path = "",
 ) -> Path:
-    """Write the report of a dataset as one HTML page: what to do, what is wrong, the worst images, the data in numbers.
+    """Write the report of a dataset as one HTML page: what to do, what is wrong, the worst images,
+    the data in numbers.
 
     Args:
         report: from `check_dataset`, or from ``repair_annotations``.
@@ -104,27 +123,38 @@ def write_check(
     pairs = list[tuple[str, CocoDataset, int]]()
     for i, number in enumerate(before.image_ids.tolist()):
         name = escape(before.file_name(i))
-        if name in changed and number in places and number not in before.repeated_ids:  # those get other ids
+        # those get other ids
+        if name in changed and number in places and number not in before.repeated_ids:
             heading = textwrap.shorten(name, 30)
             pairs += (f"{heading}, before", before, i), (f"{heading}, after", after, places[number])
     serious = [one for one in report.problems if not one.effect.startswith("note")]
     serious.sort(key=lambda one: -one.count)
     found = ", ".join(f"{one.count:,} x {one.kind}" for one in serious) or "every image can be used"
-    figures = [draw_annotations(images, pairs[:8], title="Before and after the repair", columns=2)] if pairs else []
-    figures += [draw_annotations(images, worst, title="The images to look at first")] if worst else []
+    figures = (
+        [draw_annotations(images, pairs[:8], title="Before and after the repair", columns=2)]
+        if pairs
+        else []
+    )
+    figures += (
+        [draw_annotations(images, worst, title="The images to look at first")] if worst else []
+    )
     figures.append(charts.plot_statistics(report.statistics))
     finding = f"{report.images:,} images, {report.annotations:,} annotations: {found}"
-    return _write_page(page, "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems)
+    return _write_page(
+        page, "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems
+    )
 
 
 def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
     rows = [
         {
-            "": f"{one.count:,}", "what": one.kind, "what becomes of it": one.effect,
+            "": f"{one.count:,}",
+            "what": one.kind,
+            "what becomes of it": one.effect,
             "such as": "; ".join(textwrap.shorten(example, 80) for example in one.examples[:2]),
         }
         for one in problems
-    ]  # fmt: skip
+    ]
     return make_table(rows) if rows else "Nothing."
 
 
@@ -145,33 +175,48 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
     _refuse_other(page, kind)
     with explain_write(page.parent):
         page.parent.mkdir(parents=True, exist_ok=True)
-        write_file(page, render(kind, title=_TITLES[kind], show_chart=show_chart, **content).encode())
+        write_file(
+            page, render(kind, title=_TITLES[kind], show_chart=show_chart, **content).encode()
+        )
     return page
 
 
 def tabulate_comparison(content: Mapping[str, Any]) -> Table:
-    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's 118,287 images."""
+    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's
+    118,287 images.
+    """
     hours = charts.COCO_IMAGES / 3.6e6
     columns = {
-        "images/s": ("images_per_second", 1), "waits, %": ("wait_share", 100), "first batch, s": ("first_batch_s", 1),
-        "CPU, ms": ("cpu_ms_per_image", 1), "once, h": ("once_ms_per_image", hours),
-        "session, h": ("session_ms_per_image", hours), "epoch, h": ("cold_ms_per_image", hours),
-    }  # fmt: skip
+        "images/s": ("images_per_second", 1),
+        "waits, %": ("wait_share", 100),
+        "first batch, s": ("first_batch_s", 1),
+        "CPU, ms": ("cpu_ms_per_image", 1),
+        "once, h": ("once_ms_per_image", hours),
+        "session, h": ("session_ms_per_image", hours),
+        "epoch, h": ("cold_ms_per_image", hours),
+    }
     rows = []
     for row in content["strategies"]:  # of one that was not timed the figures are None
-        figures = {name: row[key] and round(factor * row[key], 1) for name, (key, factor) in columns.items()}
+        figures = {
+            name: row[key] and round(factor * row[key], 1)
+            for name, (key, factor) in columns.items()
+        }
         equal = f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
         rows.append({"": row["title"], **figures, "same samples": equal})
     return make_table(rows)
 
 
 def show_chart(figure: Figure, heading: str = "h2") -> Markup:
-    """A chart as HTML under its title, which a page breaks where it must; on a narrow screen the chart scrolls."""
+    """A chart as HTML under its title, which a page breaks where it must; on a narrow screen the
+    chart scrolls.
+    """
     finding = figure.get_suptitle().replace("\n", " ")
     title = Markup("<{0}>{1}</{0}>").format(heading, finding) if heading else ""
     return Markup('{}<div class="scroll chart">{}</div>').format(title, embed_figure(figure))
 
 
 def show_notes(content: Mapping[str, Any]) -> Markup:
-    """What to know about a comparison's figures, as HTML: what was slowed or emulated, and the machine."""
+    """What to know about a comparison's figures, as HTML: what was slowed or emulated, and the
+    machine.
+    """
     return render("notes", content=content, machine=Machine(**content["machine"]))

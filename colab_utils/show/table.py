@@ -32,14 +32,16 @@ class Table:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         sides = [str.rjust if number else str.ljust for number in self.is_number]
         return "\n".join(
-            "  ".join(map(lambda side, *cell: side(*cell), sides, line, widths)).rstrip() for line in lines
+            "  ".join(map(lambda side, *cell: side(*cell), sides, line, widths)).rstrip()
+            for line in lines
         )
 
     __repr__ = __str__
 
 
 def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of dicts: the keys of the first are the headings; ``None``, and what a row lacks, becomes a dash.
+    """Make a table of dicts: the keys of the first are the headings; ``None``, and what a row
+    lacks, becomes a dash.
 
     Raises:
         ColabUtilsError: there are no rows.
@@ -54,7 +56,9 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         raise ColabUtilsError("expected rows for a table, found none: give at least one")
     headings = tuple(rows[0])
     texts = tuple(tuple(_to_text(row.get(heading)) for heading in headings) for row in rows)
-    numbers = tuple(all(re.fullmatch(_NUMBER, text) for text in column) for column in zip(*texts, strict=True))
+    numbers = tuple(
+        all(re.fullmatch(_NUMBER, text) for text in column) for column in zip(*texts, strict=True)
+    )
     return Table(headings, texts, numbers)
 
 

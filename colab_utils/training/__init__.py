@@ -1,4 +1,6 @@
-"""Training a Mask R-CNN on shards: ``train`` chooses, ``trainer`` holds the loop, ``step`` is one step."""
+"""Training a Mask R-CNN on shards: ``train`` chooses, ``trainer`` holds the loop, ``step`` is one
+step.
+"""
 
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import build_mask_rcnn, load_trained_model

@@ -37,7 +37,9 @@ def share_errors(ranks: Ranks) -> Iterator[None]:
         raise
     for rank, text in enumerate(ranks.gather(None)):
         if text is not None:
-            raise ColabUtilsError(f"Rank {rank} stopped before the first step, and so did all others. It says: {text}")
+            raise ColabUtilsError(
+                f"Rank {rank} stopped before the first step, and so did all others. It says: {text}"
+            )
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:

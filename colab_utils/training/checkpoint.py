@@ -1,4 +1,6 @@
-"""The checkpoints of a run: complete or absent, the newest two kept, waiting on this machine while Drive is lost."""
+"""The checkpoints of a run: complete or absent, the newest two kept, waiting on this machine while
+Drive is lost.
+"""
 
 import io
 import os
@@ -51,15 +53,18 @@ class TornError(ColabUtilsError):
 
 
 class CheckpointFolder:
-    """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so on, and the best one.
+    """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so
+    on, and the best one.
 
-    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each file ends with a
-    checksum, as the comment of the zip that ``torch.save`` writes: what was changed since is never trained on. While
-    Drive does not answer, checkpoints wait on this machine's disk, in ``waiting``; the next one that Drive takes
-    replaces them. Who writes checkpoints holds the folder meanwhile: see `hold_folder`.
+    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each
+    file ends with a checksum, as the comment of the zip that ``torch.save`` writes: what was
+    changed since is never trained on. While Drive does not answer, checkpoints wait on this
+    machine's disk, in ``waiting``; the next one that Drive takes replaces them. Who writes
+    checkpoints holds the folder meanwhile: see `hold_folder`.
 
     Args:
-        run: The folder, on any disk. On Google Drive each checkpoint is written once, from its first byte to its last.
+        run: The folder, on any disk. On Google Drive each checkpoint is written once, from its
+            first byte to its last.
 
     Example:
         >>> import tempfile
@@ -112,13 +117,15 @@ class CheckpointFolder:
         run the warning does not say that training goes on.
 
         Raises:
-            ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints stay as they are.
+            ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints
+                stay as they are.
         """
         path = self.run / f"{_PATTERNS[which].partition('-')[0]}-{step:08d}.pt"
         data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
         torch.save({**state, "step": step}, data)
         content = data.getbuffer()
-        content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")  # a zip ends with the length of its comment
+        # a zip ends with the length of its comment
+        content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")
         parts = content, _make_seal(content)
         try:
             self._write(path, which, *parts)
@@ -126,12 +133,16 @@ class CheckpointFolder:
             path = self.waiting / path.name
             self._write(path, which, *parts)
             outlook = "Drive is tried again now" if is_last else "training goes on"
-            text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does"
+            text = (
+                f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until "
+                "it does"
+            )
             warnings.warn(f"{text}; {outlook}", ColabUtilsWarning, stacklevel=2)
         return path
 
     def send_waiting(self) -> None:
-        """Send to the run's folder what waits on this machine; try for 81 seconds where Drive fails.
+        """Send to the run's folder what waits on this machine; try for 81 seconds where Drive
+        fails.
 
         Raises:
             DriveLostError: Drive did not take it. The message says where it lies, and what to do.
@@ -153,21 +164,25 @@ class CheckpointFolder:
             raise DriveLostError(
                 f"Drive does not answer: checkpoint {path.name} is not in {self.run}, and lies in "
                 f"{self.waiting} of this machine alone. Remount Drive with drive.mount('{mount}', "
-                "force_remount=True), then run the same command on this machine, which sends it; or "
+                "force_remount=True), then run the same command on this machine, which sends it; "
+                "or "
                 "keep a copy of that folder elsewhere."
             ) from error
         return path
 
     def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
-        """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None without one.
+        """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None
+        without one.
 
-        No file is changed, because another process may be training in the folder. That process passes ``repair``: a
-        file that is cut short or fails its checksum is renamed to ``.torn-1``, one that waited here is sent to Drive.
-        A file is torn only when the same wrong bytes came twice.
+        No file is changed, because another process may be training in the folder. That process
+        passes ``repair``: a file that is cut short or fails its checksum is renamed to ``.torn-1``,
+        one that waited here is sent to Drive. A file is torn only when the same wrong bytes came
+        twice.
 
         Raises:
-            ColabUtilsError: The file cannot be loaded, is no checkpoint of this version, or was changed by another
-                program, or the disk does not answer, or all checkpoints of the run are torn; no file is changed then.
+            ColabUtilsError: The file cannot be loaded, is no checkpoint of this version, or was
+                changed by another program, or the disk does not answer, or all checkpoints of the
+                run are torn; no file is changed then.
         """
         torn: list[Path] = []
         for path in reversed(Retries().run(lambda: self._list(which))):
@@ -201,7 +216,9 @@ class CheckpointFolder:
             paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
         return sorted(paths, key=lambda path: path.name)
 
-    def _write(self, path: Path, which: Which, *parts: bytes | memoryview, patiently: bool = False) -> None:
+    def _write(
+        self, path: Path, which: Which, *parts: bytes | memoryview, patiently: bool = False
+    ) -> None:
         def write() -> None:
             with guard_drive(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,12 +228,18 @@ class CheckpointFolder:
             Retries().run(write) if patiently else write()
         except OSError as error:
             found = f"found: {error.strerror or error}. The newest complete one is {self.newest}"
-            cure = "Free disk space or choose another run folder, then start again: training resumes."
-            raise ColabUtilsError(f"expected to write the checkpoint {path}, {found}. {cure}") from error
+            cure = (
+                "Free disk space or choose another run folder, then start again: training resumes."
+            )
+            raise ColabUtilsError(
+                f"expected to write the checkpoint {path}, {found}. {cure}"
+            ) from error
         with suppress(OSError):  # one file too many does no harm
             others = [other for other in _list_files(path.parent, which) if other != path]
             old = others[: len(others) - _OTHERS_KEPT[which]]
-            for one in old if path.parent == self.waiting else [*old, *_list_files(self.waiting, which)]:
+            for one in (
+                old if path.parent == self.waiting else [*old, *_list_files(self.waiting, which)]
+            ):
                 os.truncate(one, 0)  # Drive keeps what is deleted in its bin, on your quota
                 one.unlink()
 
@@ -226,7 +249,8 @@ class CheckpointWriter:
 
     Args:
         folder: Where they are written.
-        every_steps: Steps from one checkpoint to the next. Default: one a minute, and at the end of an epoch.
+        every_steps: Steps from one checkpoint to the next. Default: one a minute, and at the end of
+            an epoch.
 
     Example:
         >>> import tempfile
@@ -276,14 +300,17 @@ class CheckpointWriter:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """A copy that training no longer changes, in the usual order of memory, as code that reads weights expects it.
+    """A copy that training no longer changes, in the usual order of memory, as code that reads
+    weights expects it.
 
     Example:
         >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
         {'steps': [1], 'weight': tensor([0.])}
     """
     return tree_map_only(
-        Tensor, lambda tensor: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), value
+        Tensor,
+        lambda tensor: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
+        value,
     )
 
 
@@ -296,7 +323,8 @@ def _read_sealed(path: Path) -> bytes:
 
     Raises:
         TornError: It is not as it was written.
-        ColabUtilsError: It is a complete zip without a seal: another program wrote it, or changed it.
+        ColabUtilsError: It is a complete zip without a seal: another program wrote it, or changed
+            it.
         DriveLostError: Drive does not answer, or gives no bytes to rely on.
     """
     read = partial(read_whole, path, most_bytes=_MOST_BYTES)
@@ -311,7 +339,8 @@ def _check_seal(path: Path, content: bytes) -> bytes:
         return content
     seal = content[-length:]
     if not seal.startswith(_SEAL):
-        # It is of another version; or a complete zip without a comment, where ours would only be cut short.
+        # It is of another version; or a complete zip without a comment, where ours would only be
+        # cut short.
         with suppress(zipfile.BadZipFile):
             is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
             if is_zip or seal.startswith(_SEAL[:-2]):
@@ -335,17 +364,25 @@ def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:
 
 @contextmanager
 def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
-    """Refuse a checkpoint whose ``state``, as `CheckpointFolder.read` gives it, the block cannot take.
+    """Refuse a checkpoint whose ``state``, as `CheckpointFolder.read` gives it, the block cannot
+    take.
 
     Example:
         >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
         ...     {}["plan"]
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a checkpoint as this version of colab_utils writes it in runs/...
+        colab_utils.errors.ColabUtilsError: expected a checkpoint as this version of colab_utils ...
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         if state is None or "memory" in str(error) or "CUDA" in str(error):  # of this machine
             raise
         raise _refuse(Path(state["path"])) from error
@@ -387,10 +424,17 @@ def _refuse(path: Path) -> ColabUtilsError:
 def _load(path: Path, content: bytes) -> dict[str, Any]:
     """The state that the content of a file holds: whatever fails now is no reason to rename it."""
     try:
-        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(
+            io.BytesIO(content), map_location="cpu", weights_only=True
+        )
     except Exception as error:
-        found = f"found an error, though the file is complete: {(str(error) or type(error).__name__).splitlines()[0]}"
-        raise ColabUtilsError(f"expected to load {path}, {found} Free memory and start again. Or: {_CURE}") from error
+        found = (
+            "found an error, though the file is complete: "
+            f"{(str(error) or type(error).__name__).splitlines()[0]}"
+        )
+        raise ColabUtilsError(
+            f"expected to load {path}, {found} Free memory and start again. Or: {_CURE}"
+        ) from error
     if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
     return state
@@ -403,13 +447,17 @@ def _explain_read(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:  # the latter of a name that is none
         found = getattr(error, "strerror", None) or error
         cure = "Make it readable, move it away, or choose another run folder."
-        raise ColabUtilsError(f"expected to read checkpoints in {path}, found: {found}. {cure}") from error
+        raise ColabUtilsError(
+            f"expected to read checkpoints in {path}, found: {found}. {cure}"
+        ) from error
 
 
 def _list_files(folder: Path, which: Which) -> list[Path]:
     """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
     try:
-        return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, _PATTERNS[which]))
+        return sorted(
+            folder / name for name in os.listdir(folder) if fnmatch(name, _PATTERNS[which])
+        )
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -1,7 +1,7 @@
 """COCO average precision of a model on a dataset: `evaluate`.
 
-The model finds objects in batches of images, which threads decode ahead. Another process draws the masks and computes
-COCO's sums meanwhile.
+The model finds objects in batches of images, which threads decode ahead. Another process draws the
+masks and computes COCO's sums meanwhile.
 """
 
 import io
@@ -60,36 +60,48 @@ class AveragePrecision:
     images: int
     """Number of images."""
     step: int = 0
-    """Steps that ``train`` had done; the weights with the highest average precision are in ``best-STEP.pt``."""
+    """Steps that ``train`` had done; the weights with the highest average precision are in
+    ``best-STEP.pt``.
+    """
 
     def __str__(self) -> str:
         boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
-        return f"AP of {boxes}, of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
+        return (
+            f"AP of {boxes}, of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), "
+            f"{self.images} images"
+        )
 
 
 def evaluate(
-    model: nn.Module, dataset: ShardDataset | CocoFolder, *, device: str | torch.device = "cpu", batch_size: int = 8
+    model: nn.Module,
+    dataset: ShardDataset | CocoFolder,
+    *,
+    device: str | torch.device = "cpu",
+    batch_size: int = 8,
 ) -> AveragePrecision:
-    """Measure a model's average precision as ``COCOeval`` does: crowds included, 100 detections an image.
+    """Measure a model's average precision as ``COCOeval`` does: crowds included, 100 detections an
+    image.
 
-    On a GPU the model runs in half precision. Only images that are padded to the same shape share a batch, so the
-    result does not depend on ``batch_size``, except for rounding.
+    On a GPU the model runs in half precision. Only images that are padded to the same shape share a
+    batch, so the result does not depend on ``batch_size``, except for rounding.
 
     Args:
-        model: A Mask R-CNN, or a model that answers like one, which gets one image at a time. It is left in the mode
-            (training or not) that it had.
+        model: A Mask R-CNN, or a model that answers like one, which gets one image at a time. It is
+            left in the mode (training or not) that it had.
         dataset: Its ``category_ids`` map the model's labels to COCO category ids.
         device: Where the model runs.
         batch_size: Most images in a batch.
 
     Raises:
-        EvaluationProcessError: The process that draws masks was killed twice, for example because memory was full.
-        ColabUtilsError: The images hold no objects, or the model's classes are not those of the dataset.
+        EvaluationProcessError: The process that draws masks was killed twice, for example because
+            memory was full.
+        ColabUtilsError: The images hold no objects, or the model's classes are not those of the
+            dataset.
 
     Example:
         >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/val-shards. ...
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
     """
     _check_classes(model, dataset)
     truth = dataset.to_coco()
@@ -99,34 +111,51 @@ def evaluate(
     with _set_up(model.to(device)):
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
-        text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
+        text = (
+            "the process that draws masks was killed (is memory full?): this evaluation starts "
+            "once more"
+        )
         warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
     found = "found that its process was killed twice, as happens where memory is full"
-    raise EvaluationProcessError(f"expected an average precision, {found}. Evaluate on fewer images.")
+    raise EvaluationProcessError(
+        f"expected an average precision, {found}. Evaluate on fewer images."
+    )
 
 
 def _check_classes(model: Any, dataset: Any) -> None:
     """Refuse a model whose labels mean other classes than those of the dataset."""
     if not isinstance(dataset, ShardDataset | CocoFolder):
-        raise ColabUtilsError(f"expected a ShardDataset or a CocoFolder, found {type(dataset).__name__}. Open one.")
+        raise ColabUtilsError(
+            f"expected a ShardDataset or a CocoFolder, found {type(dataset).__name__}. Open one."
+        )
     ids, classes, known = dataset.category_ids, dataset.num_classes, dataset.num_classes
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if isinstance(predictor, FastRCNNPredictor):
         known = predictor.cls_score.out_features
     # a model of raw COCO ids may have more classes than this dataset
-    fits = known == classes or (known > classes and all(label == number for label, number in ids.items()))
+    fits = known == classes or (
+        known > classes and all(label == number for label, number in ids.items())
+    )
     trained = getattr(model, "category_ids", ids)  # of `load_trained_model`
     if not fits or not ids.items() <= trained.items():
-        found = f"other labels ({classes} in all). Open it with the contiguous_labels of the training dataset."
-        raise ColabUtilsError(f"expected a dataset with the classes of the model ({known} in all), found {found}")
+        found = (
+            f"other labels ({classes} in all). Open it with the contiguous_labels of the "
+            "training dataset."
+        )
+        raise ColabUtilsError(
+            f"expected a dataset with the classes of the model ({known} in all), found {found}"
+        )
 
 
 @contextmanager
 def _set_up(model: nn.Module) -> Iterator[None]:
     """Evaluation mode with exact boxes; afterwards every module has the mode that it had."""
-    modes, hooks = [(module, module.training) for module in model.modules()], keep_boxes_exact(model)
+    modes, hooks = (
+        [(module, module.training) for module in model.modules()],
+        keep_boxes_exact(model),
+    )
     model.eval()
     try:
         yield
@@ -138,7 +167,11 @@ def _set_up(model: nn.Module) -> Iterator[None]:
 
 
 def _evaluate(
-    model: nn.Module, dataset: ShardDataset | CocoFolder, truth: Any, device: str | torch.device, size: int
+    model: nn.Module,
+    dataset: ShardDataset | CocoFolder,
+    truth: Any,
+    device: str | torch.device,
+    size: int,
 ) -> AveragePrecision:
     ids, pool = dataset.category_ids, fork_pool(1, _keep_truth, truth)  # before there are threads
     drawing: list[Future[None]] = []
@@ -148,8 +181,13 @@ def _evaluate(
                 found = detect(model, images, device=device)
                 for job in drawing:  # of the batch before
                     job.result()
-                numbers, sizes = dataset.image_ids[indices].tolist(), [image.shape[1:] for image in images]
-                drawing = [pool.submit(_draw, *one, ids) for one in zip(found, numbers, sizes, strict=True)]
+                numbers, sizes = (
+                    dataset.image_ids[indices].tolist(),
+                    [image.shape[1:] for image in images],
+                )
+                drawing = [
+                    pool.submit(_draw, *one, ids) for one in zip(found, numbers, sizes, strict=True)
+                ]
                 bar.update(len(indices))
         for job in drawing:
             job.result()
@@ -158,20 +196,33 @@ def _evaluate(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_size: int) -> list[list[int]]:
+def _group_images(
+    model: nn.Module, dataset: ShardDataset | CocoFolder, batch_size: int
+) -> list[list[int]]:
     """Batches of images that the model's transform pads to the same shape."""
     if not isinstance(model, MaskRCNN):
         return [[i] for i in range(len(dataset))]
     groups: dict[Size, list[int]] = {}
     for i, size in enumerate(choose_sizes(model.transform, dataset.sizes.tolist())):
         groups.setdefault(fit_shape([size], step=model.transform.size_divisible), []).append(i)
-    return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
+    return [
+        group[i : i + batch_size]
+        for group in groups.values()
+        for i in range(0, len(group), batch_size)
+    ]
 
 
-def _decode_ahead(dataset: Any, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Each batch with its images, decoded in threads while the model works on the batch before it."""
+def _decode_ahead(
+    dataset: Any, batches: Iterable[list[int]]
+) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Each batch with its images, decoded in threads while the model works on the batch
+    before it.
+    """
     with ThreadPoolExecutor(_DECODERS) as pool:
-        jobs = ((batch, pool.map(lambda i: dataset.decode(dataset.read(i)), batch)) for batch in [*batches, []])
+        jobs = (
+            (batch, pool.map(lambda i: dataset.decode(dataset.read(i)), batch))
+            for batch in [*batches, []]
+        )
         for (batch, images), _ in pairwise(jobs):
             yield batch, [*images]
 
@@ -180,28 +231,41 @@ def _decode_ahead(dataset: Any, batches: Iterable[list[int]]) -> Iterator[tuple[
 def detect(
     model: nn.Module, images: Sequence[Tensor], *, device: str | torch.device = "cpu"
 ) -> list[dict[str, NDArray[Any]]]:
-    """Find the objects in a batch of images: uint8 [3, H, W] each, by a model in evaluation mode on the device.
+    """Find the objects in a batch of images: uint8 [3, H, W] each, by a model in evaluation mode on
+    the device.
 
-    torchvision's own output holds a float image of every mask on the device: 4.8 GB for 100 objects in a photo of 12
-    megapixels, made in a loop that reads from the device again and again. Here masks stay in their boxes.
+    torchvision's own output holds a float image of every mask on the device: 4.8 GB for 100 objects
+    in a photo of 12 megapixels, made in a loop that reads from the device again and again. Here
+    masks stay in their boxes.
 
     Returns:
-        For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D], ``scores`` float32 [D],
-        and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than a Mask R-CNN bool [D, H, W].
+        For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D],
+            ``scores`` float32 [D],
+        and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than a Mask R-CNN bool [D, H,
+        W].
 
     """
     precision = choose_precision(device)
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
-        floats = (send(image, device).float().div_(255) for image in images)  # one at a time: photos may be large
+        # one at a time: photos may be large
+        floats = (send(image, device).float().div_(255) for image in images)
         if isinstance(model, MaskRCNN):
-            results = _find_in_boxes(model, floats, [(image.shape[1], image.shape[2]) for image in images])
+            results = _find_in_boxes(
+                model, floats, [(image.shape[1], image.shape[2]) for image in images]
+            )
         else:
-            results = [{**result, "masks": result["masks"][:, 0] > 0.5} for result in model([*floats])]
+            results = [
+                {**result, "masks": result["masks"][:, 0] > 0.5} for result in model([*floats])
+            ]
     return [{name: result[name].cpu().numpy() for name in _RESULT} for result in results]
 
 
-def _find_in_boxes(model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]) -> list[dict[str, Tensor]]:
-    """The result of ``model(images)``, with masks as the mask head makes them. Source: ``GeneralizedRCNN.forward``."""
+def _find_in_boxes(
+    model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]
+) -> list[dict[str, Tensor]]:
+    """The result of ``model(images)``, with masks as the mask head makes them. Source:
+    ``GeneralizedRCNN.forward``.
+    """
     transform = model.transform
     resized = [transform.resize(transform.normalize(image))[0] for image in images]
     padded = transform.batch_images(resized, transform.size_divisible)
@@ -218,7 +282,11 @@ def _find_in_boxes(model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Si
 
 
 def describe_detections(
-    found: Mapping[str, NDArray[Any]], *, image_id: int, size: Sequence[int], category_ids: Mapping[int, int]
+    found: Mapping[str, NDArray[Any]],
+    *,
+    image_id: int,
+    size: Sequence[int],
+    category_ids: Mapping[int, int],
 ) -> list[dict[str, Any]]:
     """The objects of an image, found by `detect`, as COCO's results with boxes and masks.
 
@@ -235,16 +303,24 @@ def describe_detections(
     sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1).tolist()
     rows = zip(labels.tolist(), scores.tolist(), sides, rles, strict=True)
     return [
-        {"image_id": image_id, "category_id": category_ids[label], "score": score, "bbox": box, "segmentation": rle}
+        {
+            "image_id": image_id,
+            "category_id": category_ids[label],
+            "score": score,
+            "bbox": box,
+            "segmentation": rle,
+        }
         for label, score, box, rle in rows
     ]
 
 
 def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict[str, Any]]:
-    """The masks that torchvision pastes into an image of ``size`` (height and width), above 0.5, as compressed RLE.
+    """The masks that torchvision pastes into an image of ``size`` (height and width), above 0.5, as
+    compressed RLE.
 
-    Bit for bit the masks of ``paste_masks_in_image`` in torchvision ``models/detection/roi_heads.py``, from ``masks``,
-    float32 [D, 28, 28], and ``boxes``, float32 [D, 4] in pixels.
+    Bit for bit the masks of ``paste_masks_in_image`` in torchvision
+    ``models/detection/roi_heads.py``, from ``masks``, float32 [D, 28, 28], and ``boxes``, float32
+    [D, 4] in pixels.
 
     Example:
         >>> [rle["counts"] for rle in encode_masks(torch.ones(1, 28, 28), torch.tensor([[2.0, 1, 3, 3]]), (4, 6))]
@@ -255,10 +331,20 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
     height, width = size
     padded, scale = expand_masks(masks[:, None], 1)
     rles = []
-    for mask, (x0, y0, x1, y1) in zip(padded, expand_boxes(boxes, scale).long().tolist(), strict=True):
-        drawn = functional.interpolate(mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear")[0, 0]
+    for mask, (x0, y0, x1, y1) in zip(
+        padded, expand_boxes(boxes, scale).long().tolist(), strict=True
+    ):
+        drawn = functional.interpolate(
+            mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear"
+        )[0, 0]
         left, top = max(x0, 0), max(y0, 0)
-        shown = drawn[top - y0 : max(min(y1 + 1, height) - y0, 0), left - x0 : max(min(x1 + 1, width) - x0, 0)] > 0.5
+        shown = (
+            drawn[
+                top - y0 : max(min(y1 + 1, height) - y0, 0),
+                left - x0 : max(min(x1 + 1, width) - x0, 0),
+            ]
+            > 0.5
+        )
         canvas = np.zeros((height, width), np.uint8, order="F")
         canvas[top : top + shown.shape[0], left : left + shown.shape[1]] = shown.numpy()
         rles.append(coco_mask.encode(canvas))
@@ -276,8 +362,12 @@ def _keep_truth(truth: Any) -> None:
     _truth[:] = [truth]
 
 
-def _draw(found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], category_ids: dict[int, int]) -> None:
-    _results.extend(describe_detections(found, image_id=image_id, size=size, category_ids=category_ids))
+def _draw(
+    found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], category_ids: dict[int, int]
+) -> None:
+    _results.extend(
+        describe_detections(found, image_id=image_id, size=size, category_ids=category_ids)
+    )
 
 
 def _score() -> AveragePrecision:

@@ -1,9 +1,9 @@
-"""Mask R-CNN by name: torchvision's two ResNet-50 models, a light one that a laptop's CPU can train, and a tiny one
-that learns small, easy pictures in two minutes.
+"""Mask R-CNN by name: torchvision's two ResNet-50 models, a light one that a laptop's CPU can
+train, and a tiny one that learns small, easy pictures in two minutes.
 
-`build_mask_rcnn` makes a model to train, `load_trained_model` reads one from a run; `fold_norms`, `choose_precision`
-and `keep_boxes_exact` make it fast and exact on a GPU. Every model is torchvision's own ``MaskRCNN``: its weights load
-into plain torchvision, and the other way round.
+`build_mask_rcnn` makes a model to train, `load_trained_model` reads one from a run; `fold_norms`,
+`choose_precision` and `keep_boxes_exact` make it fast and exact on a GPU. Every model is
+torchvision's own ``MaskRCNN``: its weights load into plain torchvision, and the other way round.
 """
 
 import socket
@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from torchvision.models import get_weight, mobilenet_v3_large
-from torchvision.models.detection import FasterRCNN, MaskRCNN, maskrcnn_resnet50_fpn, maskrcnn_resnet50_fpn_v2
+from torchvision.models.detection import (
+    FasterRCNN,
+    MaskRCNN,
+    maskrcnn_resnet50_fpn,
+    maskrcnn_resnet50_fpn_v2,
+)
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -30,7 +35,12 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.require import require_choice
 from colab_utils.runtime import is_watched
-from colab_utils.training.checkpoint import CheckpointFolder, choose_weights, explain_state, load_weights
+from colab_utils.training.checkpoint import (
+    CheckpointFolder,
+    choose_weights,
+    explain_state,
+    load_weights,
+)
 
 Norms = Literal["frozen", "trained"]
 """What training does with the batch norms of pretrained weights."""
@@ -49,30 +59,41 @@ _COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categorie
 
 
 def build_mask_rcnn(
-    name: str = GPU_MODEL, *, num_classes: int, weights: str | Path | None = "coco", min_size: int = 800,
-    max_size: int = 1333, norms: Norms = "frozen", class_names: Mapping[int, str] | None = None,
-) -> MaskRCNN:  # fmt: skip
+    name: str = GPU_MODEL,
+    *,
+    num_classes: int,
+    weights: str | Path | None = "coco",
+    min_size: int = 800,
+    max_size: int = 1333,
+    norms: Norms = "frozen",
+    class_names: Mapping[int, str] | None = None,
+) -> MaskRCNN:
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
     Args:
-        name: One of ``MODEL_NAMES``. The light one is a MobileNetV3-Large with a feature pyramid of 64
-            channels and about a tenth of the usual proposals. The tiny one, seven convolutions before its pyramid,
-            learns small and easy pictures from random weights in two minutes on two cores. It is not for photos.
+        name: One of ``MODEL_NAMES``. The light one is a MobileNetV3-Large with a feature pyramid of
+            64 channels and about a tenth of the usual proposals. The tiny one, seven convolutions
+            before its pyramid, learns small and easy pictures from random weights in two minutes on
+            two cores. It is not for photos.
         num_classes: Classes including the background, as ``ShardDataset.num_classes``.
-        weights: ``"coco"`` downloads COCO weights (for the light model ImageNet weights of its backbone, there
-            are no others; for the tiny one none) and freezes the layers that torchvision freezes; where the download
-            fails, you are warned and the weights are random. The folder of a run: the weights of its best checkpoint,
-            else of its newest. ``None``: random weights, every layer trains.
+        weights: ``"coco"`` downloads COCO weights (for the light model ImageNet weights of its
+            backbone, there are no others; for the tiny one none) and freezes the layers that
+            torchvision freezes; where the download fails, you are warned and the weights are
+            random. The folder of a run: the weights of its best checkpoint, else of its newest.
+            ``None``: random weights, every layer trains.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
-        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does: a batch of a few images
-            has no better ones, and `fold_norms` then folds them away. ``"trained"`` trains them, as torchvision does
-            with maskrcnn_resnet50_fpn_v2. Random weights are always trained.
-        class_names: The name of each label, as ``ShardDataset.class_names``: the weights of classes with the same
-            name are kept. Other classes, and all classes without this argument, start from random last layers.
+        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does: a
+            batch of a few images has no better ones, and `fold_norms` then folds them away.
+            ``"trained"`` trains them, as torchvision does with maskrcnn_resnet50_fpn_v2. Random
+            weights are always trained.
+        class_names: The name of each label, as ``ShardDataset.class_names``: the weights of classes
+            with the same name are kept. Other classes, and all classes without this argument, start
+            from random last layers.
 
     Returns:
-        torchvision's own ``MaskRCNN``; its ``starts_from`` is ``"coco"``, ``"imagenet"`` or ``"random"``.
+        torchvision's own ``MaskRCNN``; its ``starts_from`` is ``"coco"``, ``"imagenet"`` or
+        ``"random"``.
 
     Raises:
         ColabUtilsError: Unknown name or weights, a run of another model, or fewer than two classes.
@@ -83,7 +104,9 @@ def build_mask_rcnn(
         3
     """
     if num_classes < 2:
-        raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}: add one")
+        raise ColabUtilsError(
+            f"expected num_classes of at least 2, with the background, found {num_classes}: add one"
+        )
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
     known: Mapping[int, str] = {}
@@ -100,18 +123,27 @@ def build_mask_rcnn(
         known = _COCO_NAMES
         model = assemble_mask_rcnn(name, num_classes=len(known), starts_from="coco", **sizes)
         model.load_state_dict(state)
-    if known and (num_classes != model.roi_heads.box_predictor.cls_score.out_features or class_names):
+    if known and (
+        num_classes != model.roi_heads.box_predictor.cls_score.out_features or class_names
+    ):
         _replace_heads(model, num_classes, class_names or {}, known)
     return model
 
 
 def assemble_mask_rcnn(
-    name: str, *, num_classes: int, starts_from: str, min_size: int, max_size: int, norms: Norms = "frozen"
+    name: str,
+    *,
+    num_classes: int,
+    starts_from: str,
+    min_size: int,
+    max_size: int,
+    norms: Norms = "frozen",
 ) -> MaskRCNN:
-    """Build the layers of a model without pretrained weights, as a checkpoint needs them; see ``build_mask_rcnn``.
+    """Build the layers of a model without pretrained weights, as a checkpoint needs them; see
+    ``build_mask_rcnn``.
 
-    From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are frozen, and all
-    norms unless ``norms`` is ``"trained"``.
+    From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are
+    frozen, and all norms unless ``norms`` is ``"trained"``.
 
     Raises:
         ColabUtilsError: Unknown name.
@@ -121,7 +153,9 @@ def assemble_mask_rcnn(
         'imagenet'
     """
     require_choice("model", name, BUILDERS)
-    model = BUILDERS[name](num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size)
+    model = BUILDERS[name](
+        num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size
+    )
     if starts_from != "random" and norms == "frozen":
         _freeze_norms(model)
     model.starts_from = starts_from
@@ -137,14 +171,17 @@ def _freeze_norms(model: nn.Module) -> None:
 
 
 def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
-    """Load the model of a run's newest checkpoint, on the CPU, in evaluation mode; no file is changed.
+    """Load the model of a run's newest checkpoint, on the CPU, in evaluation mode; no file is
+    changed.
 
-    The averaged weights are taken where an earlier version stored them. The model has ``class_names``
-    (label to name) and ``category_ids`` (label to COCO category id) of the data that it was trained on.
+    The averaged weights are taken where an earlier version stored them. The model has
+    ``class_names`` (label to name) and ``category_ids`` (label to COCO category id) of the data
+    that it was trained on.
 
     Args:
         run: Folder of the run.
-        which: ``"best"`` takes the weights with the highest average precision of masks on the validation images.
+        which: ``"best"`` takes the weights with the highest average precision of masks on the
+            validation images.
 
     Raises:
         ColabUtilsError: ``run`` holds no such checkpoint.
@@ -152,7 +189,7 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
     Example:
         >>> load_trained_model("no/such/run")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a checkpoint in no/such/run, found none. Train first.
+        colab_utils.errors.ColabUtilsError: expected a checkpoint in no/such/run, found none. ...
     """
     state = CheckpointFolder(run).read(which)
     if state is None:
@@ -172,12 +209,15 @@ def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     return model
 
 
-def _assemble_resnet(build: Callable[..., MaskRCNN], num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+def _assemble_resnet(
+    build: Callable[..., MaskRCNN], num_classes: int, *, pretrained: bool, **sizes: int
+) -> MaskRCNN:
     model = build(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
     if pretrained:  # torchvision trains the last three of five stages then
         for key, parameter in model.backbone.body.named_parameters():
             parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
-        if build is maskrcnn_resnet50_fpn:  # its weights were trained so, see overwrite_eps in its source
+        # its weights were trained so, see overwrite_eps in its source
+        if build is maskrcnn_resnet50_fpn:
             for norm in model.modules():
                 if isinstance(norm, nn.BatchNorm2d):
                     norm.eps = 0.0
@@ -189,10 +229,12 @@ def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> Mask
     norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
     body = mobilenet_v3_large(weights=None, norm_layer=norm).features
     if pretrained:
-        for stage in body[:4]:  # the stages up to stride 4, as torchvision freezes them for its own MobileNet
+        # the stages up to stride 4, as torchvision freezes them for its own MobileNet
+        for stage in body[:4]:
             stage.requires_grad_(False)
-    # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the features.
-    # Anchors from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px large.
+    # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the
+    # features. Anchors from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px
+    # large.
     levels, anchors = {"3": 24, "6": 40, "12": 112, "15": 160}, (16, 32, 64, 128, 256)
     return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
 
@@ -207,22 +249,39 @@ def _assemble_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskR
 
 
 def _put_heads(
-    body: nn.Sequential, levels: dict[str, int], anchors: Sequence[int], num_classes: int, *, scale: int, **sizes: int
+    body: nn.Sequential,
+    levels: dict[str, int],
+    anchors: Sequence[int],
+    num_classes: int,
+    *,
+    scale: int,
+    **sizes: int,
 ) -> MaskRCNN:
-    """A feature pyramid on the stages of a body (``levels``: stage to channels), with one size of anchors a level, and
-    heads that do a tenth of the usual work at a ``scale`` of 2.
+    """A feature pyramid on the stages of a body (``levels``: stage to channels), with one size of
+    anchors a level, and heads that do a tenth of the usual work at a ``scale`` of 2.
     """
-    names, channels, hidden = {stage: str(level) for level, stage in enumerate(levels)}, 32 * scale, 128 * scale
+    names, channels, hidden = (
+        {stage: str(level) for level, stage in enumerate(levels)},
+        32 * scale,
+        128 * scale,
+    )
     return MaskRCNN(
         BackboneWithFPN(body, names, [*levels.values()], channels, extra_blocks=LastLevelMaxPool()),
-        rpn_anchor_generator=AnchorGenerator([(size,) for size in anchors], [(0.5, 1.0, 2.0)] * len(anchors)),
-        rpn_pre_nms_top_n_train=250 * scale, rpn_post_nms_top_n_train=125 * scale,
-        rpn_pre_nms_top_n_test=150 * scale, rpn_post_nms_top_n_test=75 * scale,
-        rpn_batch_size_per_image=64 * scale, box_batch_size_per_image=32 * scale,
-        box_head=TwoMLPHead(channels * 7 * 7, hidden), box_predictor=FastRCNNPredictor(hidden, num_classes),
+        rpn_anchor_generator=AnchorGenerator(
+            [(size,) for size in anchors], [(0.5, 1.0, 2.0)] * len(anchors)
+        ),
+        rpn_pre_nms_top_n_train=250 * scale,
+        rpn_post_nms_top_n_train=125 * scale,
+        rpn_pre_nms_top_n_test=150 * scale,
+        rpn_post_nms_top_n_test=75 * scale,
+        rpn_batch_size_per_image=64 * scale,
+        box_batch_size_per_image=32 * scale,
+        box_head=TwoMLPHead(channels * 7 * 7, hidden),
+        box_predictor=FastRCNNPredictor(hidden, num_classes),
         mask_head=MaskRCNNHeads(channels, (channels,) * 2 * scale, 1),
-        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes), **sizes,
-    )  # fmt: skip
+        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
+        **sizes,
+    )
 
 
 BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
@@ -231,18 +290,26 @@ BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
     LIGHT_MODEL: _assemble_light,
     TINY_MODEL: _assemble_tiny,
 }
-"""What builds each model without weights: called with the number of classes, ``pretrained``, and the sizes."""
+"""What builds each model without weights: called with the number of classes, ``pretrained``, and
+the sizes.
+"""
 
 
 def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     """The published weights of a model; None, with a warning, where the download fails."""
     timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(15.0)  # seconds: a network that swallows packets would hang for minutes
+    # seconds: a network that swallows packets would hang for minutes
+    socket.setdefaulttimeout(15.0)
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
     except Exception as error:  # of the network, or of a file that is cut short or another one
-        why = f"its weights could not be downloaded ({getattr(error, 'reason', error)}). It needs many more steps."
-        warnings.warn(f"{name} starts from random weights because {why}", ColabUtilsWarning, stacklevel=3)
+        why = (
+            f"its weights could not be downloaded ({getattr(error, 'reason', error)}). It needs "
+            "many more steps."
+        )
+        warnings.warn(
+            f"{name} starts from random weights because {why}", ColabUtilsWarning, stacklevel=3
+        )
         return None
     finally:
         socket.setdefaulttimeout(timeout)
@@ -252,36 +319,62 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
     """The model of a run's best checkpoint, else of its newest, and its class names."""
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
-        raise ColabUtilsError(f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one.")
+        raise ColabUtilsError(
+            f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one."
+        )
     model, found = _read_model(state), state["plan"]["model"]
     if found != name:
-        raise ColabUtilsError(f"expected a run of the model {name}, found one of {found} in {run}. Pass that name.")
+        raise ColabUtilsError(
+            f"expected a run of the model {name}, found one of {found} in {run}. Pass that name."
+        )
     return model, state["class_names"]
 
 
 @torch.no_grad()
-def _replace_heads(model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]) -> None:
-    """Last layers for other classes: those of classes whose name was ``known`` are copied, the rest is random."""
-    labels = {name.lower(): label for label, name in known.items() if name not in ("__background__", "N/A")}
-    matches = {label: labels[name.lower()] for label, name in names.items() if name.lower() in labels}
+def _replace_heads(
+    model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]
+) -> None:
+    """Last layers for other classes: those of classes whose name was ``known`` are copied, the rest
+    is random.
+    """
+    labels = {
+        name.lower(): label
+        for label, name in known.items()
+        if name not in ("__background__", "N/A")
+    }
+    matches = {
+        label: labels[name.lower()] for label, name in names.items() if name.lower() in labels
+    }
     if matches:
         matches[0] = 0  # the background
     heads, classes = model.roi_heads, model.roi_heads.box_predictor.cls_score.out_features
-    boxes, masks, convolution = heads.box_predictor, heads.mask_predictor, heads.mask_predictor.conv5_mask
+    boxes, masks, convolution = (
+        heads.box_predictor,
+        heads.mask_predictor,
+        heads.mask_predictor.conv5_mask,
+    )
     heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
-    heads.mask_predictor = MaskRCNNPredictor(convolution.in_channels, convolution.out_channels, num_classes)
+    heads.mask_predictor = MaskRCNNPredictor(
+        convolution.in_channels, convolution.out_channels, num_classes
+    )
     heads.mask_predictor.conv5_mask = convolution
-    for old, new in ((boxes, heads.box_predictor), (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits)):
+    for old, new in (
+        (boxes, heads.box_predictor),
+        (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits),
+    ):
         for source, target in zip(old.parameters(), new.parameters(), strict=True):
-            target.unflatten(0, (num_classes, -1))[[*matches]] = source.unflatten(0, (classes, -1))[[*matches.values()]]
+            target.unflatten(0, (num_classes, -1))[[*matches]] = source.unflatten(0, (classes, -1))[
+                [*matches.values()]
+            ]
 
 
 def fold_norms(model: nn.Module) -> int:
-    """Fold every ``FrozenBatchNorm2d`` that follows a convolution into it; results stay the same, except for rounding.
+    """Fold every ``FrozenBatchNorm2d`` that follows a convolution into it; results stay the same,
+    except for rounding.
 
-    torchvision's layer computes its factors again at each call, and multiplies and adds in float32, also where
-    autocast computes in half precision. Names, parameters and ``state_dict`` do not change: weights stay compatible
-    both ways, and trainable weights go on training.
+    torchvision's layer computes its factors again at each call, and multiplies and adds in float32,
+    also where autocast computes in half precision. Names, parameters and ``state_dict`` do not
+    change: weights stay compatible both ways, and trainable weights go on training.
 
     Returns:
         How many layers were folded.
@@ -298,12 +391,15 @@ def fold_norms(model: nn.Module) -> int:
             conv.register_buffer(name, None, persistent=False)
     if pairs:
         _compute_factors(model)
-        model.register_load_state_dict_post_hook(_compute_factors)  # weights that are loaded later have other factors
+        # weights that are loaded later have other factors
+        model.register_load_state_dict_post_hook(_compute_factors)
     return len(pairs)
 
 
 def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
-    """Convolutions with the norm that follows each, in the order in which torchvision's blocks call them."""
+    """Convolutions with the norm that follows each, in the order in which torchvision's blocks call
+    them.
+    """
     for module in model.modules():
         for conv, norm in pairwise(module.children()):
             if type(conv) is kind and conv.bias is None and isinstance(norm, FrozenBatchNorm2d):
@@ -332,7 +428,8 @@ class _FoldedNorm(FrozenBatchNorm2d):
 
 
 def choose_precision(device: str | torch.device) -> torch.dtype:
-    """The dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), float16, float32 on a CPU.
+    """The dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), float16,
+    float32 on a CPU.
 
     Example:
         >>> choose_precision("cpu")
@@ -344,10 +441,12 @@ def choose_precision(device: str | torch.device) -> torch.dtype:
 
 
 def keep_boxes_exact(model: nn.Module) -> list[RemovableHandle]:
-    """Compute a model's anchors, proposals and boxes in float32, also where autocast computes in half precision.
+    """Compute a model's anchors, proposals and boxes in float32, also where autocast computes in
+    half precision.
 
-    torchvision computes them in the dtype of the features. From 512 pixels on, bfloat16 has only every fourth pixel,
-    and float16 every half: without this, boxes are learned, cropped and found at places that are off by as much.
+    torchvision computes them in the dtype of the features. From 512 pixels on, bfloat16 has only
+    every fourth pixel, and float16 every half: without this, boxes are learned, cropped and found
+    at places that are off by as much.
 
     Returns:
         Handles of the hooks, to remove them; none for a model without a region proposal network.

@@ -1,5 +1,5 @@
-"""One training step: forward, backward and optimiser, in the precision and the memory that the device has, alone or
-as one of several processes, as ``torchrun`` starts them.
+"""One training step: forward, backward and optimiser, in the precision and the memory that the
+device has, alone or as one of several processes, as ``torchrun`` starts them.
 """
 
 import gc
@@ -25,18 +25,28 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
 from colab_utils.training.checkpoint import choose_weights, load_weights
 from colab_utils.training.losses import choose_sizes, compute_losses
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
+from colab_utils.training.model import (
+    GPU_MODEL,
+    LIGHT_MODEL,
+    TINY_MODEL,
+    choose_precision,
+    keep_boxes_exact,
+)
 
 Images = PackedBatch | list[Tensor] | None
-"""A packed batch, or images as torchvision takes them; None where a process has none of a batch's images."""
+"""A packed batch, or images as torchvision takes them; None where a process has none of a batch's
+images.
+"""
 
 Targets = list[dict[str, Tensor]] | None
 """As torchvision takes them; None with a packed batch, which brings its own."""
 
 _MOST_PARTS = 8  # of a batch: it is halved at most three times
-_MARGIN = 0.9  # of the memory: proposals differ from step to step, and gaps between allocations are lost
+# of the memory: proposals differ from step to step, and gaps between allocations are lost
+_MARGIN = 0.9
 _BATCH_SIZES = (16, 8, 4, 2, 1)
-_MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
+# far above the usual norm: it only limits the first steps from random weights
+_MAX_GRADIENT_NORM = 10.0
 _WARMUP_STEPS = 500
 _PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
 _OUT_OF_MEMORY = re.compile(  # of torch, cuBLAS and cuDNN
@@ -48,18 +58,20 @@ _OUT_OF_MEMORY = re.compile(  # of torch, cuBLAS and cuDNN
 class TrainingStep:
     """A callable that trains a torchvision detection model on one batch; ``train`` uses it too.
 
-    A batch that does not fit into the GPU's memory is cut in two, at most three times: from then on each batch is
-    trained in ``parts`` whose gradients are added up, and you are warned. The effective batch size stays the same; a
-    trainable batch norm sees each part alone.
+    A batch that does not fit into the GPU's memory is cut in two, at most three times: from then on
+    each batch is trained in ``parts`` whose gradients are added up, and you are warned. The
+    effective batch size stays the same; a trainable batch norm sees each part alone.
 
     Args:
         model: In training mode it returns a dict of losses.
         device: Where the model is moved to and trained.
         optimizer: Default: SGD with a learning rate of 0.001, safe for any model and batch size.
-        ranks: The processes that train together, by ``DistributedDataParallel``. Default: this one alone.
+        ranks: The processes that train together, by ``DistributedDataParallel``. Default: this one
+            alone.
 
     Raises:
-        ColabUtilsError: When not even one image at a time, or an eighth of a batch, fits into the GPU's memory.
+        ColabUtilsError: When not even one image at a time, or an eighth of a batch, fits into the
+            GPU's memory.
 
     Example:
         >>> from colab_utils.training.model import build_mask_rcnn
@@ -72,38 +84,60 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: nn.Module, device: str | torch.device, *, optimizer: torch.optim.Optimizer | None = None,
+        self,
+        model: nn.Module,
+        device: str | torch.device,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
         ranks: "Ranks | None" = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device, self.ranks = torch.device(device), ranks or Ranks()
         try:
             self.model: Any = model.to(self.device).train()
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            cure = "Restart the session (Runtime > Restart session), or end the other process that nvidia-smi lists."
-            raise ColabUtilsError(f"expected room for the model on the GPU, found its memory taken. {cure}") from error
+            cure = (
+                "Restart the session (Runtime > Restart session), or end the other process "
+                "that nvidia-smi lists."
+            )
+            raise ColabUtilsError(
+                f"expected room for the model on the GPU, found its memory taken. {cure}"
+            ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
         if self.precision != torch.float32:
             keep_boxes_exact(model)
         # Only float16 underflows; a disabled scaler passes everything through.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
-        self.parts, self.is_applying = 1, False  # is_applying: some weights have moved, and others have not
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.precision == torch.float16
+        )
+        # is_applying: some weights have moved, and others have not
+        self.parts, self.is_applying = 1, False
         self._memory_error = ""
         network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
-            # buffers: the first process saves its own statistics of batch norm, the others' are of other images
-            network = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+            # buffers: the first process saves its own statistics of batch norm, the others' are of
+            # other images
+            network = DistributedDataParallel(
+                network, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
         self._network = network
 
     def __call__(
-        self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None, total: int | None = None
+        self,
+        images: Images,
+        targets: Targets = None,
+        *,
+        flips: Sequence[bool] | None = None,
+        total: int | None = None,
     ) -> Tensor:
-        """Train on one batch: ``images`` and ``targets`` as torchvision takes them, or a packed batch on the device.
+        """Train on one batch: ``images`` and ``targets`` as torchvision takes them, or a packed
+        batch on the device.
 
-        ``flips``, bool [B], mirrors images of a packed batch. ``total`` is the number of images over all processes
-        (this one may have None of them). Returns the total loss, a detached float32 scalar still on the device.
+        ``flips``, bool [B], mirrors images of a packed batch. ``total`` is the number of images
+        over all processes (this one may have None of them). Returns the total loss, a detached
+        float32 scalar still on the device.
         """
         while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
             self.free_memory()
@@ -111,11 +145,16 @@ class TrainingStep:
             if self.ranks.count > 1 or self.parts >= min(_MOST_PARTS, count):
                 size = -(-count // self.parts)
                 raise ColabUtilsError(
-                    f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
-                    f"do not ({self._memory_error}). Train smaller batches, a smaller min_size or a lighter model."
+                    f"expected {size} of the {count} images of a batch to fit into the GPU's "
+                    "memory, found that they "
+                    f"do not ({self._memory_error}). Train smaller batches, a smaller min_size or "
+                    "a lighter model."
                 )
             self.parts *= 2
-            how = f"each is trained in {self.parts} parts from now on. The effective batch size stays the same."
+            how = (
+                f"each is trained in {self.parts} parts from now on. The effective batch size "
+                "stays the same."
+            )
             text = f"a batch of {count} images does not fit into the GPU's memory: {how}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         if self.ranks.count > 1:
@@ -126,9 +165,14 @@ class TrainingStep:
         return loss
 
     def add_gradients(
-        self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None,
-        total: int | None = None, synchronize: bool = True,
-    ) -> Tensor | None:  # fmt: skip
+        self,
+        images: Images,
+        targets: Targets = None,
+        *,
+        flips: Sequence[bool] | None = None,
+        total: int | None = None,
+        synchronize: bool = True,
+    ) -> Tensor | None:
         """The gradients of a batch, and its loss; None where memory ran out.
 
         ``synchronize=False`` leaves the gradients of several processes apart.
@@ -142,7 +186,9 @@ class TrainingStep:
                 given = [None if each is None else each[part] for each in (images, targets, flips)]
                 apart = self.ranks.count > 1 and not (synchronize and is_last)
                 with self._network.no_sync() if apart else nullcontext():  # type: ignore[operator]
-                    with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+                    with torch.autocast(
+                        self.device.type, self.precision, enabled=self.precision != torch.float32
+                    ):
                         loss = self._network(*given)
                     share = min(size, count - first) / (total or count) if count else 0.0
                     # of several processes torch takes the mean of the gradients: the sum is meant
@@ -160,17 +206,23 @@ class TrainingStep:
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-        for p in parameters if self.scaler.is_enabled() and "momentum" in self.optimizer.defaults else ():
-            # where float16 overflows and the first step is skipped, fused SGD keeps averages that were never written
+        for p in (
+            parameters if self.scaler.is_enabled() and "momentum" in self.optimizer.defaults else ()
+        ):
+            # where float16 overflows and the first step is skipped, fused SGD keeps averages that
+            # were never written
             if self.optimizer.state[p].get("momentum_buffer") is None:
                 self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def free_memory(self) -> None:
-        """Free what a try took that ran out of memory: gradients, the graph, torch's own reserve."""
+        """Free what a try took that ran out of memory: gradients, the graph, torch's own
+        reserve.
+        """
         self.optimizer.zero_grad()
-        # autograd keeps the graph of a backward pass that failed until the next one (seen with torch 2.15 on a CPU)
+        # autograd keeps the graph of a backward pass that failed until the next one (seen with
+        # torch 2.15 on a CPU)
         torch.zeros((), device=self.device, requires_grad=True).backward()
         gc.collect()
         torch.cuda.empty_cache()
@@ -183,33 +235,58 @@ class TrainingStep:
             LookupError, RuntimeError, TypeError, ValueError: It is the state of something else.
         """
         load_weights(self.model, choose_weights(state), state["path"])
-        groups = self.optimizer.state_dict()["param_groups"]  # with the settings of this version and device
-        if [own["params"] for own in groups] != [saved["params"] for saved in state["optimizer"]["param_groups"]]:
+        # with the settings of this version and device
+        groups = self.optimizer.state_dict()["param_groups"]
+        if [own["params"] for own in groups] != [
+            saved["params"] for saved in state["optimizer"]["param_groups"]
+        ]:
             raise ValueError("an optimizer of other weights")
-        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+        self.optimizer.load_state_dict(
+            {"state": state["optimizer"]["state"], "param_groups": groups}
+        )
         # a fused optimiser wants its averages in the same order of memory as the weights
-        names = {"momentum_buffer"} if "momentum" in self.optimizer.defaults else {"step", "exp_avg", "exp_avg_sq"}
+        names = (
+            {"momentum_buffer"}
+            if "momentum" in self.optimizer.defaults
+            else {"step", "exp_avg", "exp_avg_sq"}
+        )
         for parameter, averages in self.optimizer.state.items():
             if averages.keys() != names:
                 raise ValueError("averages of another optimizer")
             for name, value in averages.items():
-                averages[name] = value.reshape(()) if name == "step" else torch.empty_like(parameter).copy_(value)
+                averages[name] = (
+                    value.reshape(())
+                    if name == "step"
+                    else torch.empty_like(parameter).copy_(value)
+                )
         if state["scaler"]:  # empty where it was not needed
-            self.scaler.load_state_dict({name: value + 0 for name, value in state["scaler"].items()})  # numbers
+            # numbers
+            self.scaler.load_state_dict(
+                {name: value + 0 for name, value in state["scaler"].items()}
+            )
 
 
 class _SummedLosses(nn.Module):
-    """The forward pass as one module that returns one number: what ``DistributedDataParallel`` wraps."""
+    """The forward pass as one module that returns one number: what ``DistributedDataParallel``
+    wraps.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
-        if images is None:  # this process has no image of the batch, and the others wait for its gradients
-            return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
+        # this process has no image of the batch, and the others wait for its gradients
+        if images is None:
+            return (
+                torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
+            )
         is_packed = isinstance(images, PackedBatch)
-        losses = compute_losses(self.model, images, flips=flips) if is_packed else self.model(images, targets)
+        losses = (
+            compute_losses(self.model, images, flips=flips)
+            if is_packed
+            else self.model(images, targets)
+        )
         return torch.stack([loss.float() for loss in losses.values()]).sum()
 
 
@@ -237,34 +314,47 @@ class MemoryPlan:
         return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
 
 
-def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None) -> MemoryPlan:
+def plan_memory(
+    step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None
+) -> MemoryPlan:
     """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
 
-    Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts. Weights and
-    statistics are left as they were. No object is ever left out.
+    Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts.
+    Weights and statistics are left as they were. No object is ever left out.
 
     Args:
         step: With its model on a GPU.
         dataset: The images, with labels as the model has them.
         rows: Those of the images that are trained on.
-        batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2 and 1 that fits.
+        batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2
+            and 1 that fits.
 
     Raises:
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
     model, counts = step.model, dataset.describe(rows)["counts"]
-    heaviest = _find_heaviest(np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts)
+    heaviest = _find_heaviest(
+        np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts
+    )
     if batch_size is None:
         tries = [(size, 1) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:
-        tries = [(batch_size, parts) for parts in (1, 2, 4, _MOST_PARTS) if parts <= max(1, batch_size)]
+        tries = [
+            (batch_size, parts) for parts in (1, 2, 4, _MOST_PARTS) if parts <= max(1, batch_size)
+        ]
     # The optimiser's averages come later: AdamW keeps two of each weight.
-    reserve = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    limit = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
+    reserve = 2 * sum(
+        parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
+    )
+    limit = (
+        torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
+    )
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
-            batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(step.device)
+            batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(
+                step.device
+            )
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None
             peak = torch.cuda.max_memory_allocated(step.device)
@@ -274,16 +364,20 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
     finally:
         torch._foreach_copy_([*model.buffers()], buffers)  # statistics of norms
     raise ColabUtilsError(
-        f"expected images that fit into the GPU's memory one by one, found that one with {int(counts.max()):,} objects "
-        f"does not ({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size takes two thirds of the "
-        f"activations; model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone (requires_grad_(False)) 7 to 20 % "
-        "less; half of the proposals up to 20 % less; or end the other process that nvidia-smi lists."
+        "expected images that fit into the GPU's memory one by one, found that one with "
+        f"{int(counts.max()):,} objects "
+        f"does not ({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size "
+        "takes two thirds of the "
+        f"activations; model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone "
+        "(requires_grad_(False)) 7 to 20 % "
+        "less; half of the proposals up to 20 % less; or end the other process that nvidia-smi "
+        "lists."
     )
 
 
 def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Images in an order whose first B are the heaviest batch of B: the largest one, to which the others are padded,
-    then those with the most objects, wide ones to a wide one.
+    """Images in an order whose first B are the heaviest batch of B: the largest one, to which the
+    others are padded, then those with the most objects, wide ones to a wide one.
     """
     areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
     largest = int(np.lexsort((counts, areas))[-1])
@@ -292,8 +386,11 @@ def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> N
     return np.array([largest, *order[order != largest]], np.int64)
 
 
-def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:
-    """SGD as in torchvision's references; AdamW for the light and the tiny model: it learns faster from random weights.
+def make_optimizer(
+    model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float
+) -> torch.optim.Optimizer:
+    """SGD as in torchvision's references; AdamW for the light and the tiny model: it learns faster
+    from random weights.
 
     Example:
         >>> make_optimizer(nn.Linear(2, 2), learning_rate=0.02).param_groups[0]["momentum"]
@@ -303,7 +400,9 @@ def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: fl
     fused = bool(trainable) and trainable[0].is_cuda  # all of them in a few kernels
     if name in (LIGHT_MODEL, TINY_MODEL):
         return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=fused)
-    return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4, fused=fused)
+    return torch.optim.SGD(
+        trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4, fused=fused
+    )
 
 
 def choose_rate(name: str, batch_size: int) -> float:
@@ -318,7 +417,8 @@ def choose_rate(name: str, batch_size: int) -> float:
 
 
 def compute_rate(step: int, *, steps: int, highest: float) -> float:
-    """The rate after ``step`` of ``steps`` steps: a tenth of them (500 at most) up to ``highest``, then half a cosine.
+    """The rate after ``step`` of ``steps`` steps: a tenth of them (500 at most) up to ``highest``,
+    then half a cosine.
 
     Example:
         >>> [round(compute_rate(step, steps=100, highest=1.0), 2) for step in (0, 9, 99)]
@@ -333,7 +433,8 @@ def compute_rate(step: int, *, steps: int, highest: float) -> float:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is 0 of 1.
+    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is
+    0 of 1.
 
     Example:
         >>> ranks = Ranks()
@@ -366,7 +467,8 @@ class Ranks:
 
 @contextmanager
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
-    """The processes that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; without it, one alone.
+    """The processes that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; without
+    it, one alone.
 
     Example:
         >>> with join_ranks(torch.device("cpu")) as ranks:
@@ -378,7 +480,9 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
         return
     joins = not distributed.is_initialized()  # a group of yours is used, and stays
     if joins:
-        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+        distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE
+        )
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     finally:

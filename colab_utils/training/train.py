@@ -246,7 +246,8 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         require_count("epochs", epochs, most=LARGEST_COUNT)
         if steps is not None:
             raise ColabUtilsError(
-                f"expected epochs of at least 1, and no steps beside them, found {epochs}. Pass another value."
+                f"expected epochs of at least 1, and no steps beside them, found {epochs}. Pass "
+                "another value."
             )
     if checkpoint_steps is not None:
         require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
@@ -308,7 +309,8 @@ def _check_checkpoint(
     if before["device"] == "cpu" and device.type == "cuda":
         text = (
             f"{path} was begun on a CPU: on this GPU it continues with {settings.model} "
-            f"at {settings.min_size} pixels. For GPU defaults ({models.GPU_MODEL}, 800 px) train into {_ELSEWHERE}"
+            f"at {settings.min_size} pixels. For GPU defaults ({models.GPU_MODEL}, 800 px) train "
+            f"into {_ELSEWHERE}"
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 

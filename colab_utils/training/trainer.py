@@ -1,4 +1,6 @@
-"""The training loop, the state between two steps that a checkpoint holds, and what a run reports."""
+"""The training loop, the state between two steps that a checkpoint holds, and what a run
+reports.
+"""
 
 import math
 import signal
@@ -23,7 +25,12 @@ from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import format_bytes, show_progress
-from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu, explain_state
+from colab_utils.training.checkpoint import (
+    CheckpointFolder,
+    CheckpointWriter,
+    copy_to_cpu,
+    explain_state,
+)
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
 
@@ -32,32 +39,49 @@ _AGREE_STEPS = 10  # after which several processes ask each other whether to sto
 
 
 class Trainer:
-    """A run between two steps: model, optimiser, place in the order of the images, losses. Made by ``train``."""
+    """A run between two steps: model, optimiser, place in the order of the images, losses. Made by
+    ``train``.
+    """
 
     def __init__(
-        self, plan: "TrainingPlan", step: TrainingStep, loader: Loader, folder: CheckpointFolder, dataset: ShardDataset,
-        validation: ShardDataset | None, *, checkpoint_steps: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: "TrainingPlan",
+        step: TrainingStep,
+        loader: Loader,
+        folder: CheckpointFolder,
+        dataset: ShardDataset,
+        validation: ShardDataset | None,
+        *,
+        checkpoint_steps: int | None = None,
+    ) -> None:
         self.plan, self.step, self.loader, self.folder = plan, step, loader, folder
-        self.validation, self.ranks, self.writer = validation, step.ranks, CheckpointWriter(folder, checkpoint_steps)
+        self.validation, self.ranks, self.writer = (
+            validation,
+            step.ranks,
+            CheckpointWriter(folder, checkpoint_steps),
+        )
         names, ids = dict(dataset.class_names), dict(dataset.category_ids)
-        self._facts = {"plan": asdict(plan), "class_names": names, "category_ids": ids}  # of each checkpoint
+        # of each checkpoint
+        self._facts = {"plan": asdict(plan), "class_names": names, "category_ids": ids}
         self.clock, self._measured = LoopClock(), (0, 0.0, 0.0)
         self.done = self._saved_step = self._logged_step = 0
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
-        # losses still on the device, where asking for each would stall it, and the images they are of
+        # losses still on the device, where asking for each would stall it, and the images they are
+        # of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._is_interrupted = self._is_evaluating = False
 
     def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
-        """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it, show a progress bar.
+        """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it,
+        show a progress bar.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
-            DriveLostError: The run has ended, and Drive does not take its last checkpoint or its best one.
+            DriveLostError: The run has ended, and Drive does not take its last checkpoint or its
+                best one.
         """
         if log:
             log(self.plan)
@@ -69,7 +93,10 @@ class Trainer:
                 self._train(batch)
                 bar.update()
                 epoch_ended = self.loader.left == len(self.loader)
-                if self.done % _LOG_STEPS == 0 or self.done in (self.plan.first_step + 1, self.plan.steps):
+                if self.done % _LOG_STEPS == 0 or self.done in (
+                    self.plan.first_step + 1,
+                    self.plan.steps,
+                ):
                     self._log(log)
                 is_due = self.writer.is_due(self.done, epoch_ended=epoch_ended)
                 # The last step's checkpoint is written below, and is waited for.
@@ -86,7 +113,15 @@ class Trainer:
             self.folder.send_waiting()
         self._measured = 0, 0.0, 0.0
         losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
-        return TrainReport(self.done, losses, *self._measure(), str(self.folder.newest), self.ap, self.plan, self.best)
+        return TrainReport(
+            self.done,
+            losses,
+            *self._measure(),
+            str(self.folder.newest),
+            self.ap,
+            self.plan,
+            self.best,
+        )
 
     def _load_batches(self) -> Iterator[Any]:
         """Batches of one epoch after the other, until the plan's last step."""
@@ -99,14 +134,19 @@ class Trainer:
             yield batch
 
     def _train(self, batch: Any) -> None:
-        """One step with a packed batch, with images and targets, or with None where this process has none of them."""
+        """One step with a packed batch, with images and targets, or with None where this process
+        has none of them.
+        """
         for group in self.step.optimizer.param_groups:
-            group["lr"] = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
+            group["lr"] = compute_rate(
+                self.done, steps=self.plan.steps, highest=self.plan.learning_rate
+            )
         self._seed(2)
         total, flips = self.loader.total, None
         images, targets = batch if isinstance(batch, tuple) else (batch, None)
         if self.plan.augment == "flip":
-            chances = np.random.default_rng([self.plan.seed, self.done]).random(total)  # of all processes
+            # of all processes
+            chances = np.random.default_rng([self.plan.seed, self.done]).random(total)
             flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
         ids: list[int] = [] if images is None or targets else images.image_ids.tolist()
         ids += [int(target["image_id"]) for target in targets or ()]
@@ -114,19 +154,25 @@ class Trainer:
             loss = self.step(images, targets=targets, flips=flips, total=total)
         except AssertionError as error:  # torchvision's, of boxes without an area
             found = f"found: {error} End them with v2.SanitizeBoundingBoxes()."
-            raise ColabUtilsError(f"expected boxes that can be trained on from your transforms, {found}") from error
+            raise ColabUtilsError(
+                f"expected boxes that can be trained on from your transforms, {found}"
+            ) from error
         self.clock.end_step()
         self._pending.append((loss, ids))
         self.done += 1
         self._position = self.loader.state_dict()
 
     def _seed(self, use: int) -> None:
-        """All random numbers come from (seed, step, process), so that no random state has to be saved."""
+        """All random numbers come from (seed, step, process), so that no random state has to be
+        saved.
+        """
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
     def _measure(self) -> tuple[float, float]:
-        """Images per second of the wall clock since the last call, and the share of it that batches were waited for."""
+        """Images per second of the wall clock since the last call, and the share of it that batches
+        were waited for.
+        """
         now = self.clock.images, self.clock.read(), self.clock.seconds
         images, wait_s, wall_s = (a - b for a, b in zip(now, self._measured, strict=True))
         self._measured = now
@@ -134,8 +180,15 @@ class Trainer:
 
     def _log(self, log: "Callable[[LogLine], object] | None") -> None:
         self._fetch_losses()
-        loss, rate = fmean(self.losses[self._logged_step :]), self.step.optimizer.param_groups[0]["lr"]
-        gpu_bytes = torch.cuda.max_memory_allocated(self.step.device) if self.step.device.type == "cuda" else None
+        loss, rate = (
+            fmean(self.losses[self._logged_step :]),
+            self.step.optimizer.param_groups[0]["lr"],
+        )
+        gpu_bytes = (
+            torch.cuda.max_memory_allocated(self.step.device)
+            if self.step.device.type == "cuda"
+            else None
+        )
         ap = self.ap if self.ap and self.ap.step >= self._logged_step else None
         line = LogLine(self.done, self.plan.steps, loss, rate, *self._measure(), gpu_bytes, ap)
         self._logged_step = self.done
@@ -143,15 +196,21 @@ class Trainer:
             log(line)
 
     def _evaluate(self) -> None:
-        """Measure the average precision, on the first process, and keep the weights if they are the best so far."""
+        """Measure the average precision, on the first process, and keep the weights if they are the
+        best so far.
+        """
         if self.validation and self.ranks.is_first:
             model = self.step.model
             self._is_evaluating = True
             try:
-                self.ap = replace(evaluate(model, self.validation, device=self.step.device), step=self.done)
+                self.ap = replace(
+                    evaluate(model, self.validation, device=self.step.device), step=self.done
+                )
             except EvaluationProcessError as error:
                 self.ap = None
-                warnings.warn(f"this evaluation is skipped: {error}", ColabUtilsWarning, stacklevel=2)
+                warnings.warn(
+                    f"this evaluation is skipped: {error}", ColabUtilsWarning, stacklevel=2
+                )
             self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 facts = {"ap": asdict(self.ap), "validation": self.validation.fingerprint}
@@ -196,19 +255,27 @@ class Trainer:
                     warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
+        """Continue from a checkpoint, whose model, optimiser and place in the order are loaded
+        already.
+        """
         self.done = state["step"]
         self.losses = state["losses"].tolist()
         self._saved_step = self.done
         self._logged_step = self.done
         self._position = self.loader.state_dict()
-        best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
+        best = (
+            self.folder.read("best", repair=True)
+            if self.validation and self.ranks.is_first
+            else None
+        )
         with explain_state(best):
             if best and self.validation and best["validation"] == self.validation.fingerprint:
                 self.best = AveragePrecision(**best["ap"])
 
     def _fetch_losses(self) -> None:
-        """Read the losses of the latest steps from the device, and stop where one is not a number."""
+        """Read the losses of the latest steps from the device, and stop where one is not a
+        number.
+        """
         pending, self._pending = self._pending, []
         fresh = torch.stack([loss for loss, _ in pending]).tolist() if pending else []
         for loss, (_, ids) in zip(fresh, pending, strict=True):
@@ -217,16 +284,21 @@ class Trainer:
                 self._saved_step = self.done  # weights that are not numbers are not saved
                 self.writer.finish()
                 named, start = ", ".join(map(str, ids)), self.folder.newest or "the start"
-                found = f"found {loss} at step {len(self.losses)}, of the images with the ids {named}"
-                cure = f"Look at these, and go on from {start} with a learning_rate below {self.plan.learning_rate:g}."
+                found = (
+                    f"found {loss} at step {len(self.losses)}, of the images with the ids {named}"
+                )
+                cure = (
+                    f"Look at these, and go on from {start} with a learning_rate below "
+                    f"{self.plan.learning_rate:g}."
+                )
                 raise ColabUtilsError(f"expected a finite loss, {found}. {cure}")
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:
         """Finish the step in progress at the first Ctrl-C, and save the state at any error.
 
-        A second Ctrl-C, or one during an evaluation, interrupts at once. Of several processes none does: ``torchrun``
-        sends several for one.
+        A second Ctrl-C, or one during an evaluation, interrupts at once. Of several processes none
+        does: ``torchrun`` sends several for one.
         """
 
         def note(number: int, _: object) -> None:
@@ -234,8 +306,12 @@ class Trainer:
                 raise KeyboardInterrupt
             self._is_interrupted = True
 
-        previous, is_main = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
-        # signals reach the main thread only; a shell's background job ignores Ctrl-C, and so does its training
+        previous, is_main = (
+            signal.getsignal(signal.SIGINT),
+            threading.current_thread() is threading.main_thread(),
+        )
+        # signals reach the main thread only; a shell's background job ignores Ctrl-C, and so does
+        # its training
         if is_main and previous not in (signal.SIG_IGN, None):
             signal.signal(signal.SIGINT, note)
         try:
@@ -308,13 +384,19 @@ class TrainingPlan:
         skipped = f", {self.skipped_images} without objects left out" if self.skipped_images else ""
         if self.skipped_objects:
             every = self.objects + self.skipped_objects
-            skipped += f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or boxes without area)"
+            skipped += (
+                f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or "
+                "boxes without area)"
+            )
         resumed = f", resumed after step {self.first_step}" if self.first_step else ""
         memory = f"\nmemory: {self.memory}" if self.memory else ""
         return (
-            f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision}{together}: "
-            f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of {self.batch_size}, "
-            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}, "
+            f"{self.model} from {self.starts_from} weights on {self.device} in "
+            f"{self.precision}{together}: "
+            f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of "
+            f"{self.batch_size}, "
+            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate "
+            f"{self.learning_rate:g}, "
             f"{self.steps} steps{resumed}{memory}"
         )
 
@@ -329,7 +411,9 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class LogLine:
-    """What happened since the line before, by the wall clock: evaluation, logs and checkpoints count."""
+    """What happened since the line before, by the wall clock: evaluation, logs and checkpoints
+    count.
+    """
 
     step: int
     """Steps done so far."""
@@ -366,8 +450,9 @@ class TrainReport:
     losses: tuple[LossPoint, ...]
     """Of each of these steps."""
     images_per_second: float
-    """Images trained in this session per second of its wall clock, from the wait for the first batch to the last
-    evaluation: waits, evaluation, logs and checkpoints count. 0 where no step was left to do.
+    """Images trained in this session per second of its wall clock, from the wait for the first
+    batch to the last evaluation: waits, evaluation, logs and checkpoints count. 0 where no step was
+    left to do.
     """
     wait_share: float
     """Share of the same wall clock in which the device waited for a batch, 0 to 1."""
@@ -382,8 +467,15 @@ class TrainReport:
 
     def __str__(self) -> str:
         tenth = max(1, len(self.losses) // 10)
-        first, last = (fmean(point.loss for point in part) for part in (self.losses[:tenth], self.losses[-tenth:]))
+        first, last = (
+            fmean(point.loss for point in part)
+            for part in (self.losses[:tenth], self.losses[-tenth:])
+        )
         ap = f"; {self.ap}" if self.ap else ""
-        ap += f"; best after step {self.best.step}: {self.best}" if self.best and self.best.step != self.steps else ""
+        ap += (
+            f"; best after step {self.best.step}: {self.best}"
+            if self.best and self.best.step != self.steps
+            else ""
+        )
         speed = f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}"
         return f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, {speed}, {self.checkpoint}{ap}"

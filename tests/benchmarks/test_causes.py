@@ -1,4 +1,6 @@
-"""Every planted cause is really there, by the loop's own clocks, and every healthy loop waits for nothing."""
+"""Every planted cause is really there, by the loop's own clocks, and every healthy loop waits for
+nothing.
+"""
 
 import re
 from functools import partial
@@ -25,7 +27,9 @@ PLANTED = {  # what the clocks say where a cause is there
     "collate": lambda truth: truth.wait_share > 0.4,
     "handoff": lambda truth: truth.wait_share > 0.4,
     "restarts": lambda truth: truth.start_share > 0.4 and len(truth.starts) > 2,
-    "slow_sample": lambda truth: truth.wait_share > 0.4 and max(truth.wait_s) > 0.7 > 3 * median(truth.wait_s),
+    "slow_sample": lambda truth: (
+        truth.wait_share > 0.4 and max(truth.wait_s) > 0.7 > 3 * median(truth.wait_s)
+    ),
     "between": lambda truth: truth.between_share > 0.4 and truth.wait_share < 0.2,
     "periodic": lambda truth: truth.between_share > 0.4 and truth.wait_share < 0.2,
     "step": lambda truth: truth.step_share > 0.8,
@@ -48,7 +52,12 @@ def test_a_cause_gives_the_same_batches_again(name, tmp_path, one_thread):
 
 
 def test_the_loop_runs_epoch_after_epoch_and_numbers_its_steps(tmp_path):
-    batches, seen, numbers, looked_at = [(["image"], ["target"]), {"image": 1}, [{}, {}]], [], [], []
+    batches, seen, numbers, looked_at = (
+        [(["image"], ["target"]), {"image": 1}, [{}, {}]],
+        [],
+        [],
+        [],
+    )
 
     def make_loop(folder):
         return batches, lambda *batch: seen.append(batch), numbers.append
@@ -58,7 +67,12 @@ def test_the_loop_runs_epoch_after_epoch_and_numbers_its_steps(tmp_path):
         return loader
 
     truth = run_loop(make_loop, tmp_path, seconds=0.05, around=around)
-    assert seen[:4] == [(["image"], ["target"]), ({"image": 1},), ([{}, {}],), (["image"], ["target"])]
+    assert seen[:4] == [
+        (["image"], ["target"]),
+        ({"image": 1},),
+        ([{}, {}],),
+        (["image"], ["target"]),
+    ]
     assert numbers == list(range(len(truth.step_s)))
     assert truth.starts == tuple(range(0, len(numbers), 3))[: len(looked_at)]
     assert len(looked_at) > 1
@@ -66,7 +80,12 @@ def test_the_loop_runs_epoch_after_epoch_and_numbers_its_steps(tmp_path):
 
 def test_shares_leave_out_the_very_first_wait():
     truth = Truth(13, wait_s=(5, 1, 3), step_s=(1, 1, 1), between_s=(0, 1, 0), starts=(0, 2))
-    assert [truth.wait_share, truth.start_share, truth.step_share, truth.between_share] == [0.5, 0.375, 0.375, 0.125]
+    assert [truth.wait_share, truth.start_share, truth.step_share, truth.between_share] == [
+        0.5,
+        0.375,
+        0.375,
+        0.125,
+    ]
     assert "wait 50% (starts 38%)" in str(truth)
 
 
@@ -80,7 +99,9 @@ def test_the_step_trains():
 
 
 def check(measure, holds, request):
-    """What is measured holds; where another program may have kept the cores busy, it holds on a quiet machine."""
+    """What is measured holds; where another program may have kept the cores busy, it holds on a
+    quiet machine.
+    """
     if not holds(*measure()):
         request.getfixturevalue("quiet_machine")
         found = measure()
@@ -90,13 +111,18 @@ def check(measure, holds, request):
 @pytest.mark.stress
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_cause_is_there(name, tmp_path, request):
-    check(lambda: [run_loop(get_cause(name).make_loop, tmp_path, seconds=5)], PLANTED[name], request)
+    check(
+        lambda: [run_loop(get_cause(name).make_loop, tmp_path, seconds=5)], PLANTED[name], request
+    )
 
 
 @pytest.mark.stress
 def test_periodic_stops_at_every_tenth_step(tmp_path):
     truth = run_loop(get_cause("periodic").make_loop, tmp_path, seconds=3)
-    assert [number for number, seconds in enumerate(truth.between_s) if seconds > 0.9][:2] == [9, 19]
+    assert [number for number, seconds in enumerate(truth.between_s) if seconds > 0.9][:2] == [
+        9,
+        19,
+    ]
 
 
 @pytest.mark.stress
@@ -111,7 +137,9 @@ def test_masks_are_the_largest_stage(tmp_path):
 def test_too_many_workers_begin_each_epoch_late(tmp_path, request):
     def measure():
         make_loop = too_many_workers.make_loop
-        return [run_loop(partial(make_loop, workers=count), tmp_path, seconds=6) for count in (None, 2)]
+        return [
+            run_loop(partial(make_loop, workers=count), tmp_path, seconds=6) for count in (None, 2)
+        ]
 
     check(measure, lambda many, few: many.start_share > max(0.2, 2 * few.start_share), request)
 
@@ -119,7 +147,9 @@ def test_too_many_workers_begin_each_epoch_late(tmp_path, request):
 @pytest.mark.stress
 def test_contention_makes_the_step_slow(tmp_path, request):
     def measure():
-        alone = run_loop(lambda folder: ([torch.rand(4, 3, 32, 32)], Step(), None), tmp_path, seconds=1)
+        alone = run_loop(
+            lambda folder: ([torch.rand(4, 3, 32, 32)], Step(), None), tmp_path, seconds=1
+        )
         return [alone, run_loop(get_cause("contention").make_loop, tmp_path, seconds=4)]
 
     check(

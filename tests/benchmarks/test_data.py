@@ -42,11 +42,19 @@ def test_two_folders_are_one_dataset(tiny_dataset, tmp_path):
     other["annotations"] = []
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.raises(ColabUtilsError, match="expected the same categories"):
-        make_data("kept", tmp_path, twice[0], [tiny_dataset.annotations, tmp_path / "other.json"], samples=12)
+        make_data(
+            "kept",
+            tmp_path,
+            twice[0],
+            [tiny_dataset.annotations, tmp_path / "other.json"],
+            samples=12,
+        )
 
 
 def test_800_keeps_masks_and_boxes_together(tiny_dataset, tmp_path):
-    pixels, jpeg = (make(tiny_dataset, tmp_path, name, samples=12).open() for name in ("pixels_800", "jpg_800"))
+    pixels, jpeg = (
+        make(tiny_dataset, tmp_path, name, samples=12).open() for name in ("pixels_800", "jpg_800")
+    )
     image, target = pixels[3]
     assert image.shape == (3, 800, 1000)
     assert jpeg[3][0].shape == image.shape
@@ -55,7 +63,9 @@ def test_800_keeps_masks_and_boxes_together(tiny_dataset, tmp_path):
     for mask, box in zip(target["masks"], target["boxes"], strict=True):
         rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
         around = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
-        assert [abs(float(a) - b) < 16 for a, b in zip(around, box.tolist(), strict=True)] == [True] * 4
+        assert [abs(float(a) - b) < 16 for a, b in zip(around, box.tolist(), strict=True)] == [
+            True
+        ] * 4
 
 
 def test_photos_are_large_and_full_images_are_full(tiny_dataset, tmp_path, monkeypatch):
@@ -69,5 +79,6 @@ def test_photos_are_large_and_full_images_are_full(tiny_dataset, tmp_path, monke
     crowded = make(tiny_dataset, tmp_path, "objects_300", samples=12).open()
     target = crowded[0][1]
     assert len(target["boxes"]) == 300
-    assert target["masks"].flatten(1).any(1).float().mean() > 0.95  # a very small one may fall between pixels
+    # a very small one may fall between pixels
+    assert target["masks"].flatten(1).any(1).float().mean() > 0.95
     assert len({tuple(box) for box in target["boxes"].tolist()}) > 290

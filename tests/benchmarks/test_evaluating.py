@@ -19,7 +19,10 @@ def test_the_ways_are_compared_and_measured(tiny_dataset, tmp_path, one_thread):
         check_results(model, dataset, "cpu")
     model.roi_heads.score_thresh = 0.0
     check_results(model, dataset, "cpu")
-    rows = [{"data": "kept", "way": way, **measure_way(way, model, dataset, device="cpu", images=1)} for way in WAYS]
+    rows = [
+        {"data": "kept", "way": way, **measure_way(way, model, dataset, device="cpu", images=1)}
+        for way in WAYS
+    ]
     assert all(row["image_ms"] >= row["own_ms"] > 0 for row in rows)
     assert all(row["peak_mb"] > 0 for row in rows)
     assert "in the training process" in tabulate_runs(rows)

@@ -1,4 +1,6 @@
-"""The command for a GPU, tried out on the CPU: it measures all that it names, and writes its table."""
+"""The command for a GPU, tried out on the CPU: it measures all that it names, and writes its
+table.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,30 @@ from tests.tiny_model import TINY_MODEL
 
 
 def test_every_measurement_runs(tmp_path, monkeypatch, capsys, one_thread):
-    monkeypatch.setattr(gpu, "time_steps", lambda model, batches, device, changes: {"step_ms": 10.0 - len(changes)})
+    monkeypatch.setattr(
+        gpu, "time_steps", lambda model, batches, device, changes: {"step_ms": 10.0 - len(changes)}
+    )
     small = {"n": 8, "width": 96, "height": 80, "workers": 1}
     monkeypatch.setattr(gpu, "make_dataset", lambda folder, n: make_dataset(folder, **small))
-    command = ["--json", str(tmp_path / "found.json"), "--work", str(tmp_path), "--device", "cpu", "--min-size", "64"]
+    command = [
+        "--json",
+        str(tmp_path / "found.json"),
+        "--work",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--min-size",
+        "64",
+    ]
     assert main([*command, "--models", TINY_MODEL, "--batch-sizes", "2"]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert {row["what"] for row in found["rows"]} == {
-        "step", "300 objects an image", "float16, as a T4", "real data", "evaluation",
-    }  # fmt: skip
+        "step",
+        "300 objects an image",
+        "float16, as a T4",
+        "real data",
+        "evaluation",
+    }
     assert not found["left_out"]
     assert "of a cached batch" in capsys.readouterr().out
 
@@ -30,13 +47,29 @@ def test_every_measurement_runs(tmp_path, monkeypatch, capsys, one_thread):
 def test_what_does_not_fit_into_its_minutes_is_named(tmp_path, monkeypatch, one_thread):
     monkeypatch.setattr(gpu, "make_shards", lambda folder, images: None)
     path = tmp_path / "found.json"
-    main(["--json", str(path), "--work", str(tmp_path), "--device", "cpu", "--models", TINY_MODEL, "--minutes", "0"])
+    main(
+        [
+            "--json",
+            str(path),
+            "--work",
+            str(tmp_path),
+            "--device",
+            "cpu",
+            "--models",
+            TINY_MODEL,
+            "--minutes",
+            "0",
+        ]
+    )
     assert len(json.loads(path.read_text())["left_out"]) > 10
 
 
 def test_the_table_stands_beside_the_references(tmp_path):
     row = {"what": "step", "model": "v1", "batch_size": 8}
-    rows = [row | {"step": gpu.REFERENCES, "step_ms": 90.0}, row | {"step": "+ folded norms", "step_ms": 30.0}]
+    rows = [
+        row | {"step": gpu.REFERENCES, "step_ms": 90.0},
+        row | {"step": "+ folded norms", "step_ms": 30.0},
+    ]
     text = tabulate_results(rows)
     assert "3.00" in text
     path = tmp_path / "README.md"

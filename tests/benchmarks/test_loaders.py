@@ -17,9 +17,11 @@ PEERS = ("slow", "fast")
 @pytest.mark.parametrize(
     ("target", "value", "reached"),
     [
-        (Target("ours", "images_per_second", PEERS, at_least=2), 2.5, True),  # the fastest peer counts
+        # the fastest peer counts
+        (Target("ours", "images_per_second", PEERS, at_least=2), 2.5, True),
         (Target("ours", "images_per_second", PEERS, at_least=3), 2.5, False),
-        (Target("ours", "cpu_ms_per_image", PEERS, at_most=0.5), 0.4, True),  # of CPU time, the least
+        # of CPU time, the least
+        (Target("ours", "cpu_ms_per_image", PEERS, at_most=0.5), 0.4, True),
         (Target("ours", "wait_share", at_most=0.01), 0.02, False),  # by itself
         (Target("ours", "images_per_second", ("absent",), at_least=2), None, None),
         (Target("absent", "images_per_second", PEERS, at_least=2), None, None),
@@ -49,10 +51,16 @@ def results(tiny_dataset, tmp_path_factory):
 
     Only what is measured runs in a process of its own, and two crews are tried.
     """
-    work, run_apart, packed = tmp_path_factory.mktemp("work"), loaders.run_apart, get_system("packed")
+    work, run_apart, packed = (
+        tmp_path_factory.mktemp("work"),
+        loaders.run_apart,
+        get_system("packed"),
+    )
 
     def run_job_here(job, python, *, timeout_s):
-        return run_apart(job, python, timeout_s=timeout_s) if job.task == "measure" else run_job(job)
+        return (
+            run_apart(job, python, timeout_s=timeout_s) if job.task == "measure" else run_job(job)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaders, "run_apart", run_job_here)
@@ -61,9 +69,27 @@ def results(tiny_dataset, tmp_path_factory):
 
 
 def run_kept_jpeg(tiny_dataset, work):
-    options = ["--scenario", "kept_jpeg", "--systems", "packed,dali", "--samples", "12", "--seconds", "0.2"]
+    options = [
+        "--scenario",
+        "kept_jpeg",
+        "--systems",
+        "packed,dali",
+        "--samples",
+        "12",
+        "--seconds",
+        "0.2",
+    ]
     data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
-    arguments = [*data, *options, "--repeats", "1", "--work", str(work), "--json", str(work / "out.json")]
+    arguments = [
+        *data,
+        *options,
+        "--repeats",
+        "1",
+        "--work",
+        str(work),
+        "--json",
+        str(work / "out.json"),
+    ]
     assert loaders.main(arguments) == 0
     assert not (work / "forms" / "shards-kept").exists()  # deleted when no later scenario reads it
     return json.loads((work / "out.json").read_text())
@@ -74,7 +100,11 @@ def test_a_run_measures_what_is_installed_and_names_what_is_not(results):
     ours, peer = scenario["rows"]
     assert ours["check"] == {"difference": "", "seen": 12, "whole_epoch": True, "compared": 12}
     assert len(ours["repeats"]) == 1
-    assert ours["figures"]["lowest"] <= ours["figures"]["images_per_second"] <= ours["figures"]["highest"]
+    assert (
+        ours["figures"]["lowest"]
+        <= ours["figures"]["images_per_second"]
+        <= ours["figures"]["highest"]
+    )
     assert ours["crew"] == max(ours["trials"], key=ours["trials"].get)
     assert peer["figures"] is None
     assert "make peers" in peer["reason"]
@@ -87,7 +117,9 @@ def test_scenarios_measured_before_stay_in_the_file(results, tmp_path):
     path = tmp_path / "out.json"
     path.write_text(json.dumps(results))
     this = {**results, "versions": {}}
-    assert loaders._read_earlier(path, this, ["pixels_800"]) == {"kept_jpeg": results["scenarios"][0]}
+    assert loaders._read_earlier(path, this, ["pixels_800"]) == {
+        "kept_jpeg": results["scenarios"][0]
+    }
     assert loaders._read_earlier(path, this, ["kept_jpeg"]) == {}
     with pytest.raises(ColabUtilsError, match="with these settings"):
         loaders._read_earlier(path, {**this, "repeats": 99}, [])
@@ -120,7 +152,14 @@ def test_the_readme_gets_the_tables_between_its_markers(results, tmp_path):
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, arguments, message):
-    data = ["--images", "no/such", "--annotations", "no/such.json", "--json", str(tmp_path / "out.json")]
+    data = [
+        "--images",
+        "no/such",
+        "--annotations",
+        "no/such.json",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     assert loaders.main([*data, "--work", str(tmp_path / "work"), *arguments]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("error: ")
@@ -158,6 +197,8 @@ def test_an_environment_that_cannot_be_built_says_why(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("module", ["environments", "scenarios"])
 def test_examples_run(module):
-    found = doctest.testmod(import_module(f"benchmarks.{module}"), optionflags=doctest.NORMALIZE_WHITESPACE)
+    found = doctest.testmod(
+        import_module(f"benchmarks.{module}"), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert found.attempted > 0
     assert found.failed == 0

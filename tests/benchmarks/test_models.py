@@ -1,10 +1,20 @@
-"""The benchmark of lighter models: what is smaller is smaller, and what is pruned stays pruned while it trains."""
+"""The benchmark of lighter models: what is smaller is smaller, and what is pruned stays pruned
+while it trains.
+"""
 
 import pytest
 import torch
 
 from benchmarks import models
-from benchmarks.models import LIGHT_MODEL, PRUNED, SMALL_HEADS, build, count_kept_bytes, measure_model, tabulate_runs
+from benchmarks.models import (
+    LIGHT_MODEL,
+    PRUNED,
+    SMALL_HEADS,
+    build,
+    count_kept_bytes,
+    measure_model,
+    tabulate_runs,
+)
 from colab_utils.loading.batch import collate_packed
 from colab_utils.shards.write import write_shards
 from colab_utils.training.evaluate import AveragePrecision
@@ -13,7 +23,9 @@ from colab_utils.training.evaluate import AveragePrecision
 @pytest.fixture
 def work(tiny_dataset, tmp_path):
     for part in ("train", "val"):
-        write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path / part, workers=1)
+        write_shards(
+            tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path / part, workers=1
+        )
     return tmp_path
 
 
@@ -30,20 +42,31 @@ def test_models_are_trained_evaluated_and_timed(work, monkeypatch, one_thread):
 
     monkeypatch.setattr(models, "prune_weights", note)
     rows = [
-        {"model": name, "seed": "0", **measure_model(name, work, steps=2, seed=0, min_size=64, device="cpu")}
+        {
+            "model": name,
+            "seed": "0",
+            **measure_model(name, work, steps=2, seed=0, min_size=64, device="cpu"),
+        }
         for name in (LIGHT_MODEL, SMALL_HEADS, PRUNED)
     ]
     light, small, half = rows
     assert small["weights_mb"] < light["weights_mb"] < half["weights_mb"]  # every weight has a mask
     assert small["kept_mb"] < light["kept_mb"]
     assert {(row["box_ap"], row["mask_ap"]) for row in rows} == {(0.3, 0.2)}
-    weights = torch.cat([layer.weight.flatten() for layer in pruned[0].modules() if hasattr(layer, "weight_mask")])
+    weights = torch.cat(
+        [layer.weight.flatten() for layer in pruned[0].modules() if hasattr(layer, "weight_mask")]
+    )
     assert (weights == 0).float().mean() == pytest.approx(0.5, abs=0.01)
-    assert "not trained" in tabulate_runs([{key: row[key] for key in row if "ap" not in key} for row in rows])
+    assert "not trained" in tabulate_runs(
+        [{key: row[key] for key in row if "ap" not in key} for row in rows]
+    )
 
 
 def test_kept_bytes_grow_with_the_images(work, one_thread):
     dataset = models.ShardDataset(work / "train", contiguous_labels=True)
     model = build(LIGHT_MODEL, num_classes=dataset.num_classes, min_size=64).train()
-    one, two = (count_kept_bytes(model, collate_packed([dataset.read_packed(i) for i in range(n)])) for n in (1, 2))
+    one, two = (
+        count_kept_bytes(model, collate_packed([dataset.read_packed(i) for i in range(n)]))
+        for n in (1, 2)
+    )
     assert 1.5 * one < two < 2.5 * one

@@ -14,9 +14,15 @@ from tests.tiny_model import TINY_MODEL
 
 @pytest.mark.parametrize(
     ("name", "operations", "references", "share"),
-    [("maskrcnn_resnet50_fpn", 1349, 4104, 0.33), (GPU_MODEL, 1421, 4336, 0.33), (LIGHT_MODEL, 1394, 3761, 0.38)],
+    [
+        ("maskrcnn_resnet50_fpn", 1349, 4104, 0.33),
+        (GPU_MODEL, 1421, 4336, 0.33),
+        (LIGHT_MODEL, 1394, 3761, 0.38),
+    ],
 )
-def test_a_step_asks_for_a_third_of_the_references_operations(name, operations, references, share, one_thread):
+def test_a_step_asks_for_a_third_of_the_references_operations(
+    name, operations, references, share, one_thread
+):
     """With a batch of 8; the references were counted by the command."""
     found = count_step(make_small(name), make_batch(8), ours=True)
     assert found["operations"] <= operations <= share * references
@@ -24,13 +30,19 @@ def test_a_step_asks_for_a_third_of_the_references_operations(name, operations, 
 
 
 def test_operations_hardly_grow_with_the_batch(one_thread):
-    few, many = (count_step(make_small(TINY_MODEL), make_batch(size), ours=True)["operations"] for size in (2, 16))
+    few, many = (
+        count_step(make_small(TINY_MODEL), make_batch(size), ours=True)["operations"]
+        for size in (2, 16)
+    )
     assert many <= 1.1 * few
 
 
 def test_the_command_counts_both(tmp_path, monkeypatch, capsys, one_thread):
     monkeypatch.setattr(operations, "MODELS", (TINY_MODEL,))
-    assert main(["--json", str(tmp_path / "found.json"), "--models", TINY_MODEL, "--batch-sizes", "2"]) == 0
+    assert (
+        main(["--json", str(tmp_path / "found.json"), "--models", TINY_MODEL, "--batch-sizes", "2"])
+        == 0
+    )
     ours, theirs = json.loads((tmp_path / "found.json").read_text())
     assert ours["operations"] < theirs["operations"]
     assert ours["waits"] < theirs["waits"]

@@ -1,4 +1,6 @@
-"""What `watch` costs is counted from pairs of epochs; what other tools say is read from their output."""
+"""What `watch` costs is counted from pairs of epochs; what other tools say is read from their
+output.
+"""
 
 from benchmarks.causes.peers import read_gpuprof, read_traceml
 from benchmarks.overhead import ClockedLoader, find_costs, tabulate
@@ -26,13 +28,17 @@ def test_a_clocked_loader_gives_the_same_batches_and_adds_up_its_time():
 
 
 def test_verdict_and_advice_of_traceml():
-    said = "|  Verdict: INPUT-BOUND  (CRITICAL)   |\n|  Why: it waits.  |\n|  Next: Increase workers.   |\n"
+    said = (
+        "|  Verdict: INPUT-BOUND  (CRITICAL)   |\n|  Why: it waits.  |\n|  Next: Increase "
+        "workers.   |\n"
+    )
     assert read_traceml(said) == ("INPUT-BOUND  (CRITICAL)", "Increase workers.")
     assert read_traceml("") == ("", "")
 
 
 def test_the_first_insight_of_gpuprof_counts():
-    said = "  Insights (2):\n  [HIGH]  the loader is slow\n  [LOW]   it costs money\n"  # after a run: without advice
+    # after a run: without advice
+    said = "  Insights (2):\n  [HIGH]  the loader is slow\n  [LOW]   it costs money\n"
     said += "  [HIGH]  the loader is slow\n          Use more workers,\n          or fewer.\n"
     said += "  [LOW]   it costs money\n          Pay less.\n"
     assert read_gpuprof(said) == ("the loader is slow", "Use more workers, or fewer.")

@@ -1,4 +1,6 @@
-"""Other libraries as strategies: each where it is installed, through the command that passes them in."""
+"""Other libraries as strategies: each where it is installed, through the command that passes them
+in.
+"""
 
 import gc
 import json
@@ -11,11 +13,21 @@ from benchmarks.peers import PEERS
 from colab_utils.comparison.compare import compare
 from colab_utils.loading.emulated_step import EmulatedStep
 
-MODULES = {"webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "streaming", "tf_data": "tensorflow"}
+MODULES = {
+    "webdataset": "webdataset",
+    "litdata": "litdata",
+    "mosaicml-streaming": "streaming",
+    "tf_data": "tensorflow",
+}
 QUICK = {
-    "drive_profile": "none", "step": EmulatedStep(2), "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1,
+    "drive_profile": "none",
+    "step": EmulatedStep(2),
+    "batch_size": 2,
+    "batches": 2,
+    "repeats": 1,
+    "workers": 1,
     "timeline_s": 0.1,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +41,33 @@ def no_workers_left():
 @pytest.mark.parametrize("name", list(MODULES))
 def test_each_library_gives_the_same_samples(tiny_dataset, tmp_path, name):
     pytest.importorskip(MODULES[name])
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=[PEERS[name]], **QUICK)
+    found = compare(
+        tiny_dataset.images,
+        tiny_dataset.annotations,
+        folder=tmp_path,
+        strategies=[PEERS[name]],
+        **QUICK,
+    )
     (row,) = found.strategies
     assert (row.comparable, row.difference, row.note) == (True, "", "")
     assert row.images_per_second > 0
 
 
-def test_the_command_passes_the_peers_in_and_names_a_library_that_is_missing(tiny_dataset, tmp_path, monkeypatch):
+def test_the_command_passes_the_peers_in_and_names_a_library_that_is_missing(
+    tiny_dataset, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "litdata", None)  # as if it were not installed
     arguments = {
-        "--images": tiny_dataset.images, "--annotations": tiny_dataset.annotations, "--report": tmp_path / "report",
-        "--strategies": "sequential,litdata", "--step-ms": 2, "--batch-size": 2, "--batches": 2, "--repeats": 1,
+        "--images": tiny_dataset.images,
+        "--annotations": tiny_dataset.annotations,
+        "--report": tmp_path / "report",
+        "--strategies": "sequential,litdata",
+        "--step-ms": 2,
+        "--batch-size": 2,
+        "--batches": 2,
+        "--repeats": 1,
         "--seconds": 0.1,
-    }  # fmt: skip
+    }
     assert main([str(part) for pair in arguments.items() for part in pair]) == 0
     ours, peer = json.loads((tmp_path / "report" / "comparison.json").read_bytes())["strategies"]
     assert ours["images_per_second"] > 0
@@ -50,6 +76,13 @@ def test_the_command_passes_the_peers_in_and_names_a_library_that_is_missing(tin
 
 
 def test_an_unknown_name_is_one_line(tiny_dataset, tmp_path, capsys):
-    arguments = ["--images", tiny_dataset.images, "--annotations", tiny_dataset.annotations, "--report", tmp_path / "r"]
+    arguments = [
+        "--images",
+        tiny_dataset.images,
+        "--annotations",
+        tiny_dataset.annotations,
+        "--report",
+        tmp_path / "r",
+    ]
     assert main([*map(str, arguments), "--strategies", "packed,magic"]) == 2
     assert "'magic'" in capsys.readouterr().err

@@ -18,7 +18,9 @@ def test_preprocess_beside_its_plan_and_the_bare_calls(tiny_dataset, tmp_path):
 
 @pytest.mark.skipif(bool(can_mount()), reason=can_mount() or "none")
 def test_copy_beside_bare_reads(tiny_dataset, tmp_path):
-    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path / "shards", workers=1)
+    write_shards(
+        tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path / "shards", workers=1
+    )
     try:
         row = preparing.time_copy(tmp_path / "shards", "fast", tmp_path)
     except RuntimeError as error:  # a machine that has all it takes may forbid it
@@ -34,11 +36,14 @@ def test_preprocess_from_drive_beside_the_bare_calls(tiny_dataset, tmp_path):
     except RuntimeError as error:
         pytest.skip(str(error))
     assert row["made"] > 0 < row["bare"]
-    assert "bare calls / made" in preparing.tabulate_runs([{"name": "Drive, typical", "repeat": 0, **row}])
+    assert "bare calls / made" in preparing.tabulate_runs(
+        [{"name": "Drive, typical", "repeat": 0, **row}]
+    )
 
 
 @pytest.mark.parametrize(
-    "tabulate", [arrival.tabulate_runs, preparing.tabulate_runs, forecast.tabulate_errors, step.tabulate_runs]
+    "tabulate",
+    [arrival.tabulate_runs, preparing.tabulate_runs, forecast.tabulate_errors, step.tabulate_runs],
 )
 def test_nothing_measured_is_said(tabulate):
     assert tabulate([]).startswith("nothing was")

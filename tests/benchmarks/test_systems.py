@@ -11,15 +11,19 @@ from benchmarks.systems.base import Crew, System
 from benchmarks.worker import Job, check, run_job
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # every crew is tried, whatever the machine
-    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),  # peers may deliver views
+    # every crew is tried, whatever the machine
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    # peers may deliver views
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
 ]
 
 
 @pytest.fixture(scope="module")
 def make(tiny_dataset, tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
-    return lambda name: make_data(name, work, [tiny_dataset.images], [tiny_dataset.annotations], samples=12)
+    return lambda name: make_data(
+        name, work, [tiny_dataset.images], [tiny_dataset.annotations], samples=12
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,15 @@ def test_a_system_delivers_what_the_reference_gives(make, tmp_path, name, kind, 
 
 def test_measuring_and_trying_give_every_figure(make, tmp_path, monkeypatch):
     monkeypatch.setattr(get_system("memmap"), "crews", get_system("memmap").crews[:2])
-    job = Job("measure", "memmap", make("pixels_800"), make("pixels_800"), tmp_path, Crew(0, "workers"), batches=8)
+    job = Job(
+        "measure",
+        "memmap",
+        make("pixels_800"),
+        make("pixels_800"),
+        tmp_path,
+        Crew(0, "workers"),
+        batches=8,
+    )
     get_system("memmap").prepare(job.data, tmp_path)
     found = run_job(Job.parse(job.dump()))
     assert found["images"] == 32
@@ -120,7 +132,9 @@ def test_mirrored_samples_and_another_codec_are_accepted(make, tmp_path):
         def spoil(self, image, target):
             x0, y0, x1, y1 = target["boxes"].unbind(1)
             boxes = torch.stack([image.shape[-1] - x1, y0, image.shape[-1] - x0, y1], 1)
-            noise = torch.from_numpy(np.random.default_rng(0).integers(0, 5, image.shape)).to(torch.uint8)
+            noise = torch.from_numpy(np.random.default_rng(0).integers(0, 5, image.shape)).to(
+                torch.uint8
+            )
             image = torch.maximum(image, noise) - noise
             return image.flip(-1), {**target, "boxes": boxes, "masks": target["masks"].flip(-1)}
 
@@ -139,7 +153,9 @@ def test_every_environment_has_a_section_and_every_name_a_class():
 def test_the_job_answers_an_error_in_one_line(make, tmp_path, capfd, monkeypatch):
     from benchmarks import worker
 
-    job = Job("check", "memmap", make("kept"), make("kept"), tmp_path / "nothing", Crew(0, "workers"))
+    job = Job(
+        "check", "memmap", make("kept"), make("kept"), tmp_path / "nothing", Crew(0, "workers")
+    )
     threads = torch.get_num_threads()
     monkeypatch.setattr(worker.sys, "argv", ["worker", job.dump()])
     monkeypatch.setattr(worker.os, "dup2", lambda *_: None)  # pytest needs its own output

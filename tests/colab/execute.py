@@ -9,7 +9,11 @@ from nbclient.exceptions import CellExecutionError
 
 notebook = nbformat.read(sys.argv[1], as_version=4)
 client = NotebookClient(
-    notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": os.getcwd()}}, allow_errors=False
+    notebook,
+    timeout=900,
+    kernel_name="python3",
+    resources={"metadata": {"path": os.getcwd()}},
+    allow_errors=False,
 )
 try:
     client.execute()

@@ -1,4 +1,6 @@
-"""What ``google.colab.drive`` asks of a mount point, for both stand-ins; the order is that of the real ``drive.py``."""
+"""What ``google.colab.drive`` asks of a mount point, for both stand-ins; the order is that of the
+real ``drive.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,5 +17,7 @@ def check_mountpoint(mountpoint: str) -> None:
         raise ValueError("Mountpoint must not already contain files")
     if not os.path.isdir(mountpoint) and os.path.exists(mountpoint):
         raise ValueError("Mountpoint must either be a directory or not exist")
-    if "/" in os.path.normpath(mountpoint) and not os.path.exists(os.path.dirname(os.path.normpath(mountpoint))):
+    if "/" in os.path.normpath(mountpoint) and not os.path.exists(
+        os.path.dirname(os.path.normpath(mountpoint))
+    ):
         raise ValueError("Mountpoint must be in a directory that exists")

@@ -31,9 +31,14 @@ from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.sample_data import make_dataset
 
 QUICK = {
-    "step": EmulatedStep(2), "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast",
+    "step": EmulatedStep(2),
+    "batch_size": 2,
+    "batches": 2,
+    "repeats": 1,
+    "workers": 1,
+    "drive_profile": "fast",
     "timeline_s": 0.1,
-}  # fmt: skip
+}
 SLOW = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
 
 
@@ -43,7 +48,11 @@ def race(tiny_dataset, tmp_path):
 
     def run(*strategies, images=tiny_dataset.images, **settings):
         found = compare(
-            images, tiny_dataset.annotations, folder=tmp_path / "work", strategies=strategies, **QUICK | settings
+            images,
+            tiny_dataset.annotations,
+            folder=tmp_path / "work",
+            strategies=strategies,
+            **QUICK | settings,
         )
         return {row.name: row for row in found.strategies}, found
 
@@ -53,13 +62,17 @@ def race(tiny_dataset, tmp_path):
 @pytest.fixture
 def prepare(tiny_dataset, tmp_path):
     def make(images=tiny_dataset.images, annotations=tiny_dataset.annotations, **settings):
-        return PreparedData(images, annotations, tmp_path / "work", **{"profile": None, "count": 12} | settings)
+        return PreparedData(
+            images, annotations, tmp_path / "work", **{"profile": None, "count": 12} | settings
+        )
 
     return make
 
 
 def fake(name, change=list, *, keeps=False):
-    """A strategy that has the reference's samples in memory; ``change`` gets the batches of an epoch."""
+    """A strategy that has the reference's samples in memory; ``change`` gets the batches of an
+    epoch.
+    """
 
     def open_fake(setting):
         reference = setting.prepared.reference
@@ -76,7 +89,8 @@ class Batches(list):
         pass
 
 
-# ------------------------------------------------------------------------------------------------ strategies
+# ------------------------------------------------------------------------------------------------
+# strategies
 
 
 def test_every_strategy_gives_the_same_samples(race):
@@ -102,9 +116,19 @@ def test_every_strategy_gives_the_same_samples(race):
 
 def test_the_default_is_every_strategy_that_people_are_told_to_use():
     asked_for = {
-        "sequential", "thread_queue", "process_queue", "dataloader", "saved_tensors", "memory_mapped", "in_memory",
-        "autotuned", "shards_on_drive", "shards_on_ssd", "packed", "train_while_copying",
-    }  # fmt: skip
+        "sequential",
+        "thread_queue",
+        "process_queue",
+        "dataloader",
+        "saved_tensors",
+        "memory_mapped",
+        "in_memory",
+        "autotuned",
+        "shards_on_drive",
+        "shards_on_ssd",
+        "packed",
+        "train_while_copying",
+    }
     assert asked_for <= set(STRATEGIES)
     assert set(COURSE_STRATEGIES) < set(STRATEGIES)
     assert all(strategy.idea.endswith(".") for strategy in STRATEGIES.values())
@@ -112,7 +136,9 @@ def test_the_default_is_every_strategy_that_people_are_told_to_use():
 
 def test_the_package_names_no_benchmarks():
     package = Path(colab_utils.__file__).parent
-    assert not [path for path in package.rglob("*.py") if "benchmarks" in path.read_text(encoding="utf-8")]
+    assert not [
+        path for path in package.rglob("*.py") if "benchmarks" in path.read_text(encoding="utf-8")
+    ]
 
 
 @pytest.mark.parametrize("name", ["thread_queue", "process_queue", "autotuned", "dataloader"])
@@ -183,13 +209,23 @@ def test_more_memory_than_there_is_is_refused(race, monkeypatch):
     assert rows["other"].images_per_second > 0
 
 
-# --------------------------------------------------------------------------------------------- prepared data
+# ---------------------------------------------------------------------------------------------
+# prepared data
 
 
 def test_shrunk_images_are_compared_at_their_stored_size(prepare, tmp_path):
-    photos = make_dataset(tmp_path / "photos", n=6, width=1600, height=1300, objects=(1, 4), workers=1)
+    photos = make_dataset(
+        tmp_path / "photos", n=6, width=1600, height=1300, objects=(1, 4), workers=1
+    )
     prepared = prepare(photos.images, photos.annotations)
-    for name in ("dataloader_on_ssd", "saved_tensors", "memory_mapped", "shards_on_drive", "shards_on_ssd", "packed"):
+    for name in (
+        "dataloader_on_ssd",
+        "saved_tensors",
+        "memory_mapped",
+        "shards_on_drive",
+        "shards_on_ssd",
+        "packed",
+    ):
         loader = STRATEGIES[name].open(Setting(prepared, 4, 0, "cpu"))
         batches = [deliver(batch, "cpu") for batch in islice(loader, 3)]
         loader.close()
@@ -210,7 +246,9 @@ def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
 
 def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
     prepared = prepare()
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
+    )
     with pytest.raises(ColabUtilsError, match="of free disk"):
         prepared.get("files_on_ssd")
 
@@ -223,12 +261,15 @@ def test_a_second_comparison_makes_its_data_anew_and_times_that(prepare):
 
 @pytest.mark.clock
 def test_drive_is_slow_where_it_is_read_and_only_there(race):
-    rows, found = race("sequential", "dataloader_on_ssd", "shards_on_drive", "packed", drive_profile=SLOW)
+    rows, found = race(
+        "sequential", "dataloader_on_ssd", "shards_on_drive", "packed", drive_profile=SLOW
+    )
     # two images a batch, each a known sleep of 20 ms; a shard is two such sleeps, one a file
     assert rows["sequential"].batch_ms_median >= 40
     assert rows["sequential"].first_batch_s >= 0.04
     assert rows["shards_on_drive"].first_batch_s >= 0.04
-    assert rows["dataloader_on_ssd"].session_ms_per_image >= 20 / 4  # four streams would copy the files
+    # four streams would copy the files
+    assert rows["dataloader_on_ssd"].session_ms_per_image >= 20 / 4
     assert rows["packed"].once_ms_per_image >= 20 / 4  # and read them, before they are converted
     assert rows["packed"].session_ms_per_image < rows["dataloader_on_ssd"].session_ms_per_image
     assert found.drive.startswith("slow: 20 ms per file")
@@ -244,7 +285,11 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
     seen, listed, watching = set(), [], [True]
 
     def watch(event, arguments):
-        if watching and event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], (str, Path)):
+        if (
+            watching
+            and event in ("open", "os.listdir", "os.scandir")
+            and isinstance(arguments[0], (str, Path))
+        ):
             path = Path(arguments[0])
             if path.parent == images:
                 seen.add(path.name)
@@ -261,13 +306,19 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
     assert listed == []
 
 
-# -------------------------------------------------------------------------------------------------- the rows
+# --------------------------------------------------------------------------------------------------
+# the rows
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda batches: [(i, [one | {"boxes": one["boxes"] + 3} for one in t]) for i, t in batches], "a box differs"),
+        (
+            lambda batches: [
+                (i, [one | {"boxes": one["boxes"] + 3} for one in t]) for i, t in batches
+            ],
+            "a box differs",
+        ),
         (lambda batches: [batches[0]] * len(batches), "twice"),
         (lambda batches: batches[:-1], "2 images did not come"),
     ],
@@ -283,7 +334,12 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words)
 
 def test_what_the_step_trained_and_the_random_state_are_put_back(race):
     model = torch.nn.Linear(1, 1)
-    before = model.weight.item(), random.getstate(), torch.random.get_rng_state(), np.random.get_state()[1].tolist()
+    before = (
+        model.weight.item(),
+        random.getstate(),
+        torch.random.get_rng_state(),
+        np.random.get_state()[1].tolist(),
+    )
 
     def step(images, targets):
         with torch.no_grad():
@@ -305,7 +361,9 @@ def test_a_strategy_that_fails_leaves_a_note(race):
     assert not rows["failing"].comparable
     assert rows["other"].images_per_second > 0
     json.dumps(dataclasses.asdict(found))
-    with pytest.raises(ColabUtilsError, match=r"found none\. Mend first: ImportError: no module named fastloader"):
+    with pytest.raises(
+        ColabUtilsError, match=r"found none\. Mend first: ImportError: no module named fastloader"
+    ):
         race(fake("failing", fail))
 
 
@@ -313,7 +371,10 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
     """Preparing and checking 12 images at half a second each would take a minute."""
     waits = []
     monkeypatch.setattr("colab_utils.drive.sleep", lambda seconds: waits.append(seconds))
-    slow_down(tiny_dataset.images, DriveProfile("endless", open_s=500.0, bytes_per_s=50e6, source="made up"))
+    slow_down(
+        tiny_dataset.images,
+        DriveProfile("endless", open_s=500.0, bytes_per_s=50e6, source="made up"),
+    )
     try:
         rows, _ = race("sequential", "dataloader_on_ssd", drive_profile=SLOW)
     finally:
@@ -324,7 +385,9 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(race, tiny_dataset, tmp_path, fails):
+def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(
+    race, tiny_dataset, tmp_path, fails
+):
     seen, work = [], tmp_path / "work"
 
     def look(batches):
@@ -350,7 +413,9 @@ def test_data_below_the_images_is_read_at_full_speed(tiny_dataset, prepare, tmp_
     with prepare(images, profile=SLOW).slow_drive():
         assert find_profile(images / "a.jpg") == SLOW
         assert find_profile(images.parent / "shards") is None
-    prepared = PreparedData(images, tiny_dataset.annotations, images / "work", profile=SLOW, count=12)
+    prepared = PreparedData(
+        images, tiny_dataset.annotations, images / "work", profile=SLOW, count=12
+    )
     with prepared.slow_drive():
         assert find_profile(prepared.ssd / "a") is None
         assert find_profile(prepared.drive / "a") == find_profile(images / "a") == SLOW
@@ -362,7 +427,8 @@ def test_the_comparison_so_far_is_given_after_each_run(race):
     timed = [[row.name for row in one.strategies if row.images_per_second] for one in seen]
     assert timed[0] == ["sequential"]
     assert timed[-1] == ["sequential", "second"]
-    assert [row.name for row in seen[0].strategies] == ["sequential", "second"]  # who is to come is known
+    # who is to come is known
+    assert [row.name for row in seen[0].strategies] == ["sequential", "second"]
     assert seen[0].strategies[1].wait_share is None
     assert len(rows["second"].repeats_images_per_second) == 2
     assert seen[-1].strategies == found.strategies
@@ -383,7 +449,9 @@ def test_without_shards_the_loose_files_are_still_compared(race, tmp_path):
     assert "drive" in rows["shards_on_ssd"].note
 
 
-def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(race, tiny_dataset, tmp_path, monkeypatch):
+def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(
+    race, tiny_dataset, tmp_path, monkeypatch
+):
     images = tmp_path / "images"
     shutil.copytree(tiny_dataset.images, images)
     run = comparing._Row.run_cold
@@ -446,7 +514,8 @@ def test_repeats_are_interleaved(race, watch_timing):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"strategies": ["packed", "teleport"]}, "'teleport'"),  # unknown: the message lists those there are
+        # unknown: the message lists those there are
+        ({"strategies": ["packed", "teleport"]}, "'teleport'"),
         ({"strategies": []}, "found none"),  # nothing to do
         ({"batches": 0}, "expected batches of 1 or more"),  # nothing to time
         ({"drive_profile": "warp"}, "Drive profile"),  # unknown profile
@@ -464,15 +533,20 @@ def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prep
     with pytest.raises(ColabUtilsError, match=r"expected usable images in .*empty.json names none"):
         prepare(annotations=tmp_path / "empty.json")
     (tmp_path / "images").mkdir()  # of another dataset
-    with pytest.raises(ColabUtilsError, match=r"expected usable images in .*, found none\. The first: .*Run check"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected usable images in .*, found none\. The first: .*Run check"
+    ):
         prepare(images=tmp_path / "images")
 
 
-# ------------------------------------------------------------------------------------- what a dataset costs
+# ------------------------------------------------------------------------------------- what a
+# dataset costs
 
 
 def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, workers=1, **files):
-    """The row of a strategy whose steps take 0.1 s for 4 images, with a first batch that comes ``first_s`` later."""
+    """The row of a strategy whose steps take 0.1 s for 4 images, with a first batch that comes
+    ``first_s`` later.
+    """
     batches = compared // 4
     cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, 0.0, 0.0)
     costs = {"once_s": 0.0, "session_s": 0.0} | files
@@ -495,7 +569,8 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
 
 
 def test_a_start_is_no_cost_of_an_image():
-    # 96 of 118,287 images, and 1.5 s until the first batch: scaled up, these were 31 minutes of the first epoch
+    # 96 of 118,287 images, and 1.5 s until the first batch: scaled up, these were 31 minutes of the
+    # first epoch
     row = summarise(total=118_287, compared=96, opened_s=0.5, first_s=1.0)
     assert row.cold_ms_per_image == pytest.approx(100 / 4)
     assert row.first_batch_s == 1.5
@@ -515,7 +590,8 @@ def test_where_no_batch_came_after_the_start_the_warm_ones_tell():
     assert row.cold_ms_per_image == pytest.approx(1000 * (0.3 + 0.1) / 4)
 
 
-# -------------------------------------------------------------------------------------------------- equality
+# --------------------------------------------------------------------------------------------------
+# equality
 
 
 class TestDescribeDifference:
@@ -535,7 +611,11 @@ class TestDescribeDifference:
             (lambda i, t: (i, t | {"boxes": t["boxes"] + 2}), "a box"),  # shifted
             (lambda i, t: (i, t | {"labels": t["labels"] + 1}), "labels"),  # another class
             (lambda i, t: (i, t | {"masks": t["masks"].roll(3, -1)}), "a mask"),  # shifted
-            (lambda i, t: (i, {key: value[:0] for key, value in t.items() if key != "image_id"}), "labels"),  # lost
+            # lost
+            (
+                lambda i, t: (i, {key: value[:0] for key, value in t.items() if key != "image_id"}),
+                "labels",
+            ),
         ],
     )
     def test_every_change_is_found(self, sample, change, words):
@@ -550,10 +630,16 @@ class TestDescribeDifference:
         image = torch.randint(0, 255, (3, 3000, 4000), dtype=torch.uint8)
         masks = torch.zeros(1, 3000, 4000, dtype=torch.uint8)
         masks[:, 500:900, 500:900] = 1
-        target = {"boxes": torch.tensor([[500.0, 500, 900, 900]]), "labels": torch.tensor([1]), "masks": masks}
+        target = {
+            "boxes": torch.tensor([[500.0, 500, 900, 900]]),
+            "labels": torch.tensor([1]),
+            "masks": masks,
+        }
         assert describe_difference((image, target), (image, target)) == ""
         assert "pixels" in describe_difference((image.flip(-1), target), (image, target))
-        assert "a mask" in describe_difference((image, target | {"masks": masks.roll(9, -1)}), (image, target))
+        assert "a mask" in describe_difference(
+            (image, target | {"masks": masks.roll(9, -1)}), (image, target)
+        )
 
     def test_float_images_are_scaled(self, sample):
         assert describe_difference((sample[0].float() / 255, sample[1]), sample) == ""

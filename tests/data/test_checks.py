@@ -76,19 +76,29 @@ def repeat_entry(dataset):
     empty(dataset)
     one, other = (dataset.coco["images"][n]["id"] for n in (4, 5))
     rows = dataset.coco["annotations"]
-    rows += [{**row, "image_id": one, "id": 900 + n} for n, row in enumerate(rows) if row["image_id"] == other]
+    rows += [
+        {**row, "image_id": one, "id": 900 + n}
+        for n, row in enumerate(rows)
+        if row["image_id"] == other
+    ]
 
 
 def empty(dataset):
     first = dataset.coco["images"][4]["id"]
-    dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if one["image_id"] != first]
+    dataset.coco["annotations"] = [
+        one for one in dataset.coco["annotations"] if one["image_id"] != first
+    ]
 
 
 def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
     """Another picture in place of one."""
 
     def spoil(dataset):
-        noise = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8) if mode != "1" else None
+        noise = (
+            np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8)
+            if mode != "1"
+            else None
+        )
         picture = Image.new("1", size) if noise is None else Image.fromarray(noise)
         if mode == "I;16":
             picture = Image.fromarray(noise[..., 0].astype(np.uint16) * 256)
@@ -99,15 +109,21 @@ def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
 
 
 def turn(orientation, *, square=False, upright=False):
-    """A photo with an orientation by EXIF, and its annotations for it as it is stored, or upright."""
+    """A photo with an orientation by EXIF, and its annotations for it as it is stored, or
+    upright.
+    """
 
     def spoil(dataset):
         exif = Image.Exif()
         exif[0x0112] = orientation
         if square:
             dataset.coco["images"][4].update(height=160)
-            dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if not one["iscrowd"]]
-        paint(size=(128, 160) if upright else (160, 160) if square else (160, 128), exif=exif)(dataset)
+            dataset.coco["annotations"] = [
+                one for one in dataset.coco["annotations"] if not one["iscrowd"]
+            ]
+        paint(size=(128, 160) if upright else (160, 160) if square else (160, 128), exif=exif)(
+            dataset
+        )
 
     return spoil
 
@@ -158,7 +174,9 @@ def draw(polygon, box=None):
 
     def spoil(dataset):
         (x0, x1), (y0, y1) = ((min(side), max(side)) for side in (polygon[::2], polygon[1::2]))
-        dataset.coco["annotations"][2].update(segmentation=[polygon], bbox=box or [x0, y0, x1 - x0, y1 - y0])
+        dataset.coco["annotations"][2].update(
+            segmentation=[polygon], bbox=box or [x0, y0, x1 - x0, y1 - y0]
+        )
 
     return spoil
 
@@ -206,7 +224,12 @@ DEFECTS = [
     (lambda d: (d.file(4).unlink(), d.file(4).mkdir()), "missing image", True, 11),
     (lambda d: d.file(4).write_bytes(b""), "empty file", True, 11),
     (lambda d: d.file(4).write_text("no picture"), "bad image", True, 11),
-    (lambda d: d.file(4).write_text("version https://git-lfs.github.com/spec/v1"), "bad image", True, 11),
+    (
+        lambda d: d.file(4).write_text("version https://git-lfs.github.com/spec/v1"),
+        "bad image",
+        True,
+        11,
+    ),
     (pipe, "bad image", True, 11),
     (paint("F", "TIFF"), "bad image", True, 11),
     (paint("1", "PNG", size=(16_000, 8_001)), "bad image", True, 11),
@@ -225,7 +248,12 @@ DEFECTS = [
     (paint("L"), "grey image", False, 12),
     (paint("I;16", "PNG"), "16-bit image", False, 12),
     (paint("RGBA", "PNG"), "image with alpha", False, 12),
-    (paint("RGB", "GIF", save_all=True, append_images=[Image.new("RGB", (160, 128))]), "animated image", False, 12),
+    (
+        paint("RGB", "GIF", save_all=True, append_images=[Image.new("RGB", (160, 128))]),
+        "animated image",
+        False,
+        12,
+    ),
     (lambda d: (paint("RGB", "PNG")(d), rename("a.jpg")(d)), "wrong extension", False, 12),
     (turn(6, upright=True), "EXIF rotation, annotated upright", False, 12),
     (turn(6), "EXIF rotation, annotated as stored", False, 12),
@@ -239,24 +267,45 @@ DEFECTS = [
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "bad mask", True, 11),
-    (spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]), "bad mask", True, 12),  # nothing is lost
+    # nothing is lost
+    (spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]), "bad mask", True, 12),
     (spoil_annotation(segmentation=[[1e12, 2, 3, 4, 5, 6]]), "bad mask", True, 11),
     (spoil_annotation(segmentation={"size": [1, 2], "counts": [2]}), "bad mask", True, 11),
     (spoil_annotation(segmentation={"size": [128, 160], "counts": [7]}), "bad mask", True, 11),
     (spoil_annotation(segmentation={"size": [128, 160], "counts": "xyz"}), "bad mask", True, 11),
-    (spoil_annotation(segmentation={"size": [128, 160], "counts": [128 * 160]}), "empty mask", True, 11),
+    (
+        spoil_annotation(segmentation={"size": [128, 160], "counts": [128 * 160]}),
+        "empty mask",
+        True,
+        11,
+    ),
     (draw([300, 300, 340, 300, 340, 340], box=[9, 9, 40, 40]), "empty mask", True, 11),
     (draw([0.2, 0.2, 0.7, 0.2, 0.7, 0.9]), "normalised polygon", True, 12),
     (draw([20, 20, 60, 60, 60, 20, 20, 60]), "self-crossing polygon", False, 12),
-    (draw([120, 90, 220, 90, 220, 120, 120, 120], box=[120, 90, 40, 30]), "polygon beyond the image", False, 12),
+    (
+        draw([120, 90, 220, 90, 220, 120, 120, 120], box=[120, 90, 40, 30]),
+        "polygon beyond the image",
+        False,
+        12,
+    ),
     (spoil_annotation(bbox=[float("nan"), 0, 5, 5]), "bad annotation", True, 12),
     (spoil_annotation(area=float("inf")), "bad annotation", True, 12),
     (change_box(lambda x, y, w, h: [x + w, y + h, -w, -h]), "inverted box", True, 12),
     (change_box(lambda x, y, w, h: [x + 160, y, w, h]), "box outside the image", True, 12),
     (change_box(lambda x, y, w, h: [x, y, 200, h]), "mask and box disagree", True, 12),
     (draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80]), "box of corners", True, 12),
-    (draw([99, 60, 159, 60, 159, 120, 99, 120], box=[99, 60, 70, 60]), "box beyond the image", False, 12),
-    (draw([20, 90, 60, 90, 60, 400, 20, 400], box=[20, 90, 40, 310]), "box beyond the image", False, 12),
+    (
+        draw([99, 60, 159, 60, 159, 120, 99, 120], box=[99, 60, 70, 60]),
+        "box beyond the image",
+        False,
+        12,
+    ),
+    (
+        draw([20, 90, 60, 90, 60, 400, 20, 400], box=[20, 90, 40, 310]),
+        "box beyond the image",
+        False,
+        12,
+    ),
     (spoil_annotation(bbox=[3, 3, 0, 5]), "box without area", False, 12),
     (draw([9.1, 9.1, 9.3, 9.1, 9.3, 9.3]), "tiny object", False, 12),
     (shrink, "tiny object", False, 12),
@@ -293,23 +342,40 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
     assert list_kinds(report).get(kind, 0) == before.get(kind, 0) + 1
     others = list_kinds(report).keys() - before.keys() - {kind}
     if kind == "repeated image id":  # the first of them has all objects
-        others -= {"image without objects", "repeated file_name", "objects in several entries of an image"}
+        others -= {
+            "image without objects",
+            "repeated file_name",
+            "objects in several entries of an image",
+        }
     assert others <= {"unused category", "wrong extension", "polygon beyond the image"}
     assert report.ok is not serious
     problem = next(problem for problem in report.problems if problem.kind == kind)
-    named = ("annotation", dataset.coco["images"][4]["file_name"], dataset.coco["categories"][-1]["name"])
+    named = (
+        "annotation",
+        dataset.coco["images"][4]["file_name"],
+        dataset.coco["categories"][-1]["name"],
+    )
     assert any(escape(name) in problem.examples[-1] for name in named)
     assert f"{kind} ({problem.effect})" in str(report)
     original = dataset.annotations.read_bytes()
-    repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "repaired.json")
+    repaired = repair_annotations(
+        dataset.images, dataset.annotations, output=tmp_path / "repaired.json"
+    )
     assert repaired.ok
     assert repaired.images == kept
     assert dataset.annotations.read_bytes() == original
-    again = repair_annotations(dataset.images, tmp_path / "repaired.json", output=tmp_path / "again.json")
+    again = repair_annotations(
+        dataset.images, tmp_path / "repaired.json", output=tmp_path / "again.json"
+    )
     assert again.repairs == ()
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "repaired.json").read_bytes()
     with ThreadPoolExecutor(1) as executor:
-        shards = write_shards(dataset.images, tmp_path / "repaired.json", shards=tmp_path / "shards", executor=executor)
+        shards = write_shards(
+            dataset.images,
+            tmp_path / "repaired.json",
+            shards=tmp_path / "shards",
+            executor=executor,
+        )
     assert (shards.skipped, shards.images) == ((), kept)
     for _, target in ShardDataset(tmp_path / "shards"):
         assert (target["masks"].flatten(1).sum(1) > 0).all()
@@ -317,7 +383,13 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
 
 
 def test_a_good_dataset(tiny_dataset, coco_mini):
-    harmless = {"image without objects", "enlarged image", "rare category", "crowd", "unused category"}
+    harmless = {
+        "image without objects",
+        "enlarged image",
+        "rare category",
+        "crowd",
+        "unused category",
+    }
     report = check_dataset(tiny_dataset.images, tiny_dataset.annotations)
     assert report.ok
     assert list_kinds(report).keys() <= harmless
@@ -331,7 +403,9 @@ def test_a_good_dataset(tiny_dataset, coco_mini):
 
 
 def test_pictures_of_training_in_validation(dataset, tmp_path):
-    """By what the file holds: under its own name, under another one, and not for a name or an id alone."""
+    """By what the file holds: under its own name, under another one, and not for a name or an id
+    alone.
+    """
     others = tmp_path / "val"
     others.mkdir()
     shutil.copy(dataset.file(2), others / dataset.file(2).name)
@@ -340,11 +414,18 @@ def test_pictures_of_training_in_validation(dataset, tmp_path):
     (others / dataset.file(4).name).write_bytes(dataset.file(4).read_bytes()[:-1] + b"!")  # as long
     names = [dataset.file(2).name, "renamed.jpg", dataset.file(4).name, "missing.jpg"]
     images = [{**dataset.coco["images"][n], "file_name": name} for n, name in enumerate(names)]
-    (tmp_path / "val.json").write_text(json.dumps({**dataset.coco, "images": images, "annotations": []}))
+    (tmp_path / "val.json").write_text(
+        json.dumps({**dataset.coco, "images": images, "annotations": []})
+    )
     report = dataset.check(validation=(others, tmp_path / "val.json"))
-    problem = next(problem for problem in report.problems if problem.kind == "image in validation, too")
+    problem = next(
+        problem for problem in report.problems if problem.kind == "image in validation, too"
+    )
     assert not report.ok
-    assert problem.examples == (f"{names[0]} is {names[0]}", f"{dataset.file(3).name} is renamed.jpg")
+    assert problem.examples == (
+        f"{names[0]} is {names[0]}",
+        f"{dataset.file(3).name} is renamed.jpg",
+    )
 
 
 def test_masks_painted_with_cvat(dataset, tmp_path):
@@ -357,7 +438,9 @@ def test_masks_painted_with_cvat(dataset, tmp_path):
     with pytest.raises(ColabUtilsError, match=r"found none .*\(32 x crowd\).* --crowds objects"):
         repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
-    repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json", crowds="objects")
+    repaired = repair_annotations(
+        dataset.images, dataset.annotations, output=tmp_path / "out.json", crowds="objects"
+    )
     assert repaired.ok
     assert repaired.statistics.objects == 32
     assert [(one.kind, one.count) for one in repaired.repairs] == [("crowd taken as an object", 32)]
@@ -365,7 +448,11 @@ def test_masks_painted_with_cvat(dataset, tmp_path):
 
 @pytest.mark.parametrize(
     ("extra", "purpose"),
-    [({}, "boxes only"), ({"keypoints": [1, 2, 2]}, "keypoints"), ({"segments_info": []}, "panoptic segments")],
+    [
+        ({}, "boxes only"),
+        ({"keypoints": [1, 2, 2]}, "keypoints"),
+        ({"segments_info": []}, "panoptic segments"),
+    ],
 )
 def test_files_for_something_else(dataset, extra, purpose, tmp_path):
     for one in dataset.coco["annotations"]:
@@ -374,7 +461,9 @@ def test_files_for_something_else(dataset, extra, purpose, tmp_path):
     report = dataset.check()
     assert list_serious(report) == ["no instances", "object without mask"]
     assert report.problems[0].examples[0].startswith(purpose)
-    with pytest.raises(ColabUtilsError, match=r"expected objects to keep, found none .* x object without mask\)"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected objects to keep, found none .* x object without mask\)"
+    ):
         repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
 
 
@@ -392,21 +481,29 @@ def test_objects_without_a_mask_take_their_images_along(dataset, tmp_path):
 
 
 def test_repair_of_what_tools_write(dataset, tmp_path):
-    """Numbers as text, flat polygons, parts of two points, ids as text, a box and an area that are missing."""
+    """Numbers as text, flat polygons, parts of two points, ids as text, a box and an area that are
+    missing.
+    """
     original = dataset.check().statistics
     for one in dataset.coco["annotations"]:
         if isinstance(one["segmentation"], list):
             one["segmentation"] = [str(number) for number in one["segmentation"][0]]
         one.update(image_id=str(one["image_id"]), bbox=[str(side) for side in one["bbox"]])
     dataset.coco["annotations"][0].update(bbox=[], area=None)
-    dataset.coco["annotations"][1]["segmentation"] = [dataset.coco["annotations"][1]["segmentation"], [1, 2, 3, 4]]
+    dataset.coco["annotations"][1]["segmentation"] = [
+        dataset.coco["annotations"][1]["segmentation"],
+        [1, 2, 3, 4],
+    ]
     dataset.save()
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert report.ok
     assert report.statistics == original
     assert {one.kind for one in report.repairs} == {
-        "numbers from text", "outline written as polygons of pixels", "box from the mask", "area from the mask",
-    }  # fmt: skip
+        "numbers from text",
+        "outline written as polygons of pixels",
+        "box from the mask",
+        "area from the mask",
+    }
     repaired = json.loads((tmp_path / "out.json").read_text())["annotations"]
     assert all(isinstance(number, float | int) for one in repaired for number in one["bbox"])
 
@@ -414,12 +511,21 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("change", "kept"),
     [
-        ({"id": [1]}, 12), ({"id": 1.5}, 12), ({"id": True}, 12), ({"area": True}, 12), ({"area": 1e300}, 12),
-        ({"bbox": {}}, 12), ({"bbox": [True, 0, 5, 5]}, 12), ({"image_id": [1]}, 12), ({"category_id": True}, 11),
-        ({"category_id": [1]}, 11), ({"iscrowd": 2}, 11), ({"segmentation": 7}, 11),
+        ({"id": [1]}, 12),
+        ({"id": 1.5}, 12),
+        ({"id": True}, 12),
+        ({"area": True}, 12),
+        ({"area": 1e300}, 12),
+        ({"bbox": {}}, 12),
+        ({"bbox": [True, 0, 5, 5]}, 12),
+        ({"image_id": [1]}, 12),
+        ({"category_id": True}, 11),
+        ({"category_id": [1]}, 11),
+        ({"iscrowd": 2}, 11),
+        ({"segmentation": 7}, 11),
         ({"segmentation": [[None] * 6]}, 11),
     ],
-)  # fmt: skip
+)
 def test_repair_of_what_nobody_expects(dataset, change, kept, tmp_path):
     dataset.coco["annotations"][2].update(change)
     dataset.save()
@@ -437,7 +543,13 @@ def test_a_repaired_dataset_trains_an_epoch(dataset, tmp_path, one_thread):
     repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     write_shards(dataset.images, tmp_path / "out.json", shards=tmp_path / "shards", workers=1)
     report = train(
-        tmp_path / "shards", tmp_path / "run", model=TINY_MODEL, weights=None, min_size=64, epochs=1, batch_size=2
+        tmp_path / "shards",
+        tmp_path / "run",
+        model=TINY_MODEL,
+        weights=None,
+        min_size=64,
+        epochs=1,
+        batch_size=2,
     )
     assert repaired.images == 10
     assert report.steps == 5
@@ -446,7 +558,10 @@ def test_a_repaired_dataset_trains_an_epoch(dataset, tmp_path, one_thread):
 
 def test_the_numbers_of_a_dataset(coco_mini):
     report = check_dataset(coco_mini.images, coco_mini.annotations)
-    found, enlarged = report.statistics, next(one for one in report.problems if one.kind == "enlarged image")
+    found, enlarged = (
+        report.statistics,
+        next(one for one in report.problems if one.kind == "enlarged image"),
+    )
     raw = json.loads(coco_mini.annotations.read_text())
     rows = [one for one in raw["annotations"] if not one["iscrowd"]]
     assert found.objects == len(rows) == sum(found.classes.values()) == sum(found.sizes.values())
@@ -457,7 +572,10 @@ def test_the_numbers_of_a_dataset(coco_mini):
     larger = [fit_size(*size, min_size=800, max_size=1333) for size in sizes]
     work = sum(h * w for h, w in larger) / sum(h * w for h, w in sizes)
     assert enlarged.count == len(raw["images"])
-    assert any(f"enlarges 100% of the images and makes {work:.1f} times the work" in one for one in found.advice)
+    assert any(
+        f"enlarges 100% of the images and makes {work:.1f} times the work" in one
+        for one in found.advice
+    )
 
 
 def test_no_images_at_all(dataset):
@@ -489,17 +607,24 @@ def test_ids_that_start_again_in_each_image(dataset, tmp_path):
 
 
 def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
-    """Nothing tells whose the annotations of an id are: the images of such ids are left out, and counted."""
+    """Nothing tells whose the annotations of an id are: the images of such ids are left out, and
+    counted.
+    """
     images = dataset.coco["images"]
     numbers = {image["id"]: i % 6 + 1 for i, image in enumerate(images[:10])} | {
         images[10]["id"]: 7,
         images[11]["id"]: 8,
     }
     dataset.coco["images"] = [{**image, "id": numbers[image["id"]]} for image in images]
-    rows = [{**one, "image_id": numbers[one["image_id"]], "iscrowd": 0} for one in dataset.coco["annotations"]]
+    rows = [
+        {**one, "image_id": numbers[one["image_id"]], "iscrowd": 0}
+        for one in dataset.coco["annotations"]
+    ]
     dataset.coco["annotations"] = rows
     assert ("repeated image id", 4) in list_kinds(dataset.check()).items()
-    with pytest.raises(ColabUtilsError, match=r"images with ids of their own .* found 4 .*\(--repair OUT.json\)"):
+    with pytest.raises(
+        ColabUtilsError, match=r"images with ids of their own .* found 4 .*\(--repair OUT.json\)"
+    ):
         write_shards(dataset.images, dataset.annotations, shards=tmp_path / "shards", workers=1)
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert report.ok
@@ -507,7 +632,10 @@ def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
     assert report.annotations == sum(one["image_id"] > 4 for one in rows)
     [lost] = report.repairs
     assert (lost.kind, lost.count) == ("id of several images", 8)
-    assert f"with {sum(one['image_id'] < 5 for one in rows)} objects, so that none becomes background" in lost.effect
+    assert (
+        f"with {sum(one['image_id'] < 5 for one in rows)} objects, so that none becomes background"
+        in lost.effect
+    )
 
 
 def test_repair_without_ids_in_utf_16(dataset, tmp_path):
@@ -517,7 +645,9 @@ def test_repair_without_ids_in_utf_16(dataset, tmp_path):
     dataset.annotations.write_bytes(json.dumps(dataset.coco).encode("utf-16"))
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     without = [
-        one for one in dataset.coco["annotations"] if one["image_id"] != dataset.coco["annotations"][3]["image_id"]
+        one
+        for one in dataset.coco["annotations"]
+        if one["image_id"] != dataset.coco["annotations"][3]["image_id"]
     ]
     assert (report.images, report.annotations) == (11, len(without))
 
@@ -556,7 +686,9 @@ def test_what_only_decoding_shows(dataset, tmp_path):
     dataset.file(5).write_bytes(jpeg.getvalue()[:3000])
     assert dataset.check().ok
     assert list_serious(dataset.check(deep=True)) == ["truncated image", "bad image"]
-    report = write_shards(dataset.images, dataset.annotations, shards=tmp_path / "s", workers=1, max_bad=0.5)
+    report = write_shards(
+        dataset.images, dataset.annotations, shards=tmp_path / "s", workers=1, max_bad=0.5
+    )
     names = {dataset.coco["images"][i]["file_name"] for i in (4, 5)}
     assert {image.file_name for image in report.skipped} == names
     assert all("not a complete image" in image.reason for image in report.skipped)
@@ -587,14 +719,21 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
 
 
 def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
-    monkeypatch.setattr("colab_utils.data.checks._check_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(ColabUtilsError, match="expected every process to finish, found one that the system ended"):
+    monkeypatch.setattr(
+        "colab_utils.data.checks._check_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    )
+    with pytest.raises(
+        ColabUtilsError, match="expected every process to finish, found one that the system ended"
+    ):
         dataset.check()
 
 
 def test_a_repair_that_would_keep_no_object_is_refused(dataset, tmp_path):
     (tmp_path / "other").mkdir()
-    with pytest.raises(ColabUtilsError, match=r"expected objects to keep, found none .* Name the right image folder"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"expected objects to keep, found none .* Name the right image folder",
+    ):
         repair_annotations(tmp_path / "other", dataset.annotations, output=tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
 

@@ -21,7 +21,9 @@ from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def make_coco(**changes: Any) -> dict[str, Any]:
@@ -67,11 +69,18 @@ def assert_same(dataset, coco: dict[str, Any]) -> None:
         by_image[annotation["image_id"]].append(annotation)
     assert len(dataset) == len(coco["images"])
     for i, image in enumerate(coco["images"]):
-        assert dataset.image(i) == {key: image[key] for key in ("id", "file_name", "width", "height")}
+        assert dataset.image(i) == {
+            key: image[key] for key in ("id", "file_name", "width", "height")
+        }
         expected = by_image[image["id"]]
         found = dataset.annotations(i)
-        assert [{key: annotation[key] for key in one} for one, annotation in zip(found, expected, strict=True)] == found
-    assert {c["id"]: c["name"] for c in dataset.categories} == {c["id"]: escape(c["name"]) for c in coco["categories"]}
+        assert [
+            {key: annotation[key] for key in one}
+            for one, annotation in zip(found, expected, strict=True)
+        ] == found
+    assert {c["id"]: c["name"] for c in dataset.categories} == {
+        c["id"]: escape(c["name"]) for c in coco["categories"]
+    }
 
 
 @pytest.mark.parametrize("split", ["coco_mini", "coco_mini_val"])
@@ -81,7 +90,9 @@ def test_real_coco_is_what_json_reads(split, request):
 
 
 def test_builtin_dataset_is_what_json_reads(tiny_dataset):
-    assert_same(read_coco(tiny_dataset.annotations), json.loads(tiny_dataset.annotations.read_text()))
+    assert_same(
+        read_coco(tiny_dataset.annotations), json.loads(tiny_dataset.annotations.read_text())
+    )
 
 
 def numbers():
@@ -97,10 +108,16 @@ def segmentations():
     size = st.lists(st.integers(0, 5000), min_size=2, max_size=2)
     return st.one_of(
         st.lists(st.lists(numbers(), max_size=12), max_size=3),
-        st.fixed_dictionaries({"size": size, "counts": st.lists(st.integers(0, 2**40), max_size=6)}),
+        st.fixed_dictionaries(
+            {"size": size, "counts": st.lists(st.integers(0, 2**40), max_size=6)}
+        ),
         st.fixed_dictionaries({"size": size, "counts": st.text(max_size=8)}),
         st.none(),
-        st.recursive(st.one_of(st.text(max_size=3), st.integers(-9, 9), st.booleans()), st.lists, max_leaves=4),
+        st.recursive(
+            st.one_of(st.text(max_size=3), st.integers(-9, 9), st.booleans()),
+            st.lists,
+            max_leaves=4,
+        ),
     )
 
 
@@ -110,7 +127,12 @@ def datasets(draw):
     category_ids = draw(st.lists(st.integers(-5, 2**33), unique=True, min_size=1, max_size=4))
     side = st.integers(0, 9000)
     images = [
-        {"id": i, "file_name": draw(st.text(min_size=1, max_size=9)), "height": draw(side), "width": draw(side)}
+        {
+            "id": i,
+            "file_name": draw(st.text(min_size=1, max_size=9)),
+            "height": draw(side),
+            "width": draw(side),
+        }
         for i in ids
     ]
     annotations = [
@@ -125,8 +147,15 @@ def datasets(draw):
         }
         for number in range(draw(st.integers(0, 8)) if ids else 0)
     ]
-    categories = [{"id": c, "name": draw(st.text(max_size=4)), "supercategory": "x"} for c in category_ids]
-    sections = {"images": images, "annotations": annotations, "categories": categories, "info": {"year": [1]}}
+    categories = [
+        {"id": c, "name": draw(st.text(max_size=4)), "supercategory": "x"} for c in category_ids
+    ]
+    sections = {
+        "images": images,
+        "annotations": annotations,
+        "categories": categories,
+        "info": {"year": [1]},
+    }
     order = draw(st.permutations(sorted(sections)))
     return {name: sections[name] for name in order}
 
@@ -163,7 +192,8 @@ def test_encodings_and_unicode_names(path, encoding):
         (change_annotation(area=None, segmentation=[]), "area", 16.0),  # no mask: that of the box
         (change_annotation(bbox=None), "bbox", [1, 0, 3, 3]),
         (change_annotation(bbox=[]), "bbox", [1, 0, 3, 3]),
-        (change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]), "bbox", [1, 0, 3, 3]),  # a flat polygon
+        # a flat polygon
+        (change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]), "bbox", [1, 0, 3, 3]),
         (change_annotation(iscrowd="0"), "iscrowd", 0),
         (change_annotation(iscrowd="1"), "iscrowd", 1),
         (change_annotation(iscrowd=False), "iscrowd", 0),
@@ -212,7 +242,9 @@ def nest(depth: int) -> Any:
 )
 def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, reason):
     good = {**make_coco()["annotations"][0], "image_id": 3, "id": 9}
-    dataset = read(path, make_coco(annotations=[{**make_coco()["annotations"][0], **changes}, good]))
+    dataset = read(
+        path, make_coco(annotations=[{**make_coco()["annotations"][0], **changes}, good])
+    )
     [(number, found)] = dataset.read_annotations(0)[1]
     assert (number, dataset.read_annotations(1)[1]) == (1, [])
     assert reason in found
@@ -227,7 +259,11 @@ def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, rea
 
 @pytest.mark.parametrize("image_id", [None, "a.jpg", [7], 7.5, float("inf"), True])
 def test_an_annotation_of_no_readable_image_is_one_of_an_unknown_image(path, image_id):
-    rows = [*make_coco()["annotations"], {**make_coco()["annotations"][0], "image_id": image_id, "id": 2}, 5]
+    rows = [
+        *make_coco()["annotations"],
+        {**make_coco()["annotations"][0], "image_id": image_id, "id": 2},
+        5,
+    ]
     dataset = read(path, make_coco(annotations=rows))
     assert dataset.unknown_images.tolist() == [2, 3]
     assert len(dataset.annotations(0)) == 1
@@ -243,26 +279,37 @@ def test_boxes_and_areas_come_from_the_mask_as_in_pycocotools(path, coco_mini):
         for one in dataset.annotations(i):
             rles = coco_mask.frPyObjects(one["segmentation"], *size)
             rle = coco_mask.merge(rles) if isinstance(rles, list) else rles
-            assert (one["bbox"], one["area"]) == (coco_mask.toBbox(rle).tolist(), coco_mask.area(rle))
+            assert (one["bbox"], one["area"]) == (
+                coco_mask.toBbox(rle).tolist(),
+                coco_mask.area(rle),
+            )
 
 
 def test_no_box_and_no_size_of_the_image_is_a_fault(path):
     images = [{"id": 7, "file_name": "a"}]
     dataset = read(path, {**change_annotation(bbox=None), "images": images})
     assert "expected an image of 1 to 112,000,000 pixels" in dataset.read_annotations(0)[1][0][1]
-    assert read(path, {**change_annotation(area=None), "images": images}).annotations(0)[0]["area"] == 16
+    assert (
+        read(path, {**change_annotation(area=None), "images": images}).annotations(0)[0]["area"]
+        == 16
+    )
 
 
 def test_crowds_are_counted(path):
     one = make_coco()["annotations"][0]
-    rows = [{**one, "iscrowd": crowd, "image_id": image} for crowd, image in ((1, 3), ("1", 7), (True, 7), (0, 7))]
+    rows = [
+        {**one, "iscrowd": crowd, "image_id": image}
+        for crowd, image in ((1, 3), ("1", 7), (True, 7), (0, 7))
+    ]
     dataset = read(path, make_coco(annotations=rows))
     assert (dataset.crowds, dataset.subset(0, 1).crowds, dataset.subset(1, 2).crowds) == (3, 2, 1)
 
 
 @pytest.mark.parametrize("depth", [1, 5, 63, 64, 65, 400, *range(930, 1001), 20_000])
 def test_nesting_is_one_clear_line_at_every_depth(path, depth):
-    text = json.dumps(change_annotation(segmentation="X")).replace('"X"', "[" * depth + "5" + "]" * depth)
+    text = json.dumps(change_annotation(segmentation="X")).replace(
+        '"X"', "[" * depth + "5" + "]" * depth
+    )
     with pytest.raises(ColabUtilsError, match=r"nested too deeply|polygons"):
         encode_segmentation(read(path, text.encode()).annotations(0)[0]["segmentation"], 6, 8)
 
@@ -275,7 +322,9 @@ def test_a_name_that_is_missing_is_that_of_its_url(path):
 def test_missing_sizes_are_zero_and_missing_ids_are_rows(path):
     annotation = make_coco()["annotations"][0]
     del annotation["id"]
-    dataset = read(path, make_coco(images=[{"id": 7, "file_name": "a"}], annotations=[annotation] * 2))
+    dataset = read(
+        path, make_coco(images=[{"id": 7, "file_name": "a"}], annotations=[annotation] * 2)
+    )
     assert dataset.image(0) == {"id": 7, "file_name": "a", "width": 0, "height": 0}
     assert [one["id"] for one in dataset.annotations(0)] == [1, 2]
 
@@ -297,7 +346,10 @@ def test_images_of_the_same_id_are_refused_with_the_way_out(path):
     dataset = read(path, make_coco(images=images))
     assert dataset.repeated_ids.tolist() == [7]
     assert [len(dataset.annotations(i)) for i in range(3)] == [1, 0, 0]
-    with pytest.raises(ColabUtilsError, match=r"found 1 with the id of another, such as id 7\. See `check`.*--repair"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"found 1 with the id of another, such as id 7\. See `check`.*--repair",
+    ):
         open_coco(path.parent, path)
 
 
@@ -316,10 +368,16 @@ WHOLE = json.dumps(make_coco()).encode()
         (b"   ", "text that is not JSON"),
         (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff\xfe", "a zip: unpack it first"),
         (gzip.compress(WHOLE), "a gzip file: unpack it first"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer: run `git lfs pull`"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "a Git LFS pointer: run `git lfs pull`",
+        ),
         (b"\n<!DOCTYPE html><html>", "a web page"),
         (b"\xff\xd8\xff\xe0", "bytes that are not UTF-8 text"),  # a JPEG
-        (WHOLE.replace(b"car", b"B\xe4r"), "bytes that are not UTF-8 text, perhaps Latin-1. Save the JSON as UTF-8"),
+        (
+            WHOLE.replace(b"car", b"B\xe4r"),
+            "bytes that are not UTF-8 text, perhaps Latin-1. Save the JSON as UTF-8",
+        ),
         (b"hello", "text that is not JSON at character 0"),
         (b"{}", "no list of images and annotations and categories"),
         (b"[]", "found a list"),  # detection results
@@ -333,7 +391,8 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE[:-1] + b', "annotations": 5}', "annotations twice"),
         (b"{1: 2, " + WHOLE[1:], "text that is not JSON"),
         (make_coco(images=[{"id": 7, "file_name": 5000 * "a"}]), "longer than a path may be"),
-        (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),  # more digits than Python reads
+        # more digits than Python reads
+        (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),
         ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(images=[5]), "'images' (id 5)"),
         (make_coco(images=["a\nb" * 99]), "'images'"),
@@ -342,15 +401,27 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(images=[{"id": 7, "file_name": "\ud800"}]), "'images' (id 7)"),
         (make_coco(images=[{"id": 7, "coco_url": 5}]), "no 'file_name'"),
         (make_coco(images=[{"id": nest(300), "file_name": "a"}]), "'images' (id ?)"),
-        (make_coco(images=[{"id": "seven", "file_name": "a"}]), "id 'seven' where COCO has an integer"),
+        (
+            make_coco(images=[{"id": "seven", "file_name": "a"}]),
+            "id 'seven' where COCO has an integer",
+        ),
         (make_coco(images=[{"id": 7.5, "file_name": "a"}]), "id 7.5 where"),
-        (make_coco(images=[{"id": float("nan"), "file_name": "a"}]), "id nan where COCO has an integer"),
+        (
+            make_coco(images=[{"id": float("nan"), "file_name": "a"}]),
+            "id nan where COCO has an integer",
+        ),
         (make_coco(images=[{"id": 2**70, "file_name": "a"}]), "id 1180591620717411303424 where"),
         (make_coco(images=[{"id": 7, "file_name": "a", "height": 2**40}]), "'images' (id 7)"),
-        (make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]), "without bbox and segmentation"),
+        (
+            make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]),
+            "without bbox and segmentation",
+        ),
         (make_coco(categories=[{"id": 1}]), "'categories' (id 1) with no 'name'"),
         (make_coco(categories=[5]), "'categories' (id 5)"),
-        (make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), "another name, 'b', than 'a'"),
+        (
+            make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]),
+            "another name, 'b', than 'a'",
+        ),
     ],
 )
 def test_what_is_not_coco_is_one_clear_line(path, content, found):
@@ -407,7 +478,10 @@ def test_what_is_no_file_of_annotations_is_refused_at_once(path, kind):
             file.truncate(2 * 2**40)  # sparse
     elif kind != "device":
         path.symlink_to("/dev/zero")
-    with pytest.raises(ColabUtilsError, match=r"found a device or a pipe|found: No such device|found [\d,.]+ .B, more"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"found a device or a pipe|found: No such device|found [\d,.]+ .B, more",
+    ):
         read_coco("/dev/zero" if kind == "device" else path)
     if held:
         held.close()
@@ -477,7 +551,8 @@ def find(tmp_path, names, *, files, index=0):
         ("/home/me/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("../../label-studio/data/x.jpg", ["x.jpg"], "x.jpg", True),
         ("https://example.org/up/my%20x.jpg?v=1", ["my x.jpg"], "my x.jpg", True),
-        ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),  # a Mac's zip
+        # a Mac's zip
+        ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),
         ("e\u0301/x.jpg", ["\u00e9/x.jpg"], "\u00e9/x.jpg", False),
         ("/d/\u00e9.jpg", ["e\u0301.jpg"], "e\u0301.jpg", True),
     ],
@@ -502,13 +577,18 @@ def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files, why):
 
 
 def test_a_folder_that_cannot_be_listed_is_told(tmp_path):
-    with pytest.raises(ColabUtilsError, match=r"expected to list the images in .*images, found: .*Check the folder"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected to list the images in .*images, found: .*Check the folder"
+    ):
         find(tmp_path, ["C:\\photos\\a.jpg"], files=[])
 
 
 def test_no_image_is_found_for_two(tmp_path):
     """A folder of the annotations is missing, and another one has a file of the same name."""
-    assert find(tmp_path, ["val/x.jpg", "train/x.jpg"], files=["train/x.jpg"]) == ("val/x.jpg", False)
+    assert find(tmp_path, ["val/x.jpg", "train/x.jpg"], files=["train/x.jpg"]) == (
+        "val/x.jpg",
+        False,
+    )
 
 
 def test_no_link_is_followed_to_an_image(tmp_path):
@@ -540,16 +620,25 @@ def test_subset_is_the_same_images_and_small_to_send(coco_mini):
     dataset = read_coco(coco_mini.annotations)
     part = pickle.loads(pickle.dumps(dataset.subset(10, 13)))
     assert [part.image(i) for i in range(3)] == [dataset.image(i) for i in range(10, 13)]
-    assert [part.annotations(i) for i in range(3)] == [dataset.annotations(i) for i in range(10, 13)]
+    assert [part.annotations(i) for i in range(3)] == [
+        dataset.annotations(i) for i in range(10, 13)
+    ]
     assert len(pickle.dumps(part)) < len(pickle.dumps(dataset)) / 8
 
 
 def test_memory_is_that_of_the_text_and_no_objects(path):
     rng = np.random.default_rng(0)
-    images = [{"id": i, "file_name": f"{i:012d}.jpg", "height": 480, "width": 640} for i in range(800)]
+    images = [
+        {"id": i, "file_name": f"{i:012d}.jpg", "height": 480, "width": 640} for i in range(800)
+    ]
     one = make_coco()["annotations"][0]
     annotations = [
-        {**one, "id": n, "image_id": n % 800, "segmentation": [np.round(rng.uniform(0, 640, 40), 2).tolist()]}
+        {
+            **one,
+            "id": n,
+            "image_id": n % 800,
+            "segmentation": [np.round(rng.uniform(0, 640, 40), 2).tolist()],
+        }
         for n in range(6_000)
     ]
     path.write_text(json.dumps(make_coco(images=images, annotations=annotations)))

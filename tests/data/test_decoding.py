@@ -1,4 +1,6 @@
-"""Headers of ``.npy`` files, read without Python's parser; and JPEGs without torchvision's operator."""
+"""Headers of ``.npy`` files, read without Python's parser; and JPEGs without torchvision's
+operator.
+"""
 
 import gc
 import io
@@ -47,10 +49,16 @@ def test_headers_are_those_of_numpy(shape, dtype):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\x93NUMPY", dump(np.ones(3))[:60], dump(np.asfortranarray(np.ones((2, 3)))),
-     dump(np.ones(3)).replace(b"<f8", b"<q9"), dump(np.ones(3)).replace(b"NUMPY\x01", b"NUMPY\x02")],
+    [
+        b"",
+        b"\x93NUMPY",
+        dump(np.ones(3))[:60],
+        dump(np.asfortranarray(np.ones((2, 3)))),
+        dump(np.ones(3)).replace(b"<f8", b"<q9"),
+        dump(np.ones(3)).replace(b"NUMPY\x01", b"NUMPY\x02"),
+    ],
     ids=["empty", "magic only", "cut short", "by columns", "unknown type", "another version"],
-)  # fmt: skip
+)
 def test_other_headers_are_refused(data):
     with pytest.raises(ValueError, match=r"header|type"):
         read_npy_header(data)
@@ -65,7 +73,9 @@ def test_other_headers_are_refused(data):
     ],
 )
 def test_other_arrays_than_pixels_are_refused(array, found):
-    with pytest.raises(ColabUtilsError, match=rf"expected raw pixels as uint8 \[H, W, 3\], found: {found}"):
+    with pytest.raises(
+        ColabUtilsError, match=rf"expected raw pixels as uint8 \[H, W, 3\], found: {found}"
+    ):
         decode_pixels(dump(array))
     with pytest.raises(ColabUtilsError, match="raw pixels"):
         decode_pixels(dump(array)[:70])  # cut short in its header
@@ -81,7 +91,10 @@ def test_a_palette_with_more_transparencies_than_colours_is_told():
 def test_images_that_would_fill_the_memory_are_refused():
     file = io.BytesIO()
     Image.new("1", (12_000, 11_000)).save(file, "PNG")
-    with pytest.raises(ColabUtilsError, match="12000 x 11000 is more than 112,000,000 pixels: save the image smaller"):
+    with pytest.raises(
+        ColabUtilsError,
+        match="12000 x 11000 is more than 112,000,000 pixels: save the image smaller",
+    ):
         decode_pixels(file.getvalue())
 
 
@@ -89,7 +102,8 @@ def test_threads_do_not_disturb_each_other():
     data, before = dump(np.ones((2, 3), np.float32)), gc.get_threshold()
 
     def give_way(*_):
-        time.sleep(1e-5)  # another thread runs in the middle of whatever allocates; Python's own parser fails at that
+        # another thread runs in the middle of whatever allocates; Python's own parser fails at that
+        time.sleep(1e-5)
 
     gc.callbacks.append(give_way)
     gc.set_threshold(10)
@@ -168,7 +182,9 @@ def test_images_cut_short_are_refused_whatever_pillow_was_told(switches, kind, o
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_jpeg_without_its_last_bytes_is_refused_by_torchvision_and_by_pillow(switches, progressive):
+def test_a_jpeg_without_its_last_bytes_is_refused_by_torchvision_and_by_pillow(
+    switches, progressive
+):
     data = encode("JPEG", progressive=progressive)
     for missing in range(1, 40):
         with pytest.raises(RuntimeError, match="decode_jpeg"):
@@ -179,13 +195,17 @@ def test_a_jpeg_without_its_last_bytes_is_refused_by_torchvision_and_by_pillow(s
 
 @pytest.mark.parametrize("size", [(12_000, 11_000), (16_000, 16_000)])
 def test_too_many_pixels_are_told_in_our_words(switches, size):
-    """Between one and two of Pillow's limits it warns, and above two of them it speaks of an attack."""
+    """Between one and two of Pillow's limits it warns, and above two of them it speaks of an
+    attack.
+    """
     file = io.BytesIO()
     Image.new("1", (8, 8)).save(file, "PNG")
     data = bytearray(file.getvalue())
     data[16:24] = size[0].to_bytes(4) + size[1].to_bytes(4)
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
-    with pytest.raises(ColabUtilsError, match="more than 112,000,000 pixels: save the image smaller"):
+    with pytest.raises(
+        ColabUtilsError, match="more than 112,000,000 pixels: save the image smaller"
+    ):
         decode_pixels(data)
 
 
@@ -197,7 +217,11 @@ def test_a_small_gif_with_a_huge_second_frame_takes_no_memory(switches):
     # The second frame's place and size follow a comma.
     second = data.rindex(b"," + bytes(4) + b"\x08\x00\x08\x00")
     data[second + 5 : second + 9] = b"\xff" * 4
-    with guard_pillow(), Image.open(io.BytesIO(data)) as opened, pytest.raises(Image.DecompressionBombError):
+    with (
+        guard_pillow(),
+        Image.open(io.BytesIO(data)) as opened,
+        pytest.raises(Image.DecompressionBombError),
+    ):
         opened.seek(1)
     assert decode_pixels(data).shape == (8, 8, 3)
 
@@ -212,7 +236,10 @@ def test_cut_photos_are_bad_for_all_who_read_them(switches, tmp_path):
     os.truncate(paths[2], paths[2].stat().st_size // 2)
 
     for deep in (False, True):
-        problems = {one.kind: one.count for one in check_dataset(made.images, made.annotations, deep=deep).problems}
+        problems = {
+            one.kind: one.count
+            for one in check_dataset(made.images, made.annotations, deep=deep).problems
+        }
         assert problems["truncated image"] == 2
     report = write_shards(made.images, made.annotations, shards=tmp_path / "shards", max_bad=1.0)
     assert {image.file_name for image in report.skipped} == {paths[1].name, paths[2].name}
@@ -269,7 +296,8 @@ def test_a_process_forked_while_another_thread_reads_has_the_users_values(switch
     thread.start()
     assert inside.wait(60)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, which is what is tested
+        # of forking beside threads, which is what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if not pid:
         with guard_pillow():

@@ -1,4 +1,6 @@
-"""The recipes of docs/FORMATS.md, run as they stand there: `make test-formats` installs the converters they name."""
+"""The recipes of docs/FORMATS.md, run as they stand there: `make test-formats` installs the
+converters they name.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ from colab_utils.data.checks import check_dataset
 from colab_utils.loading.dataset import CocoFolder
 
 RECIPES = re.findall(
-    r"^## (.*?)\n.*?```python\n(.*?)```", Path("docs/FORMATS.md").read_text(), re.DOTALL | re.MULTILINE
+    r"^## (.*?)\n.*?```python\n(.*?)```",
+    Path("docs/FORMATS.md").read_text(),
+    re.DOTALL | re.MULTILINE,
 )
 WIDTH, HEIGHT = 256, 192
 OBJECTS = {
-    "a": [("cat", [(20, 20), (120, 24), (112, 120), (24, 104)]), ("dog", [(160, 40), (240, 48), (200, 160)])],
+    "a": [
+        ("cat", [(20, 20), (120, 24), (112, 120), (24, 104)]),
+        ("dog", [(160, 40), (240, 48), (200, 160)]),
+    ],
     "b": [("dog", [(40, 40), (200, 32), (192, 160), (120, 176), (48, 152)])],
 }
 CLASSES = {"cat": 8, "dog": 12}  # their values in Pascal VOC
@@ -27,14 +34,18 @@ CLASSES = {"cat": 8, "dog": 12}  # their values in Pascal VOC
 
 def save_photo(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)).save(path)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)).save(
+        path
+    )
 
 
 def draw(values, outline=None):
     drawn = Image.new("P", (WIDTH, HEIGHT))
     drawn.putpalette(np.random.default_rng(0).integers(0, 256, 768, np.uint8).tobytes())
     for value, (_, points) in values:
-        ImageDraw.Draw(drawn).polygon(points, fill=value, outline=value if outline is None else outline)
+        ImageDraw.Draw(drawn).polygon(
+            points, fill=value, outline=value if outline is None else outline
+        )
     return drawn
 
 
@@ -48,16 +59,27 @@ def make_pngs():
 def make_labelme():
     for name, objects in OBJECTS.items():
         save_photo(Path(f"labelme/{name}.jpg"))
-        shapes = [{"label": label, "points": points, "shape_type": "polygon"} for label, points in objects]
-        content = {"shapes": shapes, "imagePath": f"{name}.jpg", "imageHeight": HEIGHT, "imageWidth": WIDTH}
-        Path(f"labelme/{name}.json").write_text(json.dumps({"version": "5.0", "imageData": None, **content}))
+        shapes = [
+            {"label": label, "points": points, "shape_type": "polygon"} for label, points in objects
+        ]
+        content = {
+            "shapes": shapes,
+            "imagePath": f"{name}.jpg",
+            "imageHeight": HEIGHT,
+            "imageWidth": WIDTH,
+        }
+        Path(f"labelme/{name}.json").write_text(
+            json.dumps({"version": "5.0", "imageData": None, **content})
+        )
 
 
 def make_yolo():
     for name, objects in OBJECTS.items():
         save_photo(Path(f"yolo/images/train/{name}.jpg"))
         lines = [
-            " ".join(map(str, [[*CLASSES].index(label), *(np.array(points) / (WIDTH, HEIGHT)).ravel()]))
+            " ".join(
+                map(str, [[*CLASSES].index(label), *(np.array(points) / (WIDTH, HEIGHT)).ravel()])
+            )
             for label, points in objects
         ]
         Path("yolo/labels/train").mkdir(parents=True, exist_ok=True)
@@ -70,11 +92,16 @@ def make_voc():
     for name in ("SegmentationObject", "SegmentationClass", "ImageSets/Segmentation"):
         (folder / name).mkdir(parents=True)
     palette = [
-        sum((value >> 3 * bit + part & 1) << 7 - bit for bit in range(3)) for value in range(256) for part in range(3)
+        sum((value >> 3 * bit + part & 1) << 7 - bit for bit in range(3))
+        for value in range(256)
+        for part in range(3)
     ]
     for name, objects in OBJECTS.items():
         save_photo(folder / f"JPEGImages/{name}.jpg")
-        for kind, values in (("Object", [*range(1, 9)]), ("Class", [CLASSES[label] for label, _ in objects])):
+        for kind, values in (
+            ("Object", [*range(1, 9)]),
+            ("Class", [CLASSES[label] for label, _ in objects]),
+        ):
             drawn = draw(zip(values, objects, strict=False), outline=255)
             drawn.putpalette(palette)
             drawn.save(folder / f"Segmentation{kind}/{name}.png")
@@ -82,24 +109,39 @@ def make_voc():
 
 
 def make_cvat():
-    text = "".join(f"<label><name>{label}</name><attributes></attributes></label>" for label in CLASSES)
+    text = "".join(
+        f"<label><name>{label}</name><attributes></attributes></label>" for label in CLASSES
+    )
     text = f"<meta><task><name>t</name><size>2</size><mode>annotation</mode><labels>{text}</labels></task></meta>"
     for number, (name, objects) in enumerate(OBJECTS.items()):
         save_photo(Path(f"cvat/images/{name}.jpg"))
         text += f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'
         for label, points in objects:
             places = ";".join(f"{x:.2f},{y:.2f}" for x, y in points)
-            text += f'<polygon label="{label}" occluded="0" points="{places}" z_order="0"></polygon>'
+            text += (
+                f'<polygon label="{label}" occluded="0" points="{places}" z_order="0"></polygon>'
+            )
         text += "</image>"
-    Path("cvat/annotations.xml").write_text(f"<annotations><version>1.1</version>{text}</annotations>")
+    Path("cvat/annotations.xml").write_text(
+        f"<annotations><version>1.1</version>{text}</annotations>"
+    )
 
 
-MADE = {  # by the heading of a recipe: what makes the export, and the images and the JSON that come out
-    "Masks as PNG files, one colour an object": (make_pngs, "PennFudanPed/PNGImages", "people.json"),
+# by the heading of a recipe: what makes the export, and the images and the JSON that come out
+MADE = {
+    "Masks as PNG files, one colour an object": (
+        make_pngs,
+        "PennFudanPed/PNGImages",
+        "people.json",
+    ),
     "LabelMe": (make_labelme, "labelme", "labelme_coco/dataset.json"),
     "YOLO with outlines": (make_yolo, "yolo/images/train", "yolo.json"),
     "Pascal VOC": (make_voc, "voc_coco/images/train", "voc_coco/annotations/instances_train.json"),
-    "CVAT's own XML": (make_cvat, "cvat_coco/images/annotations", "cvat_coco/annotations/instances_annotations.json"),
+    "CVAT's own XML": (
+        make_cvat,
+        "cvat_coco/images/annotations",
+        "cvat_coco/annotations/instances_annotations.json",
+    ),
 }
 
 
@@ -118,7 +160,9 @@ def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkey
     exec(compile(code, name, "exec"), {})
     assert check_dataset(images, annotations).ok
     dataset = CocoFolder(images, annotations)
-    found = {Path(dataset.coco.file_name(index)).stem: dataset[index][1] for index in range(len(dataset))}
+    found = {
+        Path(dataset.coco.file_name(index)).stem: dataset[index][1] for index in range(len(dataset))
+    }
     assert found.keys() == OBJECTS.keys()
     for stem, objects in OBJECTS.items():
         target = found[stem]

@@ -1,4 +1,6 @@
-"""Files that somebody made to break a program, and odd ones that nobody meant so: one line, seconds, little memory."""
+"""Files that somebody made to break a program, and odd ones that nobody meant so: one line,
+seconds, little memory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ def coco(tmp_path):
     (tmp_path / "images").mkdir()
     pixels = np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "images/0.png")
-    square = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [2, 2, 10, 8], "area": 80, "iscrowd": 0}
+    square = {
+        "id": 1,
+        "image_id": 1,
+        "category_id": 1,
+        "bbox": [2, 2, 10, 8],
+        "area": 80,
+        "iscrowd": 0,
+    }
     return {
         "images": [{"id": 1, "file_name": "0.png", "width": 32, "height": 24}],
         "annotations": [{**square, "segmentation": [[2, 2, 12, 2, 12, 10, 2, 10]]}],
@@ -46,7 +55,9 @@ def check(folder, coco, **options):
     """The report, and the page's text; the pictures on it must be whole."""
     (folder / "a.json").write_text(coco if isinstance(coco, str) else json.dumps(coco))
     report = check_dataset(folder / "images", folder / "a.json", **options)
-    page = write_check(report, folder / "images", folder / "a.json", folder / "page.html").read_text()
+    page = write_check(
+        report, folder / "images", folder / "a.json", folder / "page.html"
+    ).read_text()
     for drawing in re.findall('base64,([^"]+)', page):
         minidom.parseString(base64.b64decode(drawing))
     return report, page
@@ -54,11 +65,19 @@ def check(folder, coco, **options):
 
 def make_png(chunks, *, depth, colour, row):
     def pack(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = pack(b"IHDR", struct.pack(">IIBBBBB", 32, 24, depth, colour, 0, 0, 0))
     pixels = pack(b"IDAT", zlib.compress(24 * (b"\0" + row)))
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(pack(*one) for one in chunks) + pixels + pack(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + b"".join(pack(*one) for one in chunks)
+        + pixels
+        + pack(b"IEND", b"")
+    )
 
 
 def test_a_page_without_any_class(tmp_path, coco):
@@ -70,10 +89,13 @@ def test_a_giant_image_that_is_not_there_is_drawn_grey(tmp_path, coco):
     assert "no.png" in check(tmp_path, coco)[1]
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\x00\x1b[2J\uffff", "car (1)\n  9 x fake problem", 9999 * "x"])
+@pytest.mark.parametrize(
+    "name", ["\ud800", "a\x00\x1b[2J\uffff", "car (1)\n  9 x fake problem", 9999 * "x"]
+)
 def test_odd_class_names_are_shown_as_text(tmp_path, coco, name):
     coco["categories"][0]["name"] = name
-    coco["annotations"].append({**coco["annotations"][0], "id": 2})  # twice, so that the image is drawn
+    # twice, so that the image is drawn
+    coco["annotations"].append({**coco["annotations"][0], "id": 2})
     report, page = check(tmp_path, coco)
     assert str(report).replace("\n", "").isprintable()
     assert "  9 x fake" not in str(report).splitlines()
@@ -117,7 +139,9 @@ def test_damaged_text_of_a_mask_is_no_mask(tmp_path, coco):
 
 @pytest.mark.parametrize("kind", ["bit", "profile"])
 def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
-    """A scan with a transparent colour, and a TIFF whose colour profile is text: both stopped the whole run."""
+    """A scan with a transparent colour, and a TIFF whose colour profile is text: both stopped the
+    whole run.
+    """
     if kind == "bit":
         data = make_png([(b"tRNS", b"\0\0")], depth=1, colour=0, row=bytes(4))
     else:
@@ -128,16 +152,28 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
         data = file.getvalue()
     (tmp_path / "images/0.png").write_bytes(data)
     check(tmp_path, coco)
-    written = write_shards(tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1)
+    written = write_shards(
+        tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1
+    )
     assert (written.images, written.skipped) == (1, ())
 
 
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 24\n{} loop\n", "PostScript"),  # Pillow would start gs
-        (make_png([(b"PLTE", bytes(6)), (b"tRNS", bytes(300))], depth=8, colour=3, row=b"\t" * 32), "palette"),
-        (b"\0\0\1\0\1\0 \0\0\0\0\0\1\0\1\0 \0\0\0\x16\0\0\0" + make_png([], depth=8, colour=0, row=bytes(32)), "image"),
+        # Pillow would start gs
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 24\n{} loop\n", "PostScript"),
+        (
+            make_png(
+                [(b"PLTE", bytes(6)), (b"tRNS", bytes(300))], depth=8, colour=3, row=b"\t" * 32
+            ),
+            "palette",
+        ),
+        (
+            b"\0\0\1\0\1\0 \0\0\0\0\0\1\0\1\0 \0\0\0\x16\0\0\0"
+            + make_png([], depth=8, colour=0, row=bytes(32)),
+            "image",
+        ),
     ],
     ids=["EPS", "palette", "icon"],
 )
@@ -146,7 +182,9 @@ def test_files_that_no_training_reads_are_found(tmp_path, coco, data, found):
     report, _ = check(tmp_path, coco, deep=True)
     assert [one for one in report.problems if one.kind == "bad image" and found in str(one)], report
     with pytest.raises(ColabUtilsError, match=found):
-        write_shards(tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1)
+        write_shards(
+            tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1
+        )
 
 
 def test_pages_of_a_tiff_are_not_counted(tmp_path, coco):
@@ -185,7 +223,12 @@ def test_a_page_takes_little_memory(tmp_path, coco, kind):
         coco["images"][0].update(width=640, height=640)
         corners = [(x, y) for x in range(0, 624, 16) for y in range(0, 512, 15)]
         coco["annotations"] = [
-            {**one, "id": n, "bbox": [x, y, 9, 9], "segmentation": [[x, y, x + 9, y, x + 9, y + 9, x, y + 9]]}
+            {
+                **one,
+                "id": n,
+                "bbox": [x, y, 9, 9],
+                "segmentation": [[x, y, x + 9, y, x + 9, y + 9, x, y + 9]],
+            }
             for n, (x, y) in enumerate([*corners, corners[0]])
         ]
     else:
@@ -194,7 +237,9 @@ def test_a_page_takes_little_memory(tmp_path, coco, kind):
     (tmp_path / "a.json").write_text(json.dumps(coco))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-c", MEMORY, tmp_path]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        run, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
     assert float(done.stdout) < 1
 
 

@@ -32,7 +32,9 @@ def people(tmp_path):
 
 
 def convert(folder, **options):
-    return convert_masks(folder / "PNGImages", folder / "PedMasks", output=folder / "people.json", **options)
+    return convert_masks(
+        folder / "PNGImages", folder / "PedMasks", output=folder / "people.json", **options
+    )
 
 
 def test_objects_are_those_of_torchvisions_tutorial(people):
@@ -45,7 +47,8 @@ def test_objects_are_those_of_torchvisions_tutorial(people):
         ids = torch.unique(drawn)[1:]
         masks = (drawn == ids[:, None, None]).to(torch.uint8)
         assert torch.equal(target["masks"], masks)
-        corners = masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1])  # the tutorial's boxes end at the last pixel
+        # the tutorial's boxes end at the last pixel
+        corners = masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1])
         assert torch.equal(target["boxes"], corners)
         assert target["area"].tolist() == masks.sum((1, 2)).tolist()
 
@@ -62,7 +65,11 @@ def test_every_kind_of_mask(people, kind):
     else:
         mask = Image.fromarray(values > 0) if kind == "1" else Image.fromarray(values * 300)
     mask.save(people / "PedMasks/Fudan0_mask.png")
-    areas = [one["area"] for one in json.loads(convert(people).read_text())["annotations"] if one["image_id"] == 1]
+    areas = [
+        one["area"]
+        for one in json.loads(convert(people).read_text())["annotations"]
+        if one["image_id"] == 1
+    ]
     assert areas == ([236] if kind == "1" else [36, 200])
 
 
@@ -95,10 +102,22 @@ def spoil_colours(folder):
 
 
 SPOILED = [
-    (lambda folder: (folder / "PedMasks/Fudan1_mask.png").unlink(), "1 files without the other, such as Fudan1_mask"),
-    (lambda folder: (folder / "PNGImages/Fudan1.png").unlink(), "1 files without the other, such as Fudan1_mask"),
-    (lambda folder: (folder / "PNGImages/Fudan1.jpg").touch(), "one file called Fudan1 .* found two"),
-    (lambda folder: (folder / "PedMasks/Fudan1_mask.png").write_bytes(b"no mask"), "a mask at .*Fudan1_mask.png"),
+    (
+        lambda folder: (folder / "PedMasks/Fudan1_mask.png").unlink(),
+        "1 files without the other, such as Fudan1_mask",
+    ),
+    (
+        lambda folder: (folder / "PNGImages/Fudan1.png").unlink(),
+        "1 files without the other, such as Fudan1_mask",
+    ),
+    (
+        lambda folder: (folder / "PNGImages/Fudan1.jpg").touch(),
+        "one file called Fudan1 .* found two",
+    ),
+    (
+        lambda folder: (folder / "PedMasks/Fudan1_mask.png").write_bytes(b"no mask"),
+        "a mask at .*Fudan1_mask.png",
+    ),
     (lambda folder: (folder / "people.json").touch(), "expected a new file"),
     (spoil_size, "a mask of 60 x 40 pixels at .*, found 9 x 9"),
     (spoil_kind, "keeps its values at .*, found a JPEG"),
@@ -117,10 +136,14 @@ def test_what_is_wrong_is_told_and_nothing_is_written(people, spoil, told):
 
 def test_a_folder_without_images(people):
     (people / "empty").mkdir()
-    with pytest.raises(ColabUtilsError, match=r"expected a folder of image files at .*empty, found none"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a folder of image files at .*empty, found none"
+    ):
         convert_masks(people / "empty", people / "PedMasks", output=people / "people.json")
 
 
 def test_a_file_that_cannot_be_written(people):
     with pytest.raises(ColabUtilsError, match="expected to write"):
-        convert_masks(people / "PNGImages", people / "PedMasks", output=people / "no/such/people.json")
+        convert_masks(
+            people / "PNGImages", people / "PedMasks", output=people / "no/such/people.json"
+        )

@@ -43,7 +43,9 @@ def test_pack_and_unpack_give_back_what_pycocotools_encoded(masks):
     assert np.array_equal(unpack_masks(packed, *masks.shape[1:]), masks)
     for mask, (x0, y0, x1, y1) in zip(masks, packed.crops.tolist(), strict=True):
         ys, xs = np.nonzero(mask)
-        assert (x0, y0, x1, y1) == ((xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) if len(xs) else (0, 0, 0, 0))
+        assert (x0, y0, x1, y1) == (
+            (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) if len(xs) else (0, 0, 0, 0)
+        )
     assert packed.bits.size == packed.offsets[-1]
 
 
@@ -59,10 +61,15 @@ def test_both_kinds_of_rle_are_the_mask(masks):
 
 @QUICK
 @given(
-    mask=arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.integers(0, 1)), data=st.data()
+    mask=arrays(
+        np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.integers(0, 1)
+    ),
+    data=st.data(),
 )
 def test_empty_runs_do_not_move_a_box(mask, data):
-    """Runs of no pixels are valid, and pycocotools' toBbox gives 4294967294 pixels for some of them."""
+    """Runs of no pixels are valid, and pycocotools' toBbox gives 4294967294 pixels for some of
+    them.
+    """
     runs = count_runs(mask)
     place = data.draw(st.integers(0, len(runs)))
     runs[place:place] = [0, 0]
@@ -76,7 +83,10 @@ def test_empty_runs_do_not_move_a_box(mask, data):
 
 
 @settings(max_examples=300, deadline=None)
-@given(counts=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12), size=st.integers(1, 40))
+@given(
+    counts=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12),
+    size=st.integers(1, 40),
+)
 def test_no_compressed_rle_is_read_past_its_end(counts, size):
     """Damaged counts are refused; whatever is taken describes all pixels."""
     try:
@@ -115,7 +125,9 @@ def test_contours_of_many_points_pass():
     angles, rng = np.linspace(0, 2 * np.pi, 20_000), np.random.default_rng(0)
     for height, width in ((3000, 4000), (480, 640)):
         radius = height * (0.4 + rng.uniform(0, 0.001, angles.size))
-        points = np.stack([width / 2 + radius * np.cos(angles), height / 2 + radius * np.sin(angles)], 1)
+        points = np.stack(
+            [width / 2 + radius * np.cos(angles), height / 2 + radius * np.sin(angles)], 1
+        )
         rle = encode_segmentation([points.ravel().tolist()], height, width)
         assert coco_mask.area(rle) == pytest.approx(np.pi * (0.4005 * height) ** 2, rel=0.01)
 
@@ -130,7 +142,9 @@ def test_many_parts_are_united_as_in_pycocotools():
 def test_large_runs_are_read():
     rle = {"size": [10_000, 11_000], "counts": [109_999_990, 10]}
     counts = coco_mask.frPyObjects(rle, 10_000, 11_000)["counts"]
-    assert encode_segmentation({**rle, "counts": counts.decode()}, 10_000, 11_000)["counts"] == counts
+    assert (
+        encode_segmentation({**rle, "counts": counts.decode()}, 10_000, 11_000)["counts"] == counts
+    )
 
 
 def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
@@ -156,7 +170,9 @@ def test_resize_is_torch_nearest(masks, height, width):
 
     resized = resize_rles([encode(mask) for mask in masks], height, width)
     for mask, rle in zip(masks, resized, strict=True):
-        expected = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), size=(height, width))
+        expected = torch.nn.functional.interpolate(
+            torch.from_numpy(mask)[None, None].float(), size=(height, width)
+        )
         dense = expected[0, 0].numpy().astype(np.uint8)
         assert np.array_equal(coco_mask.decode(rle), dense)
         assert rle == encode(dense)
@@ -201,7 +217,8 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),  # ends in the middle of a run
         ({"size": [6, 8], "counts": [48] + [0] * 99 + [1]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": "日本"}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),  # 48, in more bits than C shifts
+        # 48, in more bits than C shifts
+        ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),
     ],
 )
 def test_what_is_no_mask_is_refused(segmentation, found):
@@ -229,7 +246,10 @@ def test_polygons_beyond_the_image_are_cut_as_in_pycocotools(polygon):
 
 def test_parts_of_one_object_are_united():
     rle = encode_segmentation([SQUARE, [4, 2, 7, 2, 7, 5, 4, 5]], 6, 8)
-    one, two = (coco_mask.decode(encode_segmentation([part], 6, 8)) for part in (SQUARE, [4, 2, 7, 2, 7, 5, 4, 5]))
+    one, two = (
+        coco_mask.decode(encode_segmentation([part], 6, 8))
+        for part in (SQUARE, [4, 2, 7, 2, 7, 5, 4, 5])
+    )
     assert np.array_equal(coco_mask.decode(rle), one | two)
 
 
@@ -239,7 +259,11 @@ def test_parts_without_an_area_are_left_out_beside_one_with_an_area():
 
 
 def test_a_polygon_without_its_list_and_numbers_as_text_are_that_polygon():
-    for segmentation in (SQUARE, [str(number) for number in SQUARE], [[str(number) for number in SQUARE]]):
+    for segmentation in (
+        SQUARE,
+        [str(number) for number in SQUARE],
+        [[str(number) for number in SQUARE]],
+    ):
         assert encode_segmentation(segmentation, 6, 8) == encode_segmentation([SQUARE], 6, 8)
 
 

@@ -12,8 +12,12 @@ from colab_utils.shards.records import convert_boxes
 
 SEEDED = settings(max_examples=150, deadline=None, derandomize=True)
 side = st.integers(1, 40)
-coordinate = st.one_of(st.integers(-20, 60), st.floats(-20, 60, width=32), st.floats(0, 40).map(lambda x: round(x, 2)))
-polygon = st.lists(st.tuples(coordinate, coordinate), min_size=3, max_size=9).map(lambda points: [*sum(points, ())])
+coordinate = st.one_of(
+    st.integers(-20, 60), st.floats(-20, 60, width=32), st.floats(0, 40).map(lambda x: round(x, 2))
+)
+polygon = st.lists(st.tuples(coordinate, coordinate), min_size=3, max_size=9).map(
+    lambda points: [*sum(points, ())]
+)
 polygons = st.lists(polygon, min_size=1, max_size=3)
 
 
@@ -43,7 +47,10 @@ def test_all_notations_of_a_mask_give_the_same(polygons, height, width):
     counts = [0, *runs] if flat[0] else runs
     text = coco_mask.encode(np.asfortranarray(mask))["counts"].decode()
     size = [height, width]
-    found = [encode_segmentation({"size": size, "counts": one}, height, width) for one in (counts, text, text.encode())]
+    found = [
+        encode_segmentation({"size": size, "counts": one}, height, width)
+        for one in (counts, text, text.encode())
+    ]
     found.append(encode_segmentation(polygons, height, width))
     assert all(np.array_equal(coco_mask.decode(rle), mask) for rle in found)
     assert all(coco_mask.area(rle) == mask.sum() for rle in found)
@@ -54,9 +61,13 @@ def test_all_notations_of_a_mask_give_the_same(polygons, height, width):
 def test_a_mask_that_is_resized_takes_the_nearest_pixels(polygons, sizes):
     """Each row and column is one of the original's, in the order that they had."""
     mask = draw(polygons, *sizes[:2])
-    resized = coco_mask.decode(resize_rles([encode_segmentation(polygons, *sizes[:2])], *sizes[2:])[0])
+    resized = coco_mask.decode(
+        resize_rles([encode_segmentation(polygons, *sizes[:2])], *sizes[2:])[0]
+    )
     rows, columns = (
-        np.floor(np.arange(after, dtype=np.float32) * (np.float32(before) / np.float32(after))).astype(int)
+        np.floor(
+            np.arange(after, dtype=np.float32) * (np.float32(before) / np.float32(after))
+        ).astype(int)
         for before, after in zip(sizes[:2], sizes[2:], strict=True)
     )
     rows, columns = rows.clip(max=sizes[0] - 1), columns.clip(max=sizes[1] - 1)
@@ -64,7 +75,11 @@ def test_a_mask_that_is_resized_takes_the_nearest_pixels(polygons, sizes):
 
 
 @SEEDED
-@given(boxes=st.lists(st.tuples(coordinate, coordinate, coordinate, coordinate), max_size=6), height=side, width=side)
+@given(
+    boxes=st.lists(st.tuples(coordinate, coordinate, coordinate, coordinate), max_size=6),
+    height=side,
+    width=side,
+)
 def test_boxes_lie_in_the_image_and_have_an_area(boxes, height, width):
     """What is kept is the part of the box in the image; what is not kept has no such part."""
     found, kept = convert_boxes(boxes, height, width)

@@ -1,4 +1,6 @@
-"""Zips of COCO exports, unpacked once; and every way in which they, their server or the disk fail."""
+"""Zips of COCO exports, unpacked once; and every way in which they, their server or the disk
+fail.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,14 @@ def assert_same(found, dataset):
 
 def test_a_zip_or_a_url_is_told_from_a_folder(tmp_path):
     (tmp_path / "folder.zip").mkdir()
-    names = ("https://a.org/x", "HTTP://a.org/x.ZIP".lower(), "a/b.ZIP", "a/b", str(tmp_path / "folder.zip"), "")
+    names = (
+        "https://a.org/x",
+        "HTTP://a.org/x.ZIP".lower(),
+        "a/b.ZIP",
+        "a/b",
+        str(tmp_path / "folder.zip"),
+        "",
+    )
     assert [is_archive(name) for name in names] == [True, True, True, False, False, False]
 
 
@@ -68,8 +77,16 @@ def test_a_zip_or_a_url_is_told_from_a_folder(tmp_path):
         ("annotations", zipfile.ZIP_STORED),  # images and JSON in one folder
     ],
 )
-def test_images_and_annotations_are_unpacked_once(tmp_path, tiny_dataset, ssd, folder, kind, monkeypatch):
-    source = write_zip(tmp_path / "export.zip", tiny_dataset, folder=folder, kind=kind, more=[("README.txt", b"no")])
+def test_images_and_annotations_are_unpacked_once(
+    tmp_path, tiny_dataset, ssd, folder, kind, monkeypatch
+):
+    source = write_zip(
+        tmp_path / "export.zip",
+        tiny_dataset,
+        folder=folder,
+        kind=kind,
+        more=[("README.txt", b"no")],
+    )
     images, annotations = unpack_dataset(source, ssd)
     assert annotations.name == "instances_train.json"
     assert {path.name for path in images.iterdir() if path.suffix == ".jpg"} == {
@@ -98,18 +115,25 @@ def test_names_with_folders_are_found_below_the_right_one(tmp_path, tiny_dataset
 def test_of_several_jsons_one_is_to_be_named(tmp_path, tiny_dataset, ssd):
     more = [("valid/_annotations.coco.json", b"{}"), ("annotations/captions.json", b"{}")]
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=more)
-    with pytest.raises(ColabUtilsError, match=r"instances_train\.json, valid/_annotations.*ANNOTATIONS"):
+    with pytest.raises(
+        ColabUtilsError, match=r"instances_train\.json, valid/_annotations.*ANNOTATIONS"
+    ):
         unpack_dataset(source, ssd)
     assert_same(unpack_dataset(source, ssd, "instances_train.json"), tiny_dataset)
     assert_same(unpack_dataset(source, ssd, JSON), tiny_dataset)
-    with pytest.raises(ColabUtilsError, match=r"expected train\.json in .*export\.zip, found .*ANNOTATIONS"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected train\.json in .*export\.zip, found .*ANNOTATIONS"
+    ):
         unpack_dataset(source, ssd, "train.json")
 
 
 def test_a_changed_zip_is_unpacked_anew(tmp_path, tiny_dataset, export, ssd):
     before = unpack_dataset(export, ssd)
     content = json.loads(tiny_dataset.annotations.read_text())
-    content["images"], wanted = content["images"][:3], {image["file_name"] for image in content["images"][:3]}
+    content["images"], wanted = (
+        content["images"][:3],
+        {image["file_name"] for image in content["images"][:3]},
+    )
     with zipfile.ZipFile(export, "w") as archive:
         for name in wanted:
             archive.write(tiny_dataset.images / name, f"train/{name}")
@@ -126,7 +150,8 @@ def test_an_unpacking_that_was_stopped_goes_on(tiny_dataset, export, ssd, monkey
     def stop(self, info, target):
         asked.append(info.filename)
         if len(asked) == 6:
-            (Path(target) / info.filename).write_bytes(b"half of it")  # as a killed process leaves it
+            # as a killed process leaves it
+            (Path(target) / info.filename).write_bytes(b"half of it")
             raise KeyboardInterrupt
         return extract(self, info, target)
 
@@ -147,7 +172,9 @@ def test_a_flipped_bit_is_found(tiny_dataset, export, ssd):
         byte = file.read(1)
         file.seek(place)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(ColabUtilsError, match=r"expected a whole zip of a COCO export at .*export\.zip.*Bad CRC-32"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a whole zip of a COCO export at .*export\.zip.*Bad CRC-32"
+    ):
         unpack_dataset(export, ssd)
 
 
@@ -168,7 +195,9 @@ def make_link():
         make_link(),  # a link, through which the next file would be written
     ],
 )
-def test_what_leads_out_of_the_zip_is_refused_before_anything_is_written(tmp_path, tiny_dataset, ssd, name):
+def test_what_leads_out_of_the_zip_is_refused_before_anything_is_written(
+    tmp_path, tiny_dataset, ssd, name
+):
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=[(name, b"/etc/passwd")])
     with pytest.raises(ColabUtilsError, match=r"(evil|link)\.jpg.*nothing is unpacked"):
         unpack_dataset(source, ssd)
@@ -185,7 +214,9 @@ def encrypt(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize(
+    "kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+)
 def test_damage_amid_a_zip_is_told_whatever_packed_it(tmp_path, tiny_dataset, ssd, kind):
     path = Path(write_zip(tmp_path / "export.zip", tiny_dataset, kind=kind))
     with zipfile.ZipFile(path) as archive:
@@ -197,7 +228,9 @@ def test_damage_amid_a_zip_is_told_whatever_packed_it(tmp_path, tiny_dataset, ss
         unpack_dataset(str(path), ssd)
 
 
-def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(tmp_path, tiny_dataset, ssd):
+def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(
+    tmp_path, tiny_dataset, ssd
+):
     content = json.loads(tiny_dataset.annotations.read_text())
     content["images"][0]["file_name"] = "x" * 300
     with zipfile.ZipFile(tmp_path / "long.zip", "w") as archive:
@@ -223,7 +256,9 @@ def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(tmp_pa
 )
 def test_what_is_no_whole_zip_is_told(export, ssd, break_it, words):
     break_it(Path(export))
-    with pytest.raises(ColabUtilsError, match=rf"expected a whole zip of a COCO export at .*export\.zip.*{words}"):
+    with pytest.raises(
+        ColabUtilsError, match=rf"expected a whole zip of a COCO export at .*export\.zip.*{words}"
+    ):
         unpack_dataset(export, ssd)
 
 
@@ -234,7 +269,9 @@ def test_what_is_no_whole_zip_is_told(export, ssd, break_it, words):
         ([("a\u202egpj.exe", b"1")], "a name with control characters"),
     ],
 )
-def test_what_no_export_holds_is_refused_before_anything_is_written(tmp_path, tiny_dataset, ssd, more, why):
+def test_what_no_export_holds_is_refused_before_anything_is_written(
+    tmp_path, tiny_dataset, ssd, more, why
+):
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=more, kind=zipfile.ZIP_DEFLATED)
     with pytest.raises(ColabUtilsError, match=f"{why}.*: nothing is unpacked") as error:
         unpack_dataset(source, ssd)
@@ -248,18 +285,23 @@ def test_images_under_names_of_another_machine_are_unpacked_and_found(tmp_path, 
         image["file_name"] = f"C:\\export\\{image['file_name']}"
     changed = tmp_path / "a.json"
     changed.write_text(json.dumps(coco))
-    source = write_zip(tmp_path / "export.zip", replace(tiny_dataset, annotations=changed), more=[("x.txt", b"")])
+    source = write_zip(
+        tmp_path / "export.zip", replace(tiny_dataset, annotations=changed), more=[("x.txt", b"")]
+    )
     images, annotations = unpack_dataset(source, ssd)
     with pytest.warns(ColabUtilsWarning, match="do not lie where the annotations say"):
         dataset = open_coco(images, annotations)
     assert [dataset.find_image(images, i)[0].read_bytes() for i in range(len(dataset))] == [
-        (tiny_dataset.images / image["file_name"].split("\\")[-1]).read_bytes() for image in coco["images"]
+        (tiny_dataset.images / image["file_name"].split("\\")[-1]).read_bytes()
+        for image in coco["images"]
     ]
 
 
 def test_an_encrypted_zip_is_told(export, ssd):
     encrypt(Path(export))
-    with pytest.raises(ColabUtilsError, match=r"expected a whole zip .* is encrypted, password required"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a whole zip .* is encrypted, password required"
+    ):
         unpack_dataset(export, ssd)
 
 
@@ -270,15 +312,21 @@ def test_a_zip_without_annotations_or_images_is_told(tmp_path, tiny_dataset, ssd
             archive.write(path, path.name)
     with zipfile.ZipFile(texts, "w") as archive:
         archive.write(tiny_dataset.annotations, JSON)
-    with pytest.raises(ColabUtilsError, match=r"expected one \.json in .*pictures\.zip, found 12 files.*COCO"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected one \.json in .*pictures\.zip, found 12 files.*COCO"
+    ):
         unpack_dataset(str(pictures), ssd)
-    with pytest.raises(ColabUtilsError, match=r"expected in .*texts\.zip the images of .*found none of 12"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected in .*texts\.zip the images of .*found none of 12"
+    ):
         unpack_dataset(str(texts), ssd)
     with zipfile.ZipFile(texts, "w") as archive:
         archive.writestr("captions.json", '{"images": [], "annotations": []}')
     with pytest.raises(ColabUtilsError, match="expected COCO instance JSON"):
         unpack_dataset(str(texts), ssd)
-    with pytest.raises(ColabUtilsError, match=r"expected a zip at .*none\.zip, found none: check IMAGES"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a zip at .*none\.zip, found none: check IMAGES"
+    ):
         unpack_dataset(str(tmp_path / "none.zip"), ssd)
 
 
@@ -299,13 +347,21 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset
 
 
 class Server(ThreadingHTTPServer):
-    """A web server of one file, which goes on in the middle (Range) and breaks off after so many bytes."""
+    """A web server of one file, which goes on in the middle (Range) and breaks off after so many
+    bytes.
+    """
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.knows_ranges, self.breaks, self.asked, self.status = b"", True, [], [], 200
+        self.content, self.knows_ranges, self.breaks, self.asked, self.status = (
+            b"",
+            True,
+            [],
+            [],
+            200,
+        )
         self.url = f"http://127.0.0.1:{self.server_address[1]}/files/export.zip?key=1"
 
 
@@ -313,7 +369,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         server, asked = self.server, self.headers.get("Range")
         server.asked.append(asked)
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and server.knows_ranges else 0
+        start = (
+            int(asked.removeprefix("bytes=").removesuffix("-"))
+            if asked and server.knows_ranges
+            else 0
+        )
         size = len(server.content)
         if server.status != 200 or start >= size:
             self.send_error(server.status if server.status != 200 else 416)
@@ -364,14 +424,18 @@ def test_a_server_without_ranges_begins_again(server, tiny_dataset, ssd):
 def test_a_download_that_ends_for_good_goes_on_in_the_next_call(server, tiny_dataset, ssd):
     tries = 1 + len(RETRY_WAITS_S)
     server.breaks = [1_000] * tries
-    with pytest.raises(DriveLostError, match=r"expected all of http.*broke off .*run this again, it goes on"):
+    with pytest.raises(
+        DriveLostError, match=r"expected all of http.*broke off .*run this again, it goes on"
+    ):
         unpack_dataset(server.url, ssd)
     assert len(server.asked) == tries
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
     assert server.asked[-1] == f"bytes={1_000 * tries}-"
 
 
-def test_a_process_that_died_after_the_last_byte_downloads_no_other(server, tiny_dataset, ssd, monkeypatch):
+def test_a_process_that_died_after_the_last_byte_downloads_no_other(
+    server, tiny_dataset, ssd, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr("colab_utils.data.sources._unpack", None)
         with pytest.raises(TypeError):
@@ -383,12 +447,16 @@ def test_a_process_that_died_after_the_last_byte_downloads_no_other(server, tiny
 @pytest.mark.parametrize("status", [404, 403, 503])
 def test_a_server_that_gives_nothing_is_told_at_once(server, ssd, status):
     server.status = status
-    with pytest.raises(ColabUtilsError, match=rf"expected a zip at http.*HTTP Error {status}.*check IMAGES"):
+    with pytest.raises(
+        ColabUtilsError, match=rf"expected a zip at http.*HTTP Error {status}.*check IMAGES"
+    ):
         unpack_dataset(server.url, ssd)
     assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1/x.zip", "http://", "ftp:///x.zip", "http://[/x.zip"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/x.zip", "http://", "ftp:///x.zip", "http://[/x.zip"]
+)
 def test_an_address_without_a_server_is_told_at_once(ssd, url):
     started = time.monotonic()
     with pytest.raises(ColabUtilsError, match=r"expected a zip at .*check IMAGES and the network"):
@@ -398,7 +466,9 @@ def test_an_address_without_a_server_is_told_at_once(ssd, url):
 
 def test_a_web_page_in_place_of_a_zip_is_told_and_downloaded_anew(server, tiny_dataset, ssd):
     whole, server.content = server.content, b"<!doctype html> sign in, please"
-    with pytest.raises(ColabUtilsError, match=r"expected a whole zip of a COCO export at http.*not a zip file"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a whole zip of a COCO export at http.*not a zip file"
+    ):
         unpack_dataset(server.url, ssd)
     server.content = whole
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)

@@ -77,16 +77,25 @@ def test_a_loader_that_keeps_up_is_fine():
 
 @pytest.mark.clock
 def test_a_stalled_loader_is_told_what_it_could_win(monkeypatch):
-    # loading 4 images takes 40 ms in one worker, the step 10 ms: five times as fast at most, workers cure it
+    # loading 4 images takes 40 ms in one worker, the step 10 ms: five times as fast at most,
+    # workers cure it
     monkeypatch.setattr(module, "_LEAST_BATCHES", 8)
     monkeypatch.setattr(module, "_LATE", 1000)
-    found = diagnose(DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1), _sleep_step(0.01), seconds=2)
+    found = diagnose(
+        DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1), _sleep_step(0.01), seconds=2
+    )
     assert found.verdict.startswith("Training waits")
     assert "the largest stage is sample" in found.verdict
     assert f"{found.batches} batches" in found.verdict
     assert found.headspace > 2
     assert found.stall_share > 0.4
-    assert [stage.name for stage in found.stages] == ["sample", "collate", "hand-off", "wait", "step"]
+    assert [stage.name for stage in found.stages] == [
+        "sample",
+        "collate",
+        "hand-off",
+        "wait",
+        "step",
+    ]
     assert [fix.id for fix in found.fixes] == ["workers", "prefetch"]
     assert found.fixes[0].forecast_images_per_second > 1.3 * found.images_per_second
     assert found.fixes[0].measured_images_per_second is None
@@ -104,7 +113,10 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
         found = diagnose(loader, EmulatedStep(10), seconds=1.5)
     finally:
         loader.close()
-    stages, by_id = {stage.name: stage for stage in found.stages}, {fix.id: fix for fix in found.fixes}
+    stages, by_id = (
+        {stage.name: stage for stage in found.stages},
+        {fix.id: fix for fix in found.fixes},
+    )
     assert list(stages) == ["read", "decode", "masks", "collate and hand-off", "wait", "step"]
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in found.verdict
@@ -124,7 +136,9 @@ def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
 
 
 def test_three_images(tiny_dataset, tmp_path, no_fixes):
-    annotations = write_subset(read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json")
+    annotations = write_subset(
+        read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json"
+    )
     loader = make_loader(CocoFolder(tiny_dataset.images, annotations), batch_size=2, workers=0)
     found = diagnose(loader, EmulatedStep(5), seconds=0.5)
     assert found.images_per_second > 0
@@ -144,7 +158,12 @@ def test_random_states_and_the_order_are_put_back(tiny_shards, no_fixes):
     order = torch.Generator().manual_seed(5)
     ours = make_loader(ShardDataset(tiny_shards), batch_size=5, workers=0, seed=3)
     for loader in (ours, DataLoader(_Sleepy(), batch_size=4, shuffle=True, generator=order)):
-        before = random.getstate(), torch.random.get_rng_state(), order.get_state(), ours.state_dict()
+        before = (
+            random.getstate(),
+            torch.random.get_rng_state(),
+            order.get_state(),
+            ours.state_dict(),
+        )
         numpy_before = np.random.get_state()[1].copy()
         diagnose(loader, draw, seconds=0.2)
         assert (random.getstate(), ours.state_dict()) == (before[0], before[3])
@@ -192,7 +211,8 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
         monkeypatch.setattr(module, "find_free_memory", lambda: free_bytes)
         kept = {}
         for number in range(count):
-            module._keep_batch(kept, number, (torch.zeros(1000), [{"masks": torch.zeros(1500)}]))  # 10,000 bytes
+            # 10,000 bytes
+            module._keep_batch(kept, number, (torch.zeros(1000), [{"masks": torch.zeros(1500)}]))
         return list(kept)
 
     assert note(1e9, 3) == [0, 1]
@@ -208,7 +228,8 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
 def test_batches_that_differ_make_no_headspace(no_fixes):
     seen = []
 
-    def step(*batch):  # the loader is never waited for; the first batches are small, or the step still warms up
+    # the loader is never waited for; the first batches are small, or the step still warms up
+    def step(*batch):
         seen.append(1)
         time.sleep(0.005 if len(seen) <= 4 else 0.02)
 
@@ -263,11 +284,23 @@ def test_the_verdict_trusts_what_was_measured():
 
 
 def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
-    rates = {"resize": 100.0, "workers": 96.0, "packed_masks": 97.0, "shards": 60.0, "prefetch": 59.0, "local_files": 0}
+    rates = {
+        "resize": 100.0,
+        "workers": 96.0,
+        "packed_masks": 97.0,
+        "shards": 60.0,
+        "prefetch": 59.0,
+        "local_files": 0,
+    }
     found = [Fix(id, id, "", rate or None) for id, rate in rates.items()]
     assert [fix.id for fix in rank_fixes(found)] == [
-        "workers", "packed_masks", "resize", "prefetch", "shards", "local_files",
-    ]  # fmt: skip
+        "workers",
+        "packed_masks",
+        "resize",
+        "prefetch",
+        "shards",
+        "local_files",
+    ]
 
 
 def test_every_fix_is_printed_in_its_order():
@@ -283,14 +316,20 @@ def test_stages_that_could_not_be_timed_are_told(no_fixes):
 
     loader = DataLoader(_Sleepy(), batch_size=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "time_stages", lambda loader, *rest, **options: time_stages(broken, *rest, **options))
+        patch.setattr(
+            module,
+            "time_stages",
+            lambda loader, *rest, **options: time_stages(broken, *rest, **options),
+        )
         broken = DataLoader(Broken(), batch_size=4)
         found = diagnose(loader, _sleep_step(0.01), seconds=0.5)
     assert "The stages of a sample could not be timed: " in found.verdict
     assert "no such share" in found.verdict
 
 
-@pytest.mark.parametrize(("batches", "spread_s", "level"), [(4, 0, "low"), (9, 0.01, "medium"), (40, 0.01, "high")])
+@pytest.mark.parametrize(
+    ("batches", "spread_s", "level"), [(4, 0, "low"), (9, 0.01, "medium"), (40, 0.01, "high")]
+)
 def test_confidence_comes_with_batches(batches, spread_s, level):
     waits = tuple(0.1 + spread_s * (number % 2) for number in range(batches))
     now = dataclasses.replace(_make_times(0.1, 0.1, batches), wait_s=waits)
@@ -312,8 +351,11 @@ def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
     monkeypatch.setattr(module, "_TIMEOUT_S", 1.0)
     before = set(multiprocessing.active_children())  # of other tests
     loader = DataLoader(_Hangs(), batch_size=4, num_workers=workers)
-    where = r"at sample 8\." if workers else "at sample 8, in "  # the lines of this process alone are seen
-    with pytest.raises(ColabUtilsError, match=rf"expected batch 3 from the loader, found none for .* {where}"):
+    # the lines of this process alone are seen
+    where = r"at sample 8\." if workers else "at sample 8, in "
+    with pytest.raises(
+        ColabUtilsError, match=rf"expected batch 3 from the loader, found none for .* {where}"
+    ):
         diagnose(loader, _sleep_step(0.001), seconds=2)
     assert set(multiprocessing.active_children()) <= before
 
@@ -331,7 +373,9 @@ def test_a_step_that_fails_is_named():
     def fail(images, targets):
         raise ValueError("expected 4 channels")
 
-    with pytest.raises(ColabUtilsError, match="a step that takes batch 1, found ValueError: expected 4 channels"):
+    with pytest.raises(
+        ColabUtilsError, match="a step that takes batch 1, found ValueError: expected 4 channels"
+    ):
         diagnose(DataLoader(_Sleepy(), batch_size=4), fail, seconds=1)
 
 
@@ -345,7 +389,9 @@ def test_what_is_no_loader_is_refused():
 
 
 def test_a_broken_image_is_named(tiny_dataset, tmp_path):
-    annotations = write_subset(read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json")
+    annotations = write_subset(
+        read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json"
+    )
     loader = make_loader(CocoFolder(tmp_path, annotations), batch_size=2, workers=0)
     with pytest.raises(ColabUtilsError, match=r"batch 1 .*tmp|batch 1 .*\.jpg"):
         diagnose(loader, seconds=1)
@@ -358,10 +404,16 @@ BEFORE = {"images_per_second": 10.0, "wait_share": 0.8, "error": 0.03}
 
 @pytest.mark.parametrize(
     ("rate", "size", "fails"),
-    [(30.0, "more than the noise", False), (10.5, "within the noise", False), (8.0, "more than the noise", True)],
+    [
+        (30.0, "more than the noise", False),
+        (10.5, "within the noise", False),
+        (8.0, "more than the noise", True),
+    ],
 )
 def test_a_change_is_told_from_the_noise(rate, size, fails):
-    change = compare_runs(BEFORE, {"images_per_second": rate, "wait_share": 0.1, "error": 0.04}, fail_below=0.9)
+    change = compare_runs(
+        BEFORE, {"images_per_second": rate, "wait_share": 0.1, "error": 0.04}, fail_below=0.9
+    )
     assert change.ratio == pytest.approx(rate / 10)
     assert change.noise == pytest.approx(0.1)
     assert size in str(change)
@@ -370,21 +422,36 @@ def test_a_change_is_told_from_the_noise(rate, size, fails):
 
 def test_a_diagnosis_and_a_summary_are_read(tmp_path):
     path = tmp_path / "before.json"
-    path.write_text(json.dumps({"images_per_second": 10, "stall_share": 0.8, "error": 0.03, "verdict": "slow"}))
+    path.write_text(
+        json.dumps({"images_per_second": 10, "stall_share": 0.8, "error": 0.03, "verdict": "slow"})
+    )
     assert read_run(path) == BEFORE
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"images_per_second": "many", "wait_share": 1, "error": 0}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{}", '{"images_per_second": "many", "wait_share": 1, "error": 0}']
+)
 def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "before.json"
     path.write_text(text)
-    with pytest.raises(ColabUtilsError, match=r"the JSON of an earlier run at .*before\.json, found none"):
+    with pytest.raises(
+        ColabUtilsError, match=r"the JSON of an earlier run at .*before\.json, found none"
+    ):
         read_run(path)
 
 
 def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, capsys, monkeypatch):
     before, command = tmp_path / "before.json", ["diagnose", "--images", str(tiny_dataset.images)]
-    command += ["--annotations", str(tiny_dataset.annotations), "--step-ms", "5", "--workers", "0", "--batch-size", "2"]
+    command += [
+        "--annotations",
+        str(tiny_dataset.annotations),
+        "--step-ms",
+        "5",
+        "--workers",
+        "0",
+        "--batch-size",
+        "2",
+    ]
     monkeypatch.setattr("colab_utils.diagnose", partial(diagnose, seconds=4))
     assert main([*command, "--fail-below", "0.9"]) == 2
     assert "--against FILE" in capsys.readouterr().err

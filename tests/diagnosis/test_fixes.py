@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from colab_utils import CocoFolder, ShardDataset, make_loader
 from colab_utils.diagnosis import diagnose as fixes
@@ -50,7 +57,9 @@ class _Stream(IterableDataset):
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
-    """Trials end with their time, however few batches they had; and on a slow machine all are made."""
+    """Trials end with their time, however few batches they had; and on a slow machine all are
+    made.
+    """
     monkeypatch.setattr(fixes, "_LEAST_BATCHES", 4)
     monkeypatch.setattr(fixes, "_LATE", 1000)
 
@@ -66,7 +75,9 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     images = round(now.images / len(now.wait_s))
     cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.05, 0.05)
     stages, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
-    return Situation(loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter())
+    return Situation(
+        loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter()
+    )
 
 
 def _find(now):
@@ -82,7 +93,8 @@ def slow_folder(tiny_dataset):
 @pytest.mark.clock
 @pytest.mark.parametrize("plain", [True, False], ids=["torch's DataLoader", "make_loader"])
 def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_folder, plain):
-    monkeypatch.setattr(fixes, "_SIDES", {"min_size": 32, "max_size": 64})  # 160 x 128 pixels become 40 x 32
+    # 160 x 128 pixels become 40 x 32
+    monkeypatch.setattr(fixes, "_SIDES", {"min_size": 32, "max_size": 64})
     if plain:
         loader = DataLoader(slow_folder, batch_size=2, collate_fn=_collate)
     else:
@@ -111,11 +123,18 @@ def test_shards_on_a_slow_drive(tiny_shards):
 
 @pytest.mark.clock
 def test_settings_are_forecast_and_measured(quiet_machine):
-    now = _look_at(DataLoader(_Sleepy(0.02), batch_size=4, num_workers=1), EmulatedStep(20), seconds=3, verify=True)
+    now = _look_at(
+        DataLoader(_Sleepy(0.02), batch_size=4, num_workers=1),
+        EmulatedStep(20),
+        seconds=3,
+        verify=True,
+    )
     found = _find(now)
     assert list(found) == ["workers", "prefetch"]
     for fix in found.values():
-        assert fix.forecast_images_per_second == pytest.approx(fix.measured_images_per_second, rel=0.3), fix
+        assert fix.forecast_images_per_second == pytest.approx(
+            fix.measured_images_per_second, rel=0.3
+        ), fix
     assert found["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
 
 
@@ -124,7 +143,10 @@ def test_your_own_step_is_never_run_in_a_trial():
     now = _look_at(DataLoader(_Sleepy(), batch_size=4), lambda *batch: calls.append(1))
     calls.clear()
     found = _find(now)
-    assert all(fix.forecast_images_per_second and fix.measured_images_per_second is None for fix in found.values())
+    assert all(
+        fix.forecast_images_per_second and fix.measured_images_per_second is None
+        for fix in found.values()
+    )
     assert not calls
 
 
@@ -137,7 +159,9 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
     for id in ("shards", "packed_masks", "data_and_workers"):
         assert found[id].forecast_images_per_second is None
         assert found[id].images_per_second == 0
-        assert found[id].sentence.endswith("Not tried: expected room in /tmp, found none. Make some.")
+        assert found[id].sentence.endswith(
+            "Not tried: expected room in /tmp, found none. Make some."
+        )
     for id in ("local_files", "workers"):
         assert found[id].forecast_images_per_second > 0
 
@@ -149,7 +173,10 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     found = _find(now)
     assert len(found) == 6
     assert all(fix.forecast_images_per_second is None for fix in found.values())
-    assert found["local_files"].sentence == "Copy the files. Not tried: there is no time left, raise seconds."
+    assert (
+        found["local_files"].sentence
+        == "Copy the files. Not tried: there is no time left, raise seconds."
+    )
 
 
 @pytest.mark.parametrize("batch_size", [4, None])
@@ -172,7 +199,9 @@ def test_an_iterable_dataset_is_diagnosed_and_its_fixes_are_not_tried(batch_size
 
 def test_a_trial_keeps_what_the_loader_was_given():
     batches = BatchSampler(RandomSampler(range(64)), 8, drop_last=False)
-    loader = DataLoader(_Sleepy(), batch_sampler=batches, collate_fn=_collate, num_workers=1, prefetch_factor=3)
+    loader = DataLoader(
+        _Sleepy(), batch_sampler=batches, collate_fn=_collate, num_workers=1, prefetch_factor=3
+    )
     now = _look_at(loader)
     with open_like(now, workers=2) as tried:
         assert (tried.batch_sampler, tried.collate_fn) == (batches, _collate)
@@ -214,7 +243,9 @@ def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, t
         dataset = CocoFolder(tiny_dataset.images, annotations)
     loader = DataLoader(dataset)
     with pytest.warns(ColabUtilsWarning, match="do not lie where"):
-        options = _copy_files(Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files")
+        options = _copy_files(
+            Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files"
+        )
     assert not outside.exists()
     copied = options["dataset"]
     assert [copied.find_path(i).parent for i in range(2)] == [tmp_path / "files"] * 2

@@ -1,4 +1,6 @@
-"""Frameworks and loaders of others under watch: their batches stay the same, and every step is seen."""
+"""Frameworks and loaders of others under watch: their batches stay the same, and every step is
+seen.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from colab_utils.diagnosis.watchdog import watch
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "same_environment"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
-    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through Linux's /proc"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
+    ),
 ]
 ROOT = Path(__file__).parents[2]
 ITEMS, MOST = 12, 9  # samples of a dataset; batches that a loop takes of a loader
@@ -115,13 +119,19 @@ def make_lightning(epochs=2, **settings):
 
     silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, enable_model_summary=False, **silent, **settings
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        enable_model_summary=False,
+        **silent,
+        **settings,
     )
     return Module(), trainer
 
 
 ignore_lightning = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning", "ignore:.*isinstance.treespec, LeafSpec:FutureWarning"
+    "ignore:.*does not have many workers:UserWarning",
+    "ignore:.*isinstance.treespec, LeafSpec:FutureWarning",
 )
 
 
@@ -144,7 +154,8 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
 @ignore_lightning
 def test_lightning_gives_its_own_loader_to_watch(capsys):
     module, trainer = make_lightning()
-    trainer.strategy.process_dataloader = watch  # after Lightning put a sampler for each process into the loader
+    # after Lightning put a sampler for each process into the loader
+    trainer.strategy.process_dataloader = watch
     trainer.fit(module, make_training()[2])
     assert len(module.model.seen) == ITEMS
     assert_saw(trainer.train_dataloader, ITEMS, passes=2)
@@ -207,15 +218,23 @@ def test_accelerate_prepares_a_loader_before_it_is_watched(accumulated, accelera
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])
-def test_the_hugging_face_trainer_trains_with_a_watched_loader(accumulated, accelerators, tmp_path, capsys):
+def test_the_hugging_face_trainer_trains_with_a_watched_loader(
+    accumulated, accelerators, tmp_path, capsys
+):
     transformers = pytest.importorskip("transformers")
 
     def train(watches):
         model = make_training()[0]
         settings = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=accumulated, num_train_epochs=2,
-            use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulated,
+            num_train_epochs=2,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
         trainer = transformers.Trainer(model, settings, train_dataset=_Numbers())
         if watches:
             make_loader = trainer.get_train_dataloader
@@ -263,12 +282,25 @@ dist.destroy_process_group()
 
 def test_torchrun_has_a_summary_for_each_rank(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--tee", "3"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "--tee",
+        "3",
+    ]
     ended = subprocess.run(
         [*torchrun, "rank.py", tmp_path],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for plain, seen, *facts in (first, second):
@@ -329,7 +361,9 @@ def test_batches_that_the_dataset_makes(workers, capsys):
     assert check(lambda: loader, 4, pick=lambda batch: batch["x"]).summary().images == 12
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning", "ignore:.*with_length:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning", "ignore:.*with_length:UserWarning"
+)
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_webdataset(endless, workers, tmp_path, capsys):
@@ -339,9 +373,15 @@ def test_webdataset(endless, workers, tmp_path, capsys):
             shard.write({"__key__": str(number), "x.pyd": float(number)})
 
     def make():
-        data = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False).decode().to_tuple("x.pyd")
+        data = (
+            webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+            .decode()
+            .to_tuple("x.pyd")
+        )
         data = data.map_tuple(torch.tensor).batched(2)
-        return webdataset.WebLoader(data.repeat() if endless else data, batch_size=None, num_workers=workers)
+        return webdataset.WebLoader(
+            data.repeat() if endless else data, batch_size=None, num_workers=workers
+        )
 
     check(make, MOST if endless else ITEMS // 2, pick=lambda batch: batch[0])
     check(lambda: make().with_epoch(4).with_length(4), 4, pick=lambda batch: batch[0])
@@ -354,7 +394,11 @@ def test_hugging_face_datasets(workers, capsys):
     table = datasets.Dataset.from_dict({"x": [float(number) for number in range(ITEMS)]})
 
     def make():
-        stream = table.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=4).with_format("torch")
+        stream = (
+            table.to_iterable_dataset(num_shards=2)
+            .shuffle(seed=3, buffer_size=4)
+            .with_format("torch")
+        )
         return DataLoader(stream, batch_size=2, num_workers=workers)
 
     watched = check(make, ITEMS // 2, pick=lambda batch: batch["x"])
@@ -388,4 +432,6 @@ def test_a_stateful_loader_goes_on_where_it_stood(workers, capsys):
     batches = iter(watched)
     before = [next(batches).tolist() for _ in range(4)]
     after.load_state_dict(watched.state_dict())
-    assert before + [batch.tolist() for batch in after] == [[number, number + 1] for number in range(0, ITEMS, 2)]
+    assert before + [batch.tolist() for batch in after] == [
+        [number, number + 1] for number in range(0, ITEMS, 2)
+    ]

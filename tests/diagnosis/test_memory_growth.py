@@ -43,7 +43,13 @@ def test_growth_is_a_slope_over_batches():
 
 def test_each_process_that_grows_is_named():
     readings = [
-        reading._replace(own_bytes={os.getpid(): 500 * MB, FIRST: (100 + 3 * n) * MB, FIRST + 1: (100 + 9 * n) * MB})
+        reading._replace(
+            own_bytes={
+                os.getpid(): 500 * MB,
+                FIRST: (100 + 3 * n) * MB,
+                FIRST + 1: (100 + 9 * n) * MB,
+            }
+        )
         for n, reading in enumerate(make_readings(0))
     ]
     found = find_growth(readings)

@@ -1,4 +1,6 @@
-"""The simulated DataLoader: a published reference, the exact laws, and the real DataLoader beside it."""
+"""The simulated DataLoader: a published reference, the exact laws, and the real DataLoader beside
+it.
+"""
 
 import itertools
 import time
@@ -43,9 +45,14 @@ def test_efficiency_table(workers, prefetch, ratio, efficiency):
     # loading CV 0.5, step CV 0.1: the table was computed with the recursion over 20,000 batches
     seconds = 1000
     run = simulate(
-        workers=workers, load_s=ratio * workers * 0.1, step_s=0.1, load_cv=0.5, step_cv=0.1,
-        prefetch=prefetch, seconds=seconds,
-    )  # fmt: skip
+        workers=workers,
+        load_s=ratio * workers * 0.1,
+        step_s=0.1,
+        load_cv=0.5,
+        step_cv=0.1,
+        prefetch=prefetch,
+        seconds=seconds,
+    )
     assert run.batches / (seconds * min(10, 10 / ratio)) == pytest.approx(efficiency, abs=0.02)
 
 
@@ -58,12 +65,18 @@ def test_without_workers_loading_and_training_alternate():
 
 def test_traces_follow_the_recursion():
     workers, prefetch = 3, 2
-    run = simulate(workers=workers, load_s=0.2, step_s=0.1, load_cv=0.5, step_cv=0.3, prefetch=prefetch, seconds=20)
+    run = simulate(
+        workers=workers,
+        load_s=0.2,
+        step_s=0.1,
+        load_cv=0.5,
+        step_cv=0.3,
+        prefetch=prefetch,
+        seconds=20,
+    )
     loads = sorted(
-        (batch, start, end)
-        for trace in run.loads
-        for batch, start, end in zip(*trace, strict=True)
-    )  # fmt: skip
+        (batch, start, end) for trace in run.loads for batch, start, end in zip(*trace, strict=True)
+    )
     batch, taken, stepped = run.steps
     assert (np.diff(batch) == 1).all()
     assert len(batch) > 100
@@ -130,7 +143,9 @@ class _Sleepy(Dataset):
 
 
 def _time_loader(load_s, step_s, seconds, **settings):
-    """Seconds a batch of the real DataLoader, with workers and a step that sleep, and the number of batches."""
+    """Seconds a batch of the real DataLoader, with workers and a step that sleep, and the number of
+    batches.
+    """
     if settings["num_workers"] == 0:
         settings["prefetch_factor"] = None
     loader = DataLoader(_Sleepy(load_s), batch_size=None, **settings)
@@ -144,7 +159,9 @@ def _time_loader(load_s, step_s, seconds, **settings):
 
 
 def _measure_surplus(workers, load_s, step_s):
-    """Seconds that a load and a step take beyond their sleep: this machine wakes up late, and gets going late."""
+    """Seconds that a load and a step take beyond their sleep: this machine wakes up late, and gets
+    going late.
+    """
     many, none = [load_s] * 1000, [0.0] * 1000
     if not workers:
         return _time_loader(many, none, 0.4, num_workers=0)[0] - load_s, 0.0
@@ -155,23 +172,35 @@ def _measure_surplus(workers, load_s, step_s):
 
 def _compare_loader(run, settings):
     """Batches of the real DataLoader over simulated ones in the same time."""
-    over_load, over_step = _measure_surplus(settings["workers"], settings["load_s"], settings["step_s"])
-    spans = sorted((batch, end - start) for trace in run.loads for batch, start, end in zip(*trace, strict=True))
+    over_load, over_step = _measure_surplus(
+        settings["workers"], settings["load_s"], settings["step_s"]
+    )
+    spans = sorted(
+        (batch, end - start)
+        for trace in run.loads
+        for batch, start, end in zip(*trace, strict=True)
+    )
     batch_s, count = _time_loader(
-        [load_s - over_load for _, load_s in spans], run.steps.end_s - run.steps.start_s - over_step, 1.5,
-        num_workers=settings["workers"], prefetch_factor=settings.get("prefetch", 2),
-    )  # fmt: skip
+        [load_s - over_load for _, load_s in spans],
+        run.steps.end_s - run.steps.start_s - over_step,
+        1.5,
+        num_workers=settings["workers"],
+        prefetch_factor=settings.get("prefetch", 2),
+    )
     return (run.steps.end_s[count - 1] - run.steps.end_s[0]) / (count - 1) / batch_s
 
 
 @pytest.mark.clock
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores: they only sleep
+# more workers than cores: they only sleep
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
     "settings",
     [
         {"workers": 0, "load_s": 0.03, "step_s": 0.02},  # loading and training alternate
-        {"workers": 4, "load_s": 0.16, "step_s": 0.04, "load_cv": 0.5, "step_cv": 0.2},  # in balance, and unsteady
-        {"workers": 2, "load_s": 0.08, "step_s": 0.04, "load_cv": 0.8, "prefetch": 6},  # a deep queue
+        # in balance, and unsteady
+        {"workers": 4, "load_s": 0.16, "step_s": 0.04, "load_cv": 0.5, "step_cv": 0.2},
+        # a deep queue
+        {"workers": 2, "load_s": 0.08, "step_s": 0.04, "load_cv": 0.8, "prefetch": 6},
     ],
 )
 def test_real_dataloader_does_as_many_batches(settings):
@@ -185,5 +214,8 @@ def test_real_dataloader_does_as_many_batches(settings):
 
 
 def test_more_workers_never_lose_batches():
-    runs = [simulate(workers=w, load_s=0.5, step_s=0.1, load_cv=0.4, seconds=60).batches for w in (1, 2, 4, 8)]
+    runs = [
+        simulate(workers=w, load_s=0.5, step_s=0.1, load_cv=0.4, seconds=60).batches
+        for w in (1, 2, 4, 8)
+    ]
     assert all(more > fewer for fewer, more in itertools.pairwise(runs))

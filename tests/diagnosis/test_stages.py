@@ -1,4 +1,6 @@
-"""Each part of loading timed alone: on a slowed folder, on shards, on anybody's own dataset and batches."""
+"""Each part of loading timed alone: on a slowed folder, on shards, on anybody's own dataset and
+batches.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def test_collate_is_per_image():
 @pytest.mark.clock
 def test_hand_off_grows_with_the_bytes():
     few, many = (
-        time_handoff([torch.zeros(size, dtype=torch.uint8)], images=2, seconds=1) for size in (1000, 60_000_000)
+        time_handoff([torch.zeros(size, dtype=torch.uint8)], images=2, seconds=1)
+        for size in (1000, 60_000_000)
     )
     assert few.name == many.name == "hand-off"
     assert many.median_ms > 5 * few.median_ms
@@ -90,7 +93,10 @@ def test_hand_off_grows_with_the_bytes():
 
 def test_what_lies_on_a_device_is_not_handed_over():
     loader = DataLoader(Transformed(None), batch_size=2, num_workers=1)
-    assert "hand-off" not in time_stages(loader, [torch.zeros(3, device="meta")], images=2, seconds=0.2).stages
+    assert (
+        "hand-off"
+        not in time_stages(loader, [torch.zeros(3, device="meta")], images=2, seconds=0.2).stages
+    )
 
 
 @pytest.mark.clock
@@ -167,7 +173,9 @@ def test_a_file_that_the_dataset_opens_late_stays_closed():
 
 
 class Pooled:
-    """A transform that starts threads when it is first called: they are not in a process that is forked later."""
+    """A transform that starts threads when it is first called: they are not in a process that is
+    forked later.
+    """
 
     threads = 0
 
@@ -195,7 +203,9 @@ class _Slow(IterableDataset):
             yield torch.full((3, 8, 8), number), number
 
 
-@pytest.mark.parametrize(("count", "batch_size", "expected_ms"), [(500, 4, 20), (6, 4, 20), (500, None, 5)])
+@pytest.mark.parametrize(
+    ("count", "batch_size", "expected_ms"), [(500, 4, 20), (6, 4, 20), (500, None, 5)]
+)
 def test_the_samples_of_a_stream_are_timed_in_a_worker(count, batch_size, expected_ms):
     loader = DataLoader(_Slow(count), batch_size=batch_size, num_workers=1)
     found = time_stages(loader, torch.zeros(4, 3, 8, 8), images=4, seconds=1)
@@ -210,5 +220,7 @@ def test_a_stream_that_fails_a_second_time_is_told():
         def __iter__(self):
             raise OSError("the stream is used up")
 
-    found = time_stages(DataLoader(Once(3), batch_size=2, num_workers=1), torch.zeros(2), images=2, seconds=0.5)
+    found = time_stages(
+        DataLoader(Once(3), batch_size=2, num_workers=1), torch.zeros(2), images=2, seconds=0.5
+    )
     assert "the stream is used up" in found.unseen

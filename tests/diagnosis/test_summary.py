@@ -24,7 +24,9 @@ from colab_utils.errors import ColabUtilsError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
-    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through Linux's /proc"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
+    ),
 ]
 
 
@@ -42,7 +44,9 @@ def find(waits=None, between=None, firsts=(0,), **settings):
     """The causes in a loop of 100 batches that takes ten seconds."""
     waits = np.full(100, 0.0) if waits is None else np.array(waits, float)
     between = np.zeros(100) if between is None else np.array(between, float)
-    return find_causes(waits, between, np.isin(np.arange(100), firsts), 10.0, make_record(**settings))
+    return find_causes(
+        waits, between, np.isin(np.arange(100), firsts), 10.0, make_record(**settings)
+    )
 
 
 def spread(value, *, every=1):
@@ -50,12 +54,16 @@ def spread(value, *, every=1):
 
 
 def sum_up(samples):
-    """What workers note of samples, each with its seconds and its index; half of the time is work."""
+    """What workers note of samples, each with its seconds and its index; half of the time is
+    work.
+    """
     spread, wall_s = [(0, 0.0)] * 48, sum(seconds for seconds, _ in samples)
     for seconds, _ in samples:
         bits = int(seconds * 1e9).bit_length()
         spread[bits] = spread[bits][0] + 1, spread[bits][1] + seconds
-    return SampleTimes(len(samples), wall_s, wall_s / 2, 0.0, 0, max(samples), wall_s / 2, tuple(spread))
+    return SampleTimes(
+        len(samples), wall_s, wall_s / 2, 0.0, 0, max(samples), wall_s / 2, tuple(spread)
+    )
 
 
 def test_a_loop_that_never_waits_has_no_cause():
@@ -68,38 +76,107 @@ def test_a_loop_that_never_waits_has_no_cause():
     [
         ({"between": spread(0.06)}, "between", r"busy for 60 ms .*optimizer.step"),
         ({"between": spread(0.8, every=10)}, "periodic", r"About every 10 batches .* busy 0.8 s"),
-        ({"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99)}, "restarts",
-         r"4 passes waits 1 s .* start anew.*persistent_workers=True.*make passes longer"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2)}, "read", r"takes 70 ms, and waits 67 ms"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 300_000)}, "read",
-         r"data: only 300.0 kB, so mostly for the first byte"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 4_000_000)}, "read",
-         r"data: 4.0 MB, at 60 MB/s. It is the bandwidth. .*Shrink"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 13.0, 0.2), "cpu_s": 14.0}, "work",
-         r"65 ms of work.*1.4 of 2 cores are busy.*more workers"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 4.0, 9.5)}, "work", r"more workers would not help"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0)}, "collate",
-         r"83% of their CPU"),
+        (
+            {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99)},
+            "restarts",
+            r"4 passes waits 1 s .* start anew.*persistent_workers=True.*make passes longer",
+        ),
+        (
+            {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2)},
+            "read",
+            r"takes 70 ms, and waits 67 ms",
+        ),
+        (
+            {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 300_000)},
+            "read",
+            r"data: only 300.0 kB, so mostly for the first byte",
+        ),
+        (
+            {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 4_000_000)},
+            "read",
+            r"data: 4.0 MB, at 60 MB/s. It is the bandwidth. .*Shrink",
+        ),
+        (
+            {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 13.0, 0.2), "cpu_s": 14.0},
+            "work",
+            r"65 ms of work.*1.4 of 2 cores are busy.*more workers",
+        ),
+        (
+            {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 4.0, 9.5)},
+            "work",
+            r"more workers would not help",
+        ),
+        (
+            {"waits": spread(0.05), "times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0)},
+            "collate",
+            r"83% of their CPU",
+        ),
         # other children of this process are busy, too: the evaluation
-        ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, worker_cpu_s=0.5), "cpu_s": 30.0}, "read",
-         r"waits 67 ms"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 9.0, 8.0), "cpu_s": 19.0, "workers": 16},
-         "too_many_workers", r"16 workers share 2 cores.*num_workers=2"),
-        ({"waits": spread(1.0, every=25), "times": sum_up([*[(0.01, 4)] * 196, *[(1.0, 37)] * 4])},
-         "slow_sample", r"Sample 37 takes 1 s: loads as slow \(4 of 200\) hold 67% of the time"),
-        ({"waits": spread(1.0, every=25), "times": sum_up([*[(0.01, 4)] * 196, (0.9, 5), *[(1.0, 37)] * 3])},
-         "slow_sample", r"Sample 37 takes 1 s: loads as slow \(4 of 200\) hold 6\d%"),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 0.4, 0.2, worker_cpu_s=0.5),
+                "cpu_s": 30.0,
+            },
+            "read",
+            r"waits 67 ms",
+        ),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 9.0, 8.0),
+                "cpu_s": 19.0,
+                "workers": 16,
+            },
+            "too_many_workers",
+            r"16 workers share 2 cores.*num_workers=2",
+        ),
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "times": sum_up([*[(0.01, 4)] * 196, *[(1.0, 37)] * 4]),
+            },
+            "slow_sample",
+            r"Sample 37 takes 1 s: loads as slow \(4 of 200\) hold 67% of the time",
+        ),
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "times": sum_up([*[(0.01, 4)] * 196, (0.9, 5), *[(1.0, 37)] * 3]),
+            },
+            "slow_sample",
+            r"Sample 37 takes 1 s: loads as slow \(4 of 200\) hold 6\d%",
+        ),
         # hours later: a thousand times as many samples, the eight slowest of which are kept
-        ({"waits": spread(1.0, every=25), "times": sum_up([*[(0.01, 4)] * 196_000, *[(1.0, 37)] * 4_000])},
-         "slow_sample", r"Sample 37 takes 1 s: loads as slow \(4,000 of 200,000\) hold 67% of the time"),
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "times": sum_up([*[(0.01, 4)] * 196_000, *[(1.0, 37)] * 4_000]),
+            },
+            "slow_sample",
+            r"Sample 37 takes 1 s: loads as slow \(4,000 of 200,000\) hold 67% of the time",
+        ),
         # one sample that had no core for a moment, in a loop that waits for something else
-        ({"waits": spread(0.05), "times": sum_up([*[(0.0005, 4)] * 200, (0.3, 37)])._replace(worker_cpu_s=6.0)},
-         "collate", r"of their CPU time outside of samples"),
-        ({"waits": spread(1.0, every=25), "seen": {24: (37,), 49: (3,)}, "workers": 0}, "slow_sample",
-         r"Sample 37 takes 1 s: 2 of 100 batches are so slow"),
-        ({"waits": spread(0.05), "workers": 0}, "work", r"loads the samples itself.*Use worker processes"),
+        (
+            {
+                "waits": spread(0.05),
+                "times": sum_up([*[(0.0005, 4)] * 200, (0.3, 37)])._replace(worker_cpu_s=6.0),
+            },
+            "collate",
+            r"of their CPU time outside of samples",
+        ),
+        (
+            {"waits": spread(1.0, every=25), "seen": {24: (37,), 49: (3,)}, "workers": 0},
+            "slow_sample",
+            r"Sample 37 takes 1 s: 2 of 100 batches are so slow",
+        ),
+        (
+            {"waits": spread(0.05), "workers": 0},
+            "work",
+            r"loads the samples itself.*Use worker processes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_cause_is_named_with_its_cure(loop, id, words, monkeypatch):
     monkeypatch.setattr(module, "count_cores", lambda: 2)
     (cause,) = find(**loop)
@@ -190,7 +267,9 @@ def test_a_summary_is_printed_once_for_a_pass_and_is_kept_as_json(capsys, tmp_pa
     summary = watched.summary()
     assert str(summary) in told
     assert (summary.batches, summary.passes, summary.images) == (4, 1, 8)
-    assert sum(part.share for part in summary.parts) + summary.start_s / summary.seconds == pytest.approx(1)
+    assert sum(
+        part.share for part in summary.parts
+    ) + summary.start_s / summary.seconds == pytest.approx(1)
     summary.save(tmp_path / "run.json")
     kept = json.loads((tmp_path / "run.json").read_text())
     assert kept["batches"] == 4
@@ -266,7 +345,8 @@ def test_all_images_are_counted_the_last_batch_too(batch_size, drop_last):
     options = {"drop_last": drop_last} if batch_size else {}
     watched = watch(DataLoader(torch.zeros(10, 3, 2), batch_size=batch_size, **options))
     seen = sum(len(batch) if batch_size else 1 for _ in range(2) for batch in watched)
-    assert watched.summary().images == seen * (1 if batch_size else 3)  # of a bare tensor, the first dimension
+    # of a bare tensor, the first dimension
+    assert watched.summary().images == seen * (1 if batch_size else 3)
 
 
 def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
@@ -293,7 +373,9 @@ def test_of_several_processes_each_says_its_rank(monkeypatch):
 
 def test_images_are_counted_that_came_where_collate_leaves_some_out():
     dataset = TensorDataset(torch.zeros(8))
-    loader = DataLoader(dataset, batch_size=4, collate_fn=lambda samples: (torch.zeros(3, 2), torch.zeros(3)))
+    loader = DataLoader(
+        dataset, batch_size=4, collate_fn=lambda samples: (torch.zeros(3, 2), torch.zeros(3))
+    )
     watched = watch(loader)
     list(watched)
     assert watched.summary().images == 6

@@ -89,12 +89,16 @@ class TestTimeBatches:
 
     @pytest.mark.clock
     def test_stops_at_the_time_cap_with_one_batch_at_least(self):
-        times = time_batches(DataLoader(_Samples(50, sleep_s=0.02)), batches=50, warmup=1, max_s=0.005)
+        times = time_batches(
+            DataLoader(_Samples(50, sleep_s=0.02)), batches=50, warmup=1, max_s=0.005
+        )
         assert len(times.wait_s) == 1
 
     @pytest.mark.clock
     def test_counts_cpu_of_workers_but_not_of_the_step(self):
-        loader = DataLoader(_Samples(24, burn_s=0.03), batch_size=2, num_workers=2, persistent_workers=True)
+        loader = DataLoader(
+            _Samples(24, burn_s=0.03), batch_size=2, num_workers=2, persistent_workers=True
+        )
         times = time_batches(loader, EmulatedStep(20), batches=8)
         assert times.step_cpu_s >= 8 * 0.018
         # the kernel counts CPU in ticks of 10 ms, and workers run a few batches ahead or behind
@@ -114,7 +118,8 @@ class TestTimeBatches:
 
     @pytest.mark.clock
     def test_slow_workers_that_deliver_in_bursts_are_timed_in_whole_rounds(self):
-        # 2 workers, 0.5 s a batch: two batches at once every half second, 4 batches a second, whatever the cap
+        # 2 workers, 0.5 s a batch: two batches at once every half second, 4 batches a second,
+        # whatever the cap
         loader = DataLoader(_Samples(60, sleep_s=0.5), batch_size=1, num_workers=2)
         times = time_batches(loader, batches=100, max_s=0.1)
         assert len(times.wait_s) == 2  # three rounds would take longer than three times the cap
@@ -148,7 +153,9 @@ class TestTimeBatches:
                 finally:
                     closed.append(1)
 
-        with pytest.raises(ColabUtilsError, match="a step that takes batch 1, found ZeroDivisionError"):
+        with pytest.raises(
+            ColabUtilsError, match="a step that takes batch 1, found ZeroDivisionError"
+        ):
             time_batches(Loader(), lambda batch: 1 / 0, batches=2)
         assert closed
 
@@ -166,7 +173,9 @@ class TestTimeBatches:
     @pytest.mark.parametrize("workers", [0, 1])
     def test_names_the_error_and_the_batch(self, workers):
         loader = DataLoader(_Samples(8, broken=5), batch_size=2, num_workers=workers)
-        with pytest.raises(ColabUtilsError, match=r"expected batch 3 .* ValueError: bad jpeg") as caught:
+        with pytest.raises(
+            ColabUtilsError, match=r"expected batch 3 .* ValueError: bad jpeg"
+        ) as caught:
             time_batches(loader, batches=4)
         assert "\n" not in str(caught.value)
 
@@ -199,7 +208,8 @@ class TestTimeBatches:
             time.sleep(max(0.0, busy_until[0] - time.perf_counter()))
 
         def step(batch):
-            busy_until[0] = max(busy_until[0], time.perf_counter()) + 0.03  # queued, and back at once
+            # queued, and back at once
+            busy_until[0] = max(busy_until[0], time.perf_counter()) + 0.03
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -261,8 +271,14 @@ def test_time_calls_caps_its_time_and_counts_cpu():
         (torch.zeros(6, 3), 6),  # a bare tensor
         ((torch.tensor(1.0), 2), 1),  # batch_size=None
         ((torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)), 8),  # more columns than two
-        ([torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)], 8),  # as default_collate makes of them
-        (collections.namedtuple("Batch", "images targets")(torch.zeros(8, 3, 2, 2), torch.zeros(8)), 8),
+        # as default_collate makes of them
+        ([torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)], 8),
+        (
+            collections.namedtuple("Batch", "images targets")(
+                torch.zeros(8, 3, 2, 2), torch.zeros(8)
+            ),
+            8,
+        ),
         ({"epoch": 3, "images": torch.zeros(8, 3, 2, 2)}, 8),  # begins with a scalar
         ([{"image": torch.zeros(3, 2, 2)}] * 2, 2),  # samples, as Detectron2 makes them
         ([(torch.zeros(3, 2, 2), 1)] * 3, 3),  # samples as they are
@@ -289,6 +305,7 @@ def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
 
 @pytest.mark.clock
 def test_ended_children_stay_counted():
-    loader = DataLoader(_Samples(4, burn_s=0.05), num_workers=1)  # each epoch starts and ends its worker
+    # each epoch starts and ends its worker
+    loader = DataLoader(_Samples(4, burn_s=0.05), num_workers=1)
     times = time_batches(loader, batches=8, warmup=0)
     assert times.cpu_s >= 0.36  # of 0.40, in ticks of 10 ms

@@ -32,7 +32,9 @@ pytestmark = [
     # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::colab_utils.errors.ColabUtilsWarning"),
-    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through Linux's /proc"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
+    ),
     pytest.mark.timeout(40),
 ]
 BAD = 3  # the sample where something happens
@@ -128,7 +130,9 @@ def _leaves_nothing(few_objects):
 
     def list_all():
         gc.collect()
-        threads = {thread.name for thread in threading.enumerate() if "QueueFeeder" not in thread.name}
+        threads = {
+            thread.name for thread in threading.enumerate() if "QueueFeeder" not in thread.name
+        }
         return multiprocessing.active_children(), threads
 
     before = list_all()
@@ -147,7 +151,9 @@ def test_a_read_that_hangs(tmp_path, kind):
     _make_fifo(fifo)
     watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S)
     release = _when_stalled(watched, lambda: fifo.write_text(str(BAD)))
-    with pytest.warns(ColabUtilsWarning, match=rf"stuck in a read \(openat of {fifo}\), at sample {BAD}"):
+    with pytest.warns(
+        ColabUtilsWarning, match=rf"stuck in a read \(openat of {fifo}\), at sample {BAD}"
+    ):
         assert _list_ids(watched) == list(range(8))
     release.join()
     (stall,) = watched.stalls
@@ -156,7 +162,9 @@ def test_a_read_that_hangs(tmp_path, kind):
     # of torch's own loader only the sample that is being loaded is seen, not its batch
     assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     here = kind.endswith("alone")
-    assert here == any(line.endswith(" __getitem__") and "test_watchdog.py:" in line for line in stall.seen.stack)
+    assert here == any(
+        line.endswith(" __getitem__") and "test_watchdog.py:" in line for line in stall.seen.stack
+    )
     assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == here
     assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5  # within 1 s, but for a busy machine
     assert "\n" not in str(stall)
@@ -167,7 +175,10 @@ def test_raise_ends_the_waiting(tmp_path, kind):
     dataset = _Photos(tmp_path)
     _make_fifo(dataset.paths[BAD])
     watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="raise")
-    with pytest.raises(ColabUtilsError, match=rf"stuck in a read \(openat of {dataset.paths[BAD]}\), at sample {BAD}"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=rf"stuck in a read \(openat of {dataset.paths[BAD]}\), at sample {BAD}",
+    ):
         _list_ids(watched)
     assert [stall.verdict for stall in watched.stalls] == ["read"]
     assert signal.getsignal(watchdog._INTERRUPT) == signal.SIG_DFL
@@ -186,7 +197,9 @@ def test_raise_is_no_ctrl_c(tmp_path):
 
 
 def test_an_interrupt_that_is_not_ours_goes_to_its_own_handler():
-    """Of two watches, one around the other, the outer one ends the waiting; a program's own handler is called."""
+    """Of two watches, one around the other, the outer one ends the waiting; a program's own handler
+    is called.
+    """
     pressed = []
     before = signal.signal(watchdog._INTERRUPT, lambda *_: pressed.append(1))
 
@@ -218,7 +231,9 @@ def test_raise_is_no_part_of_what_the_loader_catches():
 
 
 def test_raise_in_another_thread_waits_for_the_loader():
-    watched = watch((time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise")
+    watched = watch(
+        (time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"
+    )
     errors = []
 
     def run():
@@ -276,7 +291,11 @@ def test_a_stream_that_stops_in_a_worker():
 
 def test_a_wait_for_a_socket_is_no_read_of_a_file():
     here, _there = socket.socketpair()
-    with here, _there, pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*the call needs a timeout"):
+    with (
+        here,
+        _there,
+        pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*the call needs a timeout"),
+    ):
         list(watch((here.recv(1) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"))
 
 
@@ -296,7 +315,10 @@ def test_an_index_of_several_samples_is_no_sample():
 
 
 def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
-    watched, begun = watch((time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"), []
+    watched, begun = (
+        watch((time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"),
+        [],
+    )
     thread = threading.Thread(target=lambda: begun.append(iter(watched)))
     thread.start()
     thread.join()
@@ -323,11 +345,16 @@ def test_a_killed_worker(tmp_path):
 
 @pytest.mark.parametrize("kind", _WITH_WORKERS)
 def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
-    watched = watch(_KINDS[kind](Subset(_Photos(tmp_path, act=_kill_self), [0, 1, 2, 4, BAD]), batch_size=2))
-    with pytest.raises(ColabUtilsError, match=r"worker \d \(pid \d+\) ended \(killed by signal: Killed\)") as caught:
+    watched = watch(
+        _KINDS[kind](Subset(_Photos(tmp_path, act=_kill_self), [0, 1, 2, 4, BAD]), batch_size=2)
+    )
+    with pytest.raises(
+        ColabUtilsError, match=r"worker \d \(pid \d+\) ended \(killed by signal: Killed\)"
+    ) as caught:
         _list_ids(watched)
     said = str(caught.value)
-    assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in said  # and not 4, its index in the Subset
+    # and not 4, its index in the Subset
+    assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in said
     assert "/dev/shm are free. Mostly memory ran out" in said
     assert "\n" not in said
     _end_workers()
@@ -335,7 +362,9 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
 
 def test_a_worker_that_sleeps_in_a_sample(tmp_path):
     dataset = _Photos(tmp_path, n=14, act=partial(time.sleep, 1000))
-    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="raise")
+    watched = watch(
+        _KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="raise"
+    )
     with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep"):
         _list_ids(watched)
     assert [(stall.verdict, stall.seen.sample) for stall in watched.stalls] == [("waiting", BAD)]
@@ -366,9 +395,12 @@ def test_a_lock_held_across_fork(tmp_path):
             pass
 
     watched = watch(
-        _KINDS["processes"](_Photos(tmp_path, act=take), batch_size=2), timeout_s=TIMEOUT_S, on_stall="raise"
+        _KINDS["processes"](_Photos(tmp_path, act=take), batch_size=2),
+        timeout_s=TIMEOUT_S,
+        on_stall="raise",
     )
-    with lock, pytest.raises(ColabUtilsError, match="waits for a lock"):  # the workers are forked while it is held
+    # the workers are forked while it is held
+    with lock, pytest.raises(ColabUtilsError, match="waits for a lock"):
         _list_ids(watched)
     (stall,) = watched.stalls
     assert (stall.verdict, stall.seen.sample) == ("lock", BAD)
@@ -391,7 +423,9 @@ def test_only_slow_is_told_from_stuck_and_a_new_verdict_is_said(tmp_path, kind):
         thread.join()
     assert [stall.verdict for stall in watched.stalls] == ["slow", "read"]
     assert all(stall.seen.sample == BAD for stall in watched.stalls)
-    assert (kind == "alone") == any(line.endswith(" _burn_until") for line in watched.stalls[0].seen.stack)
+    assert (kind == "alone") == any(
+        line.endswith(" _burn_until") for line in watched.stalls[0].seen.stack
+    )
 
 
 def _limit_files(_worker):
@@ -399,11 +433,16 @@ def _limit_files(_worker):
 
 
 def test_a_batch_that_finds_no_shared_memory():
-    """A limit on files stands for a full /dev/shm: torch prints an error, drops the batch, and waits for ever."""
-    loader = DataLoader(torch.zeros(6, 1 << 20), num_workers=1, collate_fn=list, worker_init_fn=_limit_files)
+    """A limit on files stands for a full /dev/shm: torch prints an error, drops the batch, and
+    waits for ever.
+    """
+    loader = DataLoader(
+        torch.zeros(6, 1 << 20), num_workers=1, collate_fn=list, worker_init_fn=_limit_files
+    )
     watched = watch(loader, timeout_s=TIMEOUT_S, on_stall="raise")
     with pytest.raises(
-        ColabUtilsError, match=r"worker 0 .*is idle, but its batch never arrived.*Where /dev/shm is full"
+        ColabUtilsError,
+        match=r"worker 0 .*is idle, but its batch never arrived.*Where /dev/shm is full",
     ):
         list(watched)
     assert watched.stalls[0].verdict == "lost"
@@ -446,7 +485,9 @@ def test_what_the_loader_has_stays_reachable(tmp_path):
 
 
 def test_only_a_data_loader_is_a_data_loader_under_watch(tmp_path):
-    loader = DataLoader(_Photos(tmp_path), batch_size=2, multiprocessing_context="fork", num_workers=1)
+    loader = DataLoader(
+        _Photos(tmp_path), batch_size=2, multiprocessing_context="fork", num_workers=1
+    )
     watched = watch(loader)
     assert isinstance(watched, DataLoader)
     assert watched.multiprocessing_context is loader.multiprocessing_context
@@ -490,7 +531,9 @@ def test_the_loaders_own_errors_come_through(workers):
 
 
 def test_two_passes_with_workers_that_stay(tmp_path):
-    loader = DataLoader(_Photos(tmp_path), batch_size=2, num_workers=1, collate_fn=_collate, persistent_workers=True)
+    loader = DataLoader(
+        _Photos(tmp_path), batch_size=2, num_workers=1, collate_fn=_collate, persistent_workers=True
+    )
     watched = watch(loader)
     torch.manual_seed(5)
     assert _list_ids(watched) == list(range(8))
@@ -500,7 +543,9 @@ def test_two_passes_with_workers_that_stay(tmp_path):
 
 
 def test_a_shuffled_epoch_is_the_loaders_own(tmp_path):
-    loader = DataLoader(_Photos(tmp_path), batch_size=2, num_workers=2, collate_fn=_collate, shuffle=True)
+    loader = DataLoader(
+        _Photos(tmp_path), batch_size=2, num_workers=2, collate_fn=_collate, shuffle=True
+    )
     torch.manual_seed(5)
     expected = _list_ids(loader)
     torch.manual_seed(5)

@@ -1,6 +1,8 @@
-"""Mutated files through the package's entry points: each ends in correct data, in one clear line, or it is a bug.
+"""Mutated files through the package's entry points: each ends in correct data, in one clear line,
+or it is a bug.
 
-``make fuzz CASES=100000``; ``python -m tests.fuzz --case 1234`` runs one case alone and shows its traceback.
+``make fuzz CASES=100000``; ``python -m tests.fuzz --case 1234`` runs one case alone and shows its
+traceback.
 """
 
 from __future__ import annotations
@@ -27,19 +29,35 @@ from tests.fuzz.pool import Result, pick_case, run_cases
 
 def main() -> int:
     """Run the cases that were asked for; 1 if one of them is a bug."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--cases", type=int, default=5000, help="how many (default: 5000)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other cases (default: 0)")
-    parser.add_argument("--start", type=int, default=0, help="number of the first case (default: 0)")
-    parser.add_argument("--case", type=int, nargs="+", help="these cases alone, with their tracebacks")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another seed gives other cases (default: 0)"
+    )
+    parser.add_argument(
+        "--start", type=int, default=0, help="number of the first case (default: 0)"
+    )
+    parser.add_argument(
+        "--case", type=int, nargs="+", help="these cases alone, with their tracebacks"
+    )
     parser.add_argument("--kind", choices=KINDS, help="only cases of this kind")
-    parser.add_argument("--processes", type=int, default=count_cores() + 1, help="one more than cores: some cases wait")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=count_cores() + 1,
+        help="one more than cores: some cases wait",
+    )
     asked = parser.parse_args()
     numbers = asked.case or list(range(asked.start, asked.start + asked.cases))
     if asked.kind:
-        numbers = [number for number in numbers if pick_case(asked.seed, number, KINDS)[0] == asked.kind]
+        numbers = [
+            number for number in numbers if pick_case(asked.seed, number, KINDS)[0] == asked.kind
+        ]
     found, started = list[Result](), time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was found is told, and the folder removed
+    # what was found is told, and the folder removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), prepare() as (originals, folder):
         running = run_cases(numbers, asked.seed, KINDS, originals, folder, asked.processes)
         with closing(running):
@@ -52,7 +70,8 @@ def main() -> int:
                     rate = len(found) / (time.monotonic() - started)
                     end = "\n" if len(found) == len(numbers) else ""
                     print(
-                        f"\r{len(found):,} of {len(numbers):,} cases, {rate:.0f} a second, {bugs} bugs",
+                        f"\r{len(found):,} of {len(numbers):,} cases, {rate:.0f} a second, {bugs} "
+                        "bugs",
                         end=end,
                         flush=True,
                     )
@@ -66,9 +85,13 @@ def main() -> int:
 
 @contextmanager
 def prepare() -> Iterator[tuple[Originals, Path]]:
-    """What is mutated, and a folder for the cases, in memory where possible; it is removed at the end."""
+    """What is mutated, and a folder for the cases, in memory where possible; it is removed at the
+    end.
+    """
     memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="colab_utils-fuzz-", dir=memory if memory.is_dir() else None))
+    folder = Path(
+        tempfile.mkdtemp(prefix="colab_utils-fuzz-", dir=memory if memory.is_dir() else None)
+    )
     try:
         process = multiprocessing.get_context("fork").Process(
             target=make_originals, args=(folder / "made", folder / "made.pickle")
@@ -91,7 +114,10 @@ def describe(results: list[Result], seed: int) -> str:
         mine = [result for result in results if kind in (result.kind, "all")]
         counts = Counter(result.outcome for result in mine)
         mean = 1000 * sum(result.seconds for result in mine) / len(mine)
-        slowest, most = max(result.seconds for result in mine), max(result.megabytes for result in mine)
+        slowest, most = (
+            max(result.seconds for result in mine),
+            max(result.megabytes for result in mine),
+        )
         lines.append(
             f"{kind:18}{len(mine):9,}{counts['correct']:9,}{counts['refused']:9,}{counts['bug']:7,}{mean:9.0f}{slowest:11.1f}{most:9.0f}"
         )
@@ -101,7 +127,8 @@ def describe(results: list[Result], seed: int) -> str:
             bugs.setdefault((result.kind, result.bug), []).append(result.number)
     for (kind, bug), numbers in sorted(bugs.items(), key=lambda item: -len(item[1])):
         lines.append(
-            f"{len(numbers):5,} x {kind}: {bug}\n        python -m tests.fuzz --seed {seed} --case {numbers[0]}"
+            f"{len(numbers):5,} x {kind}: {bug}\n        python -m tests.fuzz --seed {seed} "
+            f"--case {numbers[0]}"
         )
     return "\n".join(lines)
 

@@ -19,7 +19,9 @@ _PARTS = ("plan", "model", "optimizer", "loader")
 
 
 def checkpoint_bytes(case: Case) -> None:
-    """Any bytes of the newest of two, or of both: one that was written is read, or it is refused, or told as torn."""
+    """Any bytes of the newest of two, or of both: one that was written is read, or it is refused,
+    or told as torn.
+    """
     rng = case.rng
     run = case.originals.checkpoints
     folder = case.folder / "run"
@@ -36,7 +38,9 @@ def checkpoint_bytes(case: Case) -> None:
     if state is None and not said:
         raise WrongDataError("no checkpoint found, and nothing said")
     known = (torch.load(io.BytesIO(content), weights_only=True) for content in run.values())
-    if isinstance(state, dict) and not any(_are_equal({**one, "path": state["path"]}, state) for one in known):
+    if isinstance(state, dict) and not any(
+        _are_equal({**one, "path": state["path"]}, state) for one in known
+    ):
         raise WrongDataError("a checkpoint that nobody wrote")
     if sorted(read_tree(folder).values()) != sorted(tree.values()):
         raise WrongDataError("checkpoint files were lost or changed")

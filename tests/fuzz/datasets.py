@@ -1,4 +1,6 @@
-"""Cases of COCO JSON, images and zips: what comes out of them must be what the independent path reads."""
+"""Cases of COCO JSON, images and zips: what comes out of them must be what the independent path
+reads.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def _judge_json(case: Case, images: Path, path: Path) -> list[str]:
     shards = case.folder / f"shards of {path.stem}"
     case.attempt(check_dataset, images, path, deep=case.rng.random() < 0.3)
     storage = case.rng.choice(["shrink", "keep", "pixels"])
-    small = {"min_size": 12, "max_size": 20} if storage != "keep" and case.rng.random() < 0.2 else {}
+    small = (
+        {"min_size": 12, "max_size": 20} if storage != "keep" and case.rng.random() < 0.2 else {}
+    )
     report = case.attempt(store, images, path, shards, storage=storage, **small)
     loose = case.attempt(CocoFolder, images, path)
     if report is not REFUSED or loose is not REFUSED:
@@ -103,7 +107,10 @@ def json_field(case: Case) -> None:
     entry = rng.choice(coco[section])
     key = rng.choice(sorted(entry))
     value = entry.pop(key)
-    choices = [mutate.draw_value(rng), json.loads(json.dumps(value), parse_int=str, parse_float=str)]
+    choices = [
+        mutate.draw_value(rng),
+        json.loads(json.dumps(value), parse_int=str, parse_float=str),
+    ]
     if rng.random() < 0.8:
         entry[key] = rng.choice([*choices, *[deepcopy(rng.choice(mutate.FIELDS[key]))] * 3])
     elif key == "file_name":
@@ -112,7 +119,9 @@ def json_field(case: Case) -> None:
 
 
 def json_odd(case: Case) -> None:
-    """Change sizes, names or RLE of some entries to what broken exports hold, or repeat entries or a section."""
+    """Change sizes, names or RLE of some entries to what broken exports hold, or repeat entries or
+    a section.
+    """
     rng = case.rng
     coco = _begin(case)
     added = ""
@@ -120,14 +129,21 @@ def json_odd(case: Case) -> None:
         case 0:
             _enlarge_image(rng, coco)
         case 1:
-            coco["annotations"] = [{**entry, "id": row} for row, entry in enumerate(coco["annotations"] * 50)]
+            coco["annotations"] = [
+                {**entry, "id": row} for row, entry in enumerate(coco["annotations"] * 50)
+            ]
         case 2:
             names = ["link.png", "folder", SECRET, f"sub/../{SECRET}", "/dev/zero"]
             coco["images"][0]["file_name"] = rng.choice(names)
             (case.folder / "data/images/folder").mkdir()
-            os.symlink(rng.choice([SECRET, "/dev/zero", "0.jpg", "link.png"]), case.folder / "data/images/link.png")
+            os.symlink(
+                rng.choice([SECRET, "/dev/zero", "0.jpg", "link.png"]),
+                case.folder / "data/images/link.png",
+            )
         case 3:
-            added = "," + json.dumps({rng.choice(list(coco)): coco[rng.choice(list(coco))][:1]})[1:-1]
+            added = (
+                "," + json.dumps({rng.choice(list(coco)): coco[rng.choice(list(coco))][:1]})[1:-1]
+            )
         case 4:
             for entry in coco["annotations"]:
                 counts = rng.choice(["0" * 800, "_" * 50, "oooo0" * 9, "Pm8", ""])
@@ -140,14 +156,18 @@ def _enlarge_image(rng: Random, coco: dict[str, Any]) -> None:
     side = rng.choice([13_000, 30_000, 100_000, 2**31 - 1, 2**40])
     name = rng.choice(["0.jpg", "missing.jpg"])
     coco["images"][0].update(width=side, height=side, file_name=name)
-    runs = rng.choice([[0, 0, 10, side**2 - 10], [side**2], [0, side**2], [side, 0, 0, side**2 - side]])
+    runs = rng.choice(
+        [[0, 0, 10, side**2 - 10], [side**2], [0, side**2], [side, 0, 0, side**2 - side]]
+    )
     entry = coco["annotations"][0]
     entry["segmentation"] = {"size": [side, side], "counts": runs}
     coco["annotations"] = [entry, *coco["annotations"][3:]]
 
 
 def json_ids(case: Case) -> None:
-    """Ids that images share: one twice, two files of one id, an export behind another that counts anew."""
+    """Ids that images share: one twice, two files of one id, an export behind another that counts
+    anew.
+    """
     rng, coco = case.rng, _begin(case)
     images, rows = coco["images"], coco["annotations"]
     if rng.random() < 0.3:
@@ -165,12 +185,16 @@ def json_ids(case: Case) -> None:
     _judge(case, json.dumps(coco).encode())
 
 
-def image_kind(names: list[str], change: Callable[[Random, bytes], bytes]) -> Callable[[Case], None]:
+def image_kind(
+    names: list[str], change: Callable[[Random, bytes], bytes]
+) -> Callable[[Case], None]:
     """A kind that changes one of these images, and sometimes the sizes that the JSON gives."""
 
     def run(case: Case) -> None:
         coco, name = _begin(case), case.rng.choice(names)
-        coco["images"] = [image for image in coco["images"] if image["file_name"] in (name, "3.png")]
+        coco["images"] = [
+            image for image in coco["images"] if image["file_name"] in (name, "3.png")
+        ]
         known = [image["id"] for image in coco["images"]]
         coco["annotations"] = [one for one in coco["annotations"] if one["image_id"] in known]
         for image in coco["images"] if case.rng.random() < 0.2 else ():
@@ -184,7 +208,11 @@ def image_kind(names: list[str], change: Callable[[Random, bytes], bytes]) -> Ca
 
 def image_odd(case: Case) -> None:
     """No image at all in its place, or one of another mode and format."""
-    coco, name, rng = _begin(case), case.rng.choice(["0.jpg", "sub/1.png", "2.tif", "3.png"]), case.rng
+    coco, name, rng = (
+        _begin(case),
+        case.rng.choice(["0.jpg", "sub/1.png", "2.tif", "3.png"]),
+        case.rng,
+    )
     path = case.folder / "data/images" / name
     content = path.read_bytes()
     path.unlink()
@@ -202,8 +230,15 @@ def image_odd(case: Case) -> None:
             pointer = b"version https://git-lfs.github.com/spec/v1\n"
             path.write_bytes(rng.choice([b"", b"\0", b"<html>", pointer, gzip.compress(content)]))
         case _:
-            mode = rng.choice(["I;16", "I", "F", "1", "L", "LA", "RGBA", "CMYK", "P", "YCbCr", "LAB", "HSV"])
-            _write_image(path, mode, rng.choice(["PNG", "TIFF", "JPEG", "GIF", "WEBP", "BMP"]), rng.randrange(2**20))
+            mode = rng.choice(
+                ["I;16", "I", "F", "1", "L", "LA", "RGBA", "CMYK", "P", "YCbCr", "LAB", "HSV"]
+            )
+            _write_image(
+                path,
+                mode,
+                rng.choice(["PNG", "TIFF", "JPEG", "GIF", "WEBP", "BMP"]),
+                rng.randrange(2**20),
+            )
     _judge(case, json.dumps(coco).encode())
 
 
@@ -226,7 +261,9 @@ def zip_members(case: Case) -> None:
     """Its members: names, kinds, order, content."""
     content = case.originals.export
     for _ in range(case.rng.randint(1, 2)):
-        content = mutate.change_zip(case.rng, content, case.rng.choice([mutate.change_member, _edit_export]))
+        content = mutate.change_zip(
+            case.rng, content, case.rng.choice([mutate.change_member, _edit_export])
+        )
     _judge_zip(case, content)
 
 
@@ -235,7 +272,9 @@ def _edit_export(rng: Random, name: str, content: bytes) -> bytes:
         coco = json.loads(content)
     except ValueError:
         return rng.choice([b"", content[:100], b"\0"])
-    rng.choice(coco["images"])["file_name"] = rng.choice([*mutate.TEXTS, "sub/", "images/0.jpg", "../coco.json", ""])
+    rng.choice(coco["images"])["file_name"] = rng.choice(
+        [*mutate.TEXTS, "sub/", "images/0.jpg", "../coco.json", ""]
+    )
     return mutate.dump_json(rng, coco)
 
 

@@ -1,4 +1,6 @@
-"""The kinds of cases: each changes something, calls the package's own entry points, and compares what comes out."""
+"""The kinds of cases: each changes something, calls the package's own entry points, and compares
+what comes out.
+"""
 
 from __future__ import annotations
 

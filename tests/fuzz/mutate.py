@@ -1,4 +1,6 @@
-"""Changes of bytes, of JSON values, and of the parts of PNG, JPEG and zip files, drawn from a seeded generator."""
+"""Changes of bytes, of JSON values, and of the parts of PNG, JPEG and zip files, drawn from a
+seeded generator.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,26 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-NUMBERS = [0, -1, 1, 2, 3, 127, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 10**9, 10**30, 0.5, -0.0]
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    127,
+    255,
+    256,
+    65_535,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**62,
+    2**63,
+    10**9,
+    10**30,
+    0.5,
+    -0.0,
+]
 NUMBERS += [1e308, 1e16, float("nan"), float("inf"), -float("inf")]
 _NEST = "many brackets"  # stands for lists in lists, which Python's own json does not write
 TEXTS = [
@@ -41,29 +62,64 @@ TEXTS += [
     "é",
     "e\u0301",
 ]
-TEXTS += ["a" * 300, "x/" * 2000, "<script>", "link.png", "secret.png", "index.json", "shard-000000.tar"]
+TEXTS += [
+    "a" * 300,
+    "x/" * 2000,
+    "<script>",
+    "link.png",
+    "secret.png",
+    "index.json",
+    "shard-000000.tar",
+]
 OUTLINE = [1, 2, 9, 2, 9, 9, 4, 9]
 FIELDS: dict[str, list[Any]] = {  # what tools write into the fields of COCO entries, well or badly
     "iscrowd": [True, False, None, "0", "1", "false", 4, [0], 0.5, "true"],
-    "bbox": [None, [], [3, 4, 2], ["3", "4", "8.5", "6"], [3, 4, -2, 5], [0, 0, 1e300, 4], "3,4,8,6", [1e9, 2, 3, 4]],
+    "bbox": [
+        None,
+        [],
+        [3, 4, 2],
+        ["3", "4", "8.5", "6"],
+        [3, 4, -2, 5],
+        [0, 0, 1e300, 4],
+        "3,4,8,6",
+        [1e9, 2, 3, 4],
+    ],
     "segmentation": [
-        OUTLINE, [], None, [[1, 2, 3, 4]], [OUTLINE, [1, 2, 3, 4]], [OUTLINE[:7]], [OUTLINE[:6], OUTLINE[1:7]],
-        [[str(number) for number in OUTLINE]], [[1e9, 0, 0, 5, 5, 5]], [[3.0, 1e6, 7, -1e6, 9, 9] * 3],
-        {"size": [24, 32], "counts": [24 * 32]}, {"size": [24, 32], "counts": [5, 0, 0, 3, 24 * 32 - 8]},
-        {"size": [32, 24], "counts": [5, 24 * 32 - 5]}, {"size": ["24", "32"], "counts": [0, 24 * 32]},
+        OUTLINE,
+        [],
+        None,
+        [[1, 2, 3, 4]],
+        [OUTLINE, [1, 2, 3, 4]],
+        [OUTLINE[:7]],
+        [OUTLINE[:6], OUTLINE[1:7]],
+        [[str(number) for number in OUTLINE]],
+        [[1e9, 0, 0, 5, 5, 5]],
+        [[3.0, 1e6, 7, -1e6, 9, 9] * 3],
+        {"size": [24, 32], "counts": [24 * 32]},
+        {"size": [24, 32], "counts": [5, 0, 0, 3, 24 * 32 - 8]},
+        {"size": [32, 24], "counts": [5, 24 * 32 - 5]},
+        {"size": ["24", "32"], "counts": [0, 24 * 32]},
         {"size": [60_000, 60_000], "counts": [0, 0, 10, 3_599_999_990]},
     ],
-    "area": [None, -5, "7.5", float("nan"), 0], "id": [None, "7", 7.0, "7a"], "image_id": ["8", 8.0, 99],
-    "file_name": TEXTS, "category_id": ["3", 0, 99], "name": [None, 5, "dog"],
-    "width": [0, None, "32", 33, 24], "height": [0, None, "24", 60_000, 32],
-}  # fmt: skip
+    "area": [None, -5, "7.5", float("nan"), 0],
+    "id": [None, "7", 7.0, "7a"],
+    "image_id": ["8", 8.0, 99],
+    "file_name": TEXTS,
+    "category_id": ["3", 0, 99],
+    "name": [None, 5, "dog"],
+    "width": [0, None, "32", 33, 24],
+    "height": [0, None, "24", 60_000, 32],
+}
 
 
 def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:
     """Flip, overwrite, cut, repeat, insert and swap some bytes."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, changes)):
-        place, length = rng.randrange(len(changed) + 1), min(len(changed), int(2 ** rng.uniform(0, 9)))
+        place, length = (
+            rng.randrange(len(changed) + 1),
+            min(len(changed), int(2 ** rng.uniform(0, 9))),
+        )
         other = rng.randrange(len(changed) + 1)
         match rng.randrange(9):
             case 0 | 1 if place < len(changed):
@@ -71,7 +127,9 @@ def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:
             case 2 if place < len(changed):
                 changed[place] = rng.randrange(256)
             case 3:
-                size, order = rng.choice([(1, "little"), (2, "big"), (2, "little"), (4, "big"), (4, "little")])
+                size, order = rng.choice(
+                    [(1, "little"), (2, "big"), (2, "little"), (4, "big"), (4, "little")]
+                )
                 value = int(rng.choice(NUMBERS[:12])) % (1 << 8 * size)
                 changed[place : place + size] = value.to_bytes(size, order)
             case 4:
@@ -104,7 +162,9 @@ def draw_value(rng: Random) -> Any:
 
 
 def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
-    """Replace, remove, repeat or swap some values of a JSON document; keys as likely as the many numbers of a list."""
+    """Replace, remove, repeat or swap some values of a JSON document; keys as likely as the many
+    numbers of a list.
+    """
     root = {"": deepcopy(tree)}
     for _ in range(rng.randint(1, changes)):
         places = _list_places(root)
@@ -136,11 +196,15 @@ def dump_json(rng: Random, tree: Any) -> bytes:
     text = json.dumps(tree, ensure_ascii=rng.random() < 0.7, indent=rng.choice([None, 1]))
     depth = rng.choice([50, 960, 990, 100_000])
     text = text.replace(f'"{_NEST}"', "[" * depth + "]" * depth)
-    return text.encode(rng.choice(["utf-8"] * 7 + ["utf-8-sig", "utf-16", "utf-32"]), "surrogatepass")
+    return text.encode(
+        rng.choice(["utf-8"] * 7 + ["utf-8-sig", "utf-16", "utf-32"]), "surrogatepass"
+    )
 
 
 def change_png(rng: Random, data: bytes) -> bytes:
-    """Change the chunks of a PNG: order, number, kind, content, sizes; every checksum is right again."""
+    """Change the chunks of a PNG: order, number, kind, content, sizes; every checksum is right
+    again.
+    """
     chunks, place = [], 8
     while place < len(data):
         length = int.from_bytes(data[place : place + 4], "big")
@@ -163,14 +227,18 @@ def change_png(rng: Random, data: bytes) -> bytes:
                 sides = rng.choice([(60_000, 60_000), (0, 24), (32, 25), (2**31 - 1, 1), (24, 32)])
                 chunks[0] = chunks[0][0], struct.pack(">II", *sides) + chunks[0][1][8:]
             case 5:
-                chunks[row] = rng.choice([b"tRNS", b"PLTE", b"IDAT", b"gAMA", b"acTL", b"fcTL"]), body
+                chunks[row] = (
+                    rng.choice([b"tRNS", b"PLTE", b"IDAT", b"gAMA", b"acTL", b"fcTL"]),
+                    body,
+                )
             case 6:
                 at = rng.randrange(8, 13)  # depth, colours, compression, filter, interlace
                 head = bytearray(chunks[0][1].ljust(13, b"\0"))
                 head[at] = rng.choice([0, 1, 2, 3, 4, 6, 8, 16])
                 chunks[0] = chunks[0][0], bytes(head)
     parts = (
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
     )
     return data[:8] + b"".join(parts)
 
@@ -197,7 +265,11 @@ def change_jpeg(rng: Random, data: bytes) -> bytes:
         case 4:
             orientation = rng.choice([0, 1, 2, 3, 6, 8, 9, 65_535])
             kind = rng.choice([3, 3, 3, 2, 4, 12])  # short; others are damage
-            exif = b"Exif\0\0MM\0*\0\0\0\x08\0\1" + struct.pack(">HHIHH", 0x0112, kind, 1, orientation, 0) + bytes(4)
+            exif = (
+                b"Exif\0\0MM\0*\0\0\0\x08\0\1"
+                + struct.pack(">HHIHH", 0x0112, kind, 1, orientation, 0)
+                + bytes(4)
+            )
             segments.insert(0, b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif)
         case 5:
             rng.shuffle(segments)
@@ -210,14 +282,18 @@ def change_member(rng: Random, name: str, content: bytes) -> bytes:
 
 
 def change_zip(rng: Random, data: bytes, edit: Callable[[Random, str, bytes], bytes]) -> bytes:
-    """Change the members of a zip: names, order, number, kinds, or content by ``edit``. Its checksums are right."""
+    """Change the members of a zip: names, order, number, kinds, or content by ``edit``. Its
+    checksums are right.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = [(info, archive.read(info)) for info in archive.infolist()]
     row, other = rng.randrange(len(members)), rng.randrange(len(members))
     info, content = members[row]
     match rng.randrange(9):
         case 0:
-            info.filename = rng.choice([members[other][0].filename, *(text for text in TEXTS if "\ud800" not in text)])
+            info.filename = rng.choice(
+                [members[other][0].filename, *(text for text in TEXTS if "\ud800" not in text)]
+            )
         case 1:
             members.insert(other, members[row] if rng.random() < 0.5 else (info, members[other][1]))
         case 2:
@@ -256,4 +332,4 @@ _CHUNKS = [
     (b"tRNS", b"\0\0\0\0\0\0"),
     (b"tIME", b""),
     (b"acTL", b"\0\0\0\2\0\0\0\0"),
-]  # fmt: skip
+]

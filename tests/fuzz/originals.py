@@ -1,4 +1,6 @@
-"""What is mutated: small datasets of several kinds of images and masks, their shards, checkpoints, and a zip."""
+"""What is mutated: small datasets of several kinds of images and masks, their shards, checkpoints,
+and a zip.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Originals:
     dataset: Tree = field(default_factory=dict)
     """``images/...`` and ``coco.json``."""
     shards: list[Tree] = field(default_factory=list)
-    """Of the dataset; of the same images with other annotations; and of other images under the same names."""
+    """Of the dataset; of the same images with other annotations; and of other images under the same
+    names.
+    """
     checkpoints: Tree = field(default_factory=dict)
     """Two checkpoints of one run, which hold little."""
     export: bytes = b""
@@ -71,8 +75,12 @@ class Inline(Executor):
 
 
 @contextmanager
-def run_here(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> Iterator[Executor]:
-    """In place of ``fork_pool``: a case stays in its own process, where time and memory are measured."""
+def run_here(
+    workers: int, initializer: Callable[..., object] = int, *arguments: Any
+) -> Iterator[Executor]:
+    """In place of ``fork_pool``: a case stays in its own process, where time and memory are
+    measured.
+    """
     initializer(*arguments)
     yield Inline()
 
@@ -82,7 +90,14 @@ def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return write_shards(
-            images, annotations, shards=shards, shard_mb=0.006, executor=Inline(), workers=1, max_bad=1.0, **settings
+            images,
+            annotations,
+            shards=shards,
+            shard_mb=0.006,
+            executor=Inline(),
+            workers=1,
+            max_bad=1.0,
+            **settings,
         )
 
 
@@ -90,7 +105,8 @@ def make_originals(folder: Path, pickled: Path) -> None:
     """Make them in a process of its own, whose threads are not forked, and leave them pickled."""
     import torch
 
-    torch.set_num_threads(1)  # a forked process has lost OpenMP's threads, and would wait for them for ever
+    # a forked process has lost OpenMP's threads, and would wait for them for ever
+    torch.set_num_threads(1)
     made = Originals()
     for number in range(3):
         root = folder / str(number)
@@ -102,7 +118,12 @@ def make_originals(folder: Path, pickled: Path) -> None:
         made.known.append(_read_known(root, made.shards[-1]))
     checkpoints = CheckpointFolder(folder / "run")
     for step in (1, 2):
-        state = {"weight": np_tensor(step), "other": np_tensor(step + 2), "names": {1: "a"}, "list": [1.5, None, "x"]}
+        state = {
+            "weight": np_tensor(step),
+            "other": np_tensor(step + 2),
+            "names": {1: "a"},
+            "list": [1.5, None, "x"],
+        }
         checkpoints.save(state, step=step)
     made.checkpoints = read_tree(folder / "run")
     file = io.BytesIO()
@@ -123,7 +144,11 @@ def np_tensor(seed: int) -> Any:
 def read_tree(folder: Path) -> Tree:
     """All plain files below a folder, but for huge ones."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.stat().st_size < 2**26}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in paths
+        if path.stat().st_size < 2**26
+    }
 
 
 def write_tree(folder: Path, tree: Tree) -> None:
@@ -153,7 +178,12 @@ def _make_dataset(number: int) -> Tree:
     """Four images; ``number`` 1 has the same ones with other annotations, 2 has others."""
     tree: Tree = {}
     rng, pick = np.random.default_rng(number // 2), random.Random(number)
-    formats = [("0.jpg", "JPEG", "RGB"), ("sub/1.png", "PNG", "RGB"), ("2.tif", "TIFF", "RGB"), ("3.png", "PNG", "P")]
+    formats = [
+        ("0.jpg", "JPEG", "RGB"),
+        ("sub/1.png", "PNG", "RGB"),
+        ("2.tif", "TIFF", "RGB"),
+        ("3.png", "PNG", "P"),
+    ]
     images, annotations = [], []
     for row, (name, kind, mode) in enumerate(formats):
         file = io.BytesIO()
@@ -162,16 +192,29 @@ def _make_dataset(number: int) -> Tree:
         tree[f"images/{name}"] = file.getvalue()
         images.append({"id": 7 + row, "file_name": name, "width": WIDTH, "height": HEIGHT})
         for crowd in (0, 0, row % 2):
-            one = {"id": 100 + len(annotations), "image_id": 7 + row, "category_id": pick.choice([3, 18])}
+            one = {
+                "id": 100 + len(annotations),
+                "image_id": 7 + row,
+                "category_id": pick.choice([3, 18]),
+            }
             annotations.append({**one, "iscrowd": crowd, **_draw_object(pick, crowd)})
     categories = [{"id": 3, "name": "car"}, {"id": 18, "name": "dog"}]
-    tree["coco.json"] = json.dumps({"images": images, "categories": categories, "annotations": annotations}).encode()
+    tree["coco.json"] = json.dumps(
+        {"images": images, "categories": categories, "annotations": annotations}
+    ).encode()
     return tree
 
 
 def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
-    """A box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for a crowd."""
-    x, y, width, height = pick.randint(0, 20), pick.randint(0, 14), pick.randint(4, 12), pick.randint(4, 10)
+    """A box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for a
+    crowd.
+    """
+    x, y, width, height = (
+        pick.randint(0, 20),
+        pick.randint(0, 14),
+        pick.randint(4, 12),
+        pick.randint(4, 10),
+    )
     mask = np.zeros((HEIGHT, WIDTH), np.uint8, order="F")
     mask[y : y + height, x : x + width] = 1
     counts = [x * HEIGHT + y, *([height, HEIGHT - height] * width)[:-1], HEIGHT * WIDTH]
@@ -180,4 +223,8 @@ def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
     compressed = {"size": [HEIGHT, WIDTH], "counts": coco_mask.encode(mask)["counts"].decode()}
     choices: list[Any] = [[corners], [corners, [x, y, x + 3, y, x, y + 3.5]], compressed]
     segmentation = {"size": [HEIGHT, WIDTH], "counts": counts} if crowd else pick.choice(choices)
-    return {"bbox": [x, y, width, height], "area": width * height * 0.75, "segmentation": segmentation}
+    return {
+        "bbox": [x, y, width, height],
+        "area": width * height * 0.75,
+        "segmentation": segmentation,
+    }

@@ -1,4 +1,6 @@
-"""Runs cases in forked processes with limits: 10 seconds, 1 GB, no file outside of the folder, no program started."""
+"""Runs cases in forked processes with limits: 10 seconds, 1 GB, no file outside of the folder, no
+program started.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,25 @@ SECONDS, MEGABYTES = 10, 1024
 REFUSED: Any = type("Refused", (), {"__bool__": lambda self: False})()
 _CASES_A_PROCESS = 2000  # then a fresh one: what a case leaves in memory ends with it
 _ROOT = Path(__file__).parents[2]
-_WRITES = {"os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link", "os.symlink", "os.truncate", "os.chmod"}
-_PROGRAMS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect", "os.fork"}
+_WRITES = {
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.rename",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+}
+_PROGRAMS = {
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "socket.connect",
+    "os.fork",
+}
 
 
 class Outside(BaseException):
@@ -54,12 +73,16 @@ class Case:
     """What was refused, and why: in one line."""
 
     def attempt(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What an entry point returns, or `REFUSED`; anything that it raises but one clear line is a bug."""
+        """What an entry point returns, or `REFUSED`; anything that it raises but one clear line is
+        a bug.
+        """
         try:
             return work(*arguments, **named)
         except ColabUtilsError as error:
             if len(text := str(error)) < 3 or not text.isprintable():
-                raise WrongDataError(f"a message that is not one printable line: {text!r:.300}") from error
+                raise WrongDataError(
+                    f"a message that is not one printable line: {text!r:.300}"
+                ) from error
             self.refused.append(text)
             return REFUSED
 
@@ -95,7 +118,11 @@ def run_cases(
     numbers: list[int], seed: int, kinds: Kinds, originals: Originals, root: Path, processes: int
 ) -> Generator[Result, None, None]:
     """Run these cases in processes of their own; yields each result when it is there."""
-    context, left, running = multiprocessing.get_context("fork"), list(reversed(numbers)), dict[Connection, list[Any]]()
+    context, left, running = (
+        multiprocessing.get_context("fork"),
+        list(reversed(numbers)),
+        dict[Connection, list[Any]](),
+    )
     places = list(range(processes))  # the number of a process's folder
     try:
         while left or running:
@@ -103,7 +130,9 @@ def run_cases(
                 ours, theirs = context.Pipe()
                 place = places.pop()
                 process = context.Process(
-                    target=_work, args=(theirs, seed, kinds, originals, root / f"worker-{place}"), daemon=True
+                    target=_work,
+                    args=(theirs, seed, kinds, originals, root / f"worker-{place}"),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -121,7 +150,10 @@ def run_cases(
                 except (EOFError, ConnectionError):
                     process.join()
                     yield _explain_end(
-                        number, pick_case(seed, number, kinds)[0], process.exitcode, root / f"worker-{place}"
+                        number,
+                        pick_case(seed, number, kinds)[0],
+                        process.exitcode,
+                        root / f"worker-{place}",
                     )
                 process.join()
                 connection.close()
@@ -132,7 +164,9 @@ def run_cases(
             process.join()
 
 
-def _work(connection: Connection, seed: int, kinds: Kinds, originals: Originals, folder: Path) -> None:
+def _work(
+    connection: Connection, seed: int, kinds: Kinds, originals: Originals, folder: Path
+) -> None:
     """A process: one case after another, as the parent sends their numbers."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
         signal.signal(ending, signal.SIG_IGN)
@@ -143,8 +177,10 @@ def _work(connection: Connection, seed: int, kinds: Kinds, originals: Originals,
     faulthandler.enable(file=2)
     # What looks damaged is read again after a second, and most cases look so.
     drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
-    torch.set_num_threads(1)  # a forked process has lost OpenMP's threads, and would wait for them for ever
-    ctypes.CDLL(None).mallopt(-8, 1)  # one arena: each thread's own would take 64 MB of the address space
+    # a forked process has lost OpenMP's threads, and would wait for them for ever
+    torch.set_num_threads(1)
+    # one arena: each thread's own would take 64 MB of the address space
+    ctypes.CDLL(None).mallopt(-8, 1)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 2 * MEGABYTES * 2**20,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -163,25 +199,38 @@ class _Guard:
         self.inside += ("/dev/shm/pym-",)  # memory that multiprocessing shares
         self.on, self.met = False, ""
         self.readable = tuple(
-            f"{os.path.realpath(one)}/" for one in (sys.prefix, sys.base_prefix, _ROOT, "/proc", "/sys")
+            f"{os.path.realpath(one)}/"
+            for one in (sys.prefix, sys.base_prefix, _ROOT, "/proc", "/sys")
         )
-        self.readable += (f"{sys.prefix}/", "/dev/null", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
+        self.readable += (
+            f"{sys.prefix}/",
+            "/dev/null",
+            "/dev/urandom",
+            "/usr/share/zoneinfo",
+            "/etc/localtime",
+        )
         sys.addaudithook(self._look)
 
     def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on or (event != "open" and event not in _WRITES and event not in _PROGRAMS):
             return
-        named = arguments[event == "os.symlink" : 1 if event not in ("os.rename", "os.link", "os.symlink") else 2]
+        named = arguments[
+            event == "os.symlink" : 1 if event not in ("os.rename", "os.link", "os.symlink") else 2
+        ]
         paths = [one for one in named if isinstance(one, str | bytes | os.PathLike)]
         for path in map(os.path.realpath, map(os.fsdecode, paths)):
             writes = event != "open" or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            known = f"{path}/".startswith(self.inside) or (not writes and path.startswith(self.readable))
+            known = f"{path}/".startswith(self.inside) or (
+                not writes and path.startswith(self.readable)
+            )
             if event in _PROGRAMS or not known:
                 self.met = self.met or f"{event} {'' if event in _PROGRAMS else path}"
                 raise Outside(self.met)
 
 
-def _run_case(number: int, seed: int, kinds: Kinds, originals: Originals, folder: Path, guard: _Guard) -> Result:
+def _run_case(
+    number: int, seed: int, kinds: Kinds, originals: Originals, folder: Path, guard: _Guard
+) -> Result:
     kind, rng = pick_case(seed, number, kinds)
     case = folder / "case"
     for old in case.iterdir():
@@ -192,7 +241,13 @@ def _run_case(number: int, seed: int, kinds: Kinds, originals: Originals, folder
     os.chdir(case / "work")
     os.truncate(folder / "stderr", 0)
     Path("/proc/self/clear_refs").write_text("5")  # the highest memory starts anew
-    before, started, outcome, bug, text = _read_memory("VmRSS"), time.perf_counter(), "correct", "", ""
+    before, started, outcome, bug, text = (
+        _read_memory("VmRSS"),
+        time.perf_counter(),
+        "correct",
+        "",
+        "",
+    )
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
     guard.on, guard.met = True, ""
     try:
@@ -224,7 +279,10 @@ def _name_bug(error: BaseException) -> str:
     ours = [frame for frame in frames if "/colab_utils/" in frame.filename] or frames[-1:]
     place = f"{Path(ours[-1].filename).name} {ours[-1].name}"
     if isinstance(error, WrongDataError):  # which calls led there
-        place = next((frame.name for frame in reversed(frames) if frame.name.startswith("_judge")), frames[-1].name)
+        place = next(
+            (frame.name for frame in reversed(frames) if frame.name.startswith("_judge")),
+            frames[-1].name,
+        )
     message = re.sub(r"\d+", "N", (str(error).splitlines() or [""])[0])
     return f"{type(error).__name__} in {place}: {message:.90}"
 
@@ -241,4 +299,11 @@ def _explain_end(number: int, kind: str, exitcode: int | None, folder: Path) -> 
         else "exit"
     )
     place = " ".join(places[0]) if places else "?"
-    return Result(number, kind, "bug", f"{what} in {place}", text[-4000:], SECONDS if "Timeout" in text else 0.0)
+    return Result(
+        number,
+        kind,
+        "bug",
+        f"{what} in {place}",
+        text[-4000:],
+        SECONDS if "Timeout" in text else 0.0,
+    )

@@ -1,4 +1,6 @@
-"""Cases of shards, their index and copies: what comes out of them must be the original, or nothing."""
+"""Cases of shards, their index and copies: what comes out of them must be the original, or
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def _judge_arriving(case: Case, folder: Path) -> None:
 
 
 def _judge_samples(case: Case, dataset: ShardDataset, *, part: bool = False) -> None:
-    """Compare classes, images, records and sometimes batches; a limit (``part``) may have left some images out."""
+    """Compare classes, images, records and sometimes batches; a limit (``part``) may have left some
+    images out.
+    """
     matching = [known for known in case.originals.known if dataset.fingerprint in known.facts]
     known = (matching or case.originals.known)[0]
     facts = (
@@ -87,7 +91,9 @@ def _judge_samples(case: Case, dataset: ShardDataset, *, part: bool = False) -> 
             raise WrongDataError("another record than there was")
     if case.rng.random() < 0.1:
         for image, target in case.attempt(_load_batches, dataset) or ():
-            compare_sample(image, target, known.truth[int(target["image_id"])], dataset.category_ids)
+            compare_sample(
+                image, target, known.truth[int(target["image_id"])], dataset.category_ids
+            )
 
 
 def _load_batches(dataset: ShardDataset) -> list[tuple[Any, Any]]:
@@ -122,10 +128,14 @@ def damage(rng: Random, tree: Tree, _: Any = None) -> None:
 
 
 def make_twin(rng: Random, tree: Tree, _: Any) -> None:
-    """Arrays that are lost or damaged, so that they are made again, from a tar with another digit."""
+    """Arrays that are lost or damaged, so that they are made again, from a tar with another
+    digit.
+    """
     name = rng.choice([name for name in sorted(tree) if name.endswith(".tar")])
     arrays = name.replace(".tar", ".arrays")
-    tree[name] = (mutate.change_digit if rng.random() < 0.8 else mutate.change_bytes)(rng, tree[name])
+    tree[name] = (mutate.change_digit if rng.random() < 0.8 else mutate.change_bytes)(
+        rng, tree[name]
+    )
     tree[arrays] = mutate.change_bytes(rng, tree[arrays])
     if rng.random() < 0.5:
         del tree[arrays]
@@ -134,7 +144,9 @@ def make_twin(rng: Random, tree: Tree, _: Any) -> None:
 def change_index(rng: Random, tree: Tree, _: Any) -> None:
     """Values of the index: replaced, lost, repeated, wrapped; or another digit."""
     changed = mutate.dump_json(rng, mutate.change_tree(rng, json.loads(tree["index.json"])))
-    tree["index.json"] = mutate.change_digit(rng, tree["index.json"]) if rng.random() < 0.3 else changed
+    tree["index.json"] = (
+        mutate.change_digit(rng, tree["index.json"]) if rng.random() < 0.3 else changed
+    )
 
 
 def swap(rng: Random, tree: Tree, originals: Originals) -> None:
@@ -148,7 +160,9 @@ def copy(case: Case) -> None:
     """A copy with a limit or without, damage at the source or the target, and another copy."""
     rng, source, target = case.rng, case.folder / "shards", case.folder / "copy"
     write_tree(source, case.originals.shards[0])
-    size = sum(len(content) for name, content in case.originals.shards[0].items() if "000000" in name)
+    size = sum(
+        len(content) for name, content in case.originals.shards[0].items() if "000000" in name
+    )
     case.attempt(copy_shards, source, target, limit_gb=rng.choice([None, None, size * 1.1e-9]))
     for _ in range(rng.randint(1, 2)):
         where = rng.choice([source, target, target])
@@ -158,11 +172,19 @@ def copy(case: Case) -> None:
         if tree:
             damage(rng, tree)
         write_tree(where, tree)
-        limit = rng.choice([None, size * 1.1e-9, size * 1.1e-9, size * 0.5e-9, 0.0, -1.0, float("nan")])
+        limit = rng.choice(
+            [None, size * 1.1e-9, size * 1.1e-9, size * 0.5e-9, 0.0, -1.0, float("nan")]
+        )
         report = case.attempt(copy_shards, source, target, limit_gb=limit)
     if report is not REFUSED and (bad := verify_shards(target).bad):
         raise WrongDataError(f"a copy without an error is bad\n{bad}")
-    if (target / "index.json").exists() and (dataset := case.attempt(ShardDataset, target)) is not REFUSED:
+    if (target / "index.json").exists() and (
+        dataset := case.attempt(ShardDataset, target)
+    ) is not REFUSED:
         _judge_samples(case, dataset, part=True)
-        if report is not REFUSED and limit is None and len(dataset) < len(case.originals.known[0].truth):
+        if (
+            report is not REFUSED
+            and limit is None
+            and len(dataset) < len(case.originals.known[0].truth)
+        ):
             raise WrongDataError("a copy without a limit left images out")

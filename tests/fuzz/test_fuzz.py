@@ -12,7 +12,9 @@ from tests.fuzz.kinds import KINDS
 from tests.fuzz.pool import Case, Result, pick_case, run_cases
 from tests.fuzz.truth import WrongDataError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and memory are read as Linux gives them")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="limits and memory are read as Linux gives them"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,9 @@ def prepared():
 
 def run(prepared, kinds, numbers, processes=2) -> list[Result]:
     originals, folder = prepared
-    return sorted(run_cases(numbers, 0, kinds, originals, folder, processes), key=lambda result: result.number)
+    return sorted(
+        run_cases(numbers, 0, kinds, originals, folder, processes), key=lambda result: result.number
+    )
 
 
 def leave(case: Case) -> bool:
@@ -77,8 +81,9 @@ def test_each_kind_of_bug_is_told(prepared, work, bug):
         assert result.kind == pick_case(0, result.number, kinds)[0]
         assert result.outcome == ("bug" if result.kind == "bad" else "correct")
         assert result.bug.startswith(bug) or result.kind == "fine"
-    assert f"python -m tests.fuzz --seed 0 --case {next(one.number for one in results if one.bug)}" in describe(
-        results, 0
+    assert (
+        f"python -m tests.fuzz --seed 0 --case {next(one.number for one in results if one.bug)}"
+        in describe(results, 0)
     )
 
 
@@ -110,7 +115,8 @@ FOUND = [  # kind, seed and number of cases that were bugs once
     ("image_png", 5, 1320),  # a palette with transparency that is too long: ValueError
     ("json_tree", 5, 779),  # RLE size made of lists: ValueError of an array's truth
     ("json_tree", 4, 1095),  # true in a polygon counted as 1
-    ("json_field", 7, 1010),  # an annotation id of 10**30: repair left it, preprocess skipped its image
+    # an annotation id of 10**30: repair left it, preprocess skipped its image
+    ("json_field", 7, 1010),
     ("json_tree", 8, 3361),  # a number where polygons lie: TypeError in repair
     ("shard_swap", 4, 45),  # index of another folder
     ("zip_bytes", 2026, 98535),  # a name that says it is UTF-8 and is not: UnicodeDecodeError

@@ -33,7 +33,8 @@ class Expected:
 
 
 def read_truth(images: Path, data: bytes) -> dict[int, Any]:
-    """By image id: a function that gives what is expected of it, or raises where the entries make no sense.
+    """By image id: a function that gives what is expected of it, or raises where the entries make
+    no sense.
 
     The function takes ``loose``: the masks of crowds and of boxes without area are not looked at.
     """
@@ -44,7 +45,9 @@ def read_truth(images: Path, data: bytes) -> dict[int, Any]:
         if number in entries:
             raise WrongDataError(f"image id {number} twice")
         mine = [(row, one) for row, one in enumerate(coco["annotations"], 1) if _is_of(one, number)]
-        entries[number] = lambda loose=False, image=image, mine=mine: _expect(images, image, mine, loose)
+        entries[number] = lambda loose=False, image=image, mine=mine: _expect(
+            images, image, mine, loose
+        )
     return entries
 
 
@@ -55,16 +58,26 @@ def _is_of(annotation: Any, number: int) -> bool:
         return False
 
 
-def _expect(images: Path, image: dict[str, Any], annotations: list[tuple[int, Any]], loose: bool) -> Expected:
+def _expect(
+    images: Path, image: dict[str, Any], annotations: list[tuple[int, Any]], loose: bool
+) -> Expected:
     size = _to_int(image.get("height") or 0), _to_int(image.get("width") or 0)
     pixels = read_pixels(find_file(images, image).read_bytes(), size)
     height, width = pixels.shape[:2]
-    return Expected(pixels, [_expect_annotation(one, row, height, width, loose) for row, one in annotations])
+    return Expected(
+        pixels, [_expect_annotation(one, row, height, width, loose) for row, one in annotations]
+    )
 
 
-def _expect_annotation(one: dict[str, Any], row: int, height: int, width: int, loose: bool) -> dict[str, Any]:
+def _expect_annotation(
+    one: dict[str, Any], row: int, height: int, width: int, loose: bool
+) -> dict[str, Any]:
     crowd = _CROWD.get(str(one.get("iscrowd")))
-    if loose and one.get("bbox") and (crowd or not find_corners([one["bbox"]], height, width)[1].any()):
+    if (
+        loose
+        and one.get("bbox")
+        and (crowd or not find_corners([one["bbox"]], height, width)[1].any())
+    ):
         mask = np.zeros((height, width), np.uint8)
     else:
         mask = draw_mask(one.get("segmentation"), height, width)
@@ -101,7 +114,11 @@ def draw_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
             runs = [_to_int(run) for run in counts]
             if min(runs) < 0 or sum(runs) != height * width:
                 raise WrongDataError("RLE counts that do not add up accepted")
-            return np.repeat(np.arange(len(runs)) % 2, runs).astype(np.uint8).reshape(height, width, order="F")
+            return (
+                np.repeat(np.arange(len(runs)) % 2, runs)
+                .astype(np.uint8)
+                .reshape(height, width, order="F")
+            )
         return coco_mask.decode({"size": [height, width], "counts": counts.encode()})
     polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
     whole = [[_to_float(number) for number in polygon] for polygon in polygons if len(polygon) >= 6]
@@ -111,7 +128,9 @@ def draw_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 
 def read_pixels(data: bytes, size: tuple[int, int]) -> np.ndarray:
-    """uint8 [H, W, 3] by Pillow; turned by EXIF only where the size that the annotations give says so."""
+    """uint8 [H, W, 3] by Pillow; turned by EXIF only where the size that the annotations give says
+    so.
+    """
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
@@ -122,7 +141,9 @@ def read_pixels(data: bytes, size: tuple[int, int]) -> np.ndarray:
     if height and width and image.size != (width, height):
         image = ImageOps.exif_transpose(image)
         if image.size != (width, height):
-            raise WrongDataError(f"image of {image.size} accepted for annotations of {width} x {height}")
+            raise WrongDataError(
+                f"image of {image.size} accepted for annotations of {width} x {height}"
+            )
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -154,14 +175,20 @@ def find_file(images: Path, image: dict[str, Any]) -> Path:
     ):
         return images / name
     base = unicodedata.normalize("NFC", PureWindowsPath(name).name)
-    found = [path for path in images.rglob("*") if unicodedata.normalize("NFC", path.name) == base and path.is_file()]
+    found = [
+        path
+        for path in images.rglob("*")
+        if unicodedata.normalize("NFC", path.name) == base and path.is_file()
+    ]
     if len(found) != 1:
         raise WrongDataError(f"file_name {name!r:.60} accepted")
     return found[0]
 
 
 def find_corners(boxes: list[Any], height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [N, 4] x0, y0, x1, y1 in the image, and bool [N] which have an area, as torchvision's references."""
+    """float32 [N, 4] x0, y0, x1, y1 in the image, and bool [N] which have an area, as torchvision's
+    references.
+    """
     corners = np.array(boxes, np.float32).reshape(-1, 4)
     corners[:, 2:] += corners[:, :2]
     corners[:, 0::2] = corners[:, 0::2].clip(0, width)
@@ -170,7 +197,9 @@ def find_corners(boxes: list[Any], height: int, width: int) -> tuple[np.ndarray,
 
 
 class Truth:
-    """What the independent path reads in a dataset, image by image, once; what it raises on accepted data is a bug."""
+    """What the independent path reads in a dataset, image by image, once; what it raises on
+    accepted data is a bug.
+    """
 
     def __init__(self, images: Path, data: bytes) -> None:
         self.known: dict[tuple[int, bool], Expected] = {}
@@ -189,7 +218,10 @@ class Truth:
         except WrongDataError:
             raise
         except Exception as error:
-            text = f"accepted what the independent path does not understand: {type(error).__name__} {error}"
+            text = (
+                "accepted what the independent path does not understand: "
+                f"{type(error).__name__} {error}"
+            )
             raise WrongDataError(text) from error
 
 
@@ -207,20 +239,31 @@ def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:
     if scale == 1:
         return expected
     size = max(1, int(height * scale)), max(1, int(width * scale))
-    image = Image.fromarray(expected.pixels).resize(size[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
+    image = Image.fromarray(expected.pixels).resize(
+        size[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0
+    )
     scales, annotations = (size[0] / height, size[1] / width), []
     for one in expected.annotations:
         dense = torch.from_numpy(one["mask"].copy())[None, None].float()
         mask = torch.nn.functional.interpolate(dense, size=size)[0, 0].byte().numpy()
         box = [side * scales[1 - place % 2] for place, side in enumerate(one["bbox"])]
-        annotations.append({**one, "mask": mask, "bbox": box, "area": one["area"] * scales[1] * scales[0]})
+        annotations.append(
+            {**one, "mask": mask, "bbox": box, "area": one["area"] * scales[1] * scales[0]}
+        )
     return Expected(np.asarray(image), annotations)
 
 
 def compare_sample(
-    image: Any, target: dict[str, Any], expected: Expected, category_ids: dict[int, int], *, pixels: bool = True
+    image: Any,
+    target: dict[str, Any],
+    expected: Expected,
+    category_ids: dict[int, int],
+    *,
+    pixels: bool = True,
 ) -> None:
-    """A sample with torchvision's contract against what is expected: crowds and boxes without area are left out."""
+    """A sample with torchvision's contract against what is expected: crowds and boxes without area
+    are left out.
+    """
     height, width = expected.pixels.shape[:2]
     compare(image.shape, (3, height, width), "sizes")
     if pixels:
@@ -229,11 +272,17 @@ def compare_sample(
     kept &= np.array([not one["iscrowd"] for one in expected.annotations], bool)
     objects = [one for one, keep in zip(expected.annotations, kept, strict=True) if keep]
     compare(
-        [category_ids[label] for label in target["labels"].tolist()], [one["category_id"] for one in objects], "labels"
+        [category_ids[label] for label in target["labels"].tolist()],
+        [one["category_id"] for one in objects],
+        "labels",
     )
     compare(target["boxes"], boxes[kept], "boxes")
     compare(target["area"], np.array([one["area"] for one in objects], np.float32), "areas")
-    compare(target["masks"], np.array([one["mask"] for one in objects], np.uint8).reshape(-1, height, width), "masks")
+    compare(
+        target["masks"],
+        np.array([one["mask"] for one in objects], np.uint8).reshape(-1, height, width),
+        "masks",
+    )
     if 0 in target["labels"] or target["iscrowd"].any() or not np.isfinite(boxes[kept]).all():
         raise WrongDataError("a label 0, a crowd, or a box that is no number")
 
@@ -249,14 +298,20 @@ def compare_record(record: dict[str, Any], expected: Expected) -> None:
         )
     for one, other in zip(record["annotations"], expected.annotations, strict=True):
         compare(
-            coco_mask.decode({**one["segmentation"], "counts": one["segmentation"]["counts"].encode()}),
+            coco_mask.decode(
+                {**one["segmentation"], "counts": one["segmentation"]["counts"].encode()}
+            ),
             other["mask"],
             "records' masks",
         )
 
 
 def _to_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str) or not np.isfinite(number := float(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | str)
+        or not np.isfinite(number := float(value))
+    ):
         raise WrongDataError(f"{value!r:.40} accepted as a number")
     return number
 

@@ -1,4 +1,6 @@
-"""Training on shards while they are still copied: every image once an epoch, in an order that can be repeated."""
+"""Training on shards while they are still copied: every image once an epoch, in an order that can
+be repeated.
+"""
 
 import errno
 import json
@@ -34,9 +36,12 @@ SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory, tiny_dataset):
     """Shards of a few images each."""
-    load_jpeg_decoder()  # the first loader imports torchvision for seconds, in which all would arrive
+    # the first loader imports torchvision for seconds, in which all would arrive
+    load_jpeg_decoder()
     folder = tmp_path_factory.mktemp("drive") / "shards"
-    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=0.02, workers=1)
+    write_shards(
+        tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=0.02, workers=1
+    )
     assert len(ShardDataset(folder).index.shards) > 3
     return folder
 
@@ -150,7 +155,9 @@ def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_p
         for _, targets in batches:
             delivered.extend(int(target["image_id"]) for target in targets)
 
-    with pytest.raises(DriveLostError, match=r"\d+ of \d+ shards in .*ssd are safe, and the same call continues"):
+    with pytest.raises(
+        DriveLostError, match=r"\d+ of \d+ shards in .*ssd are safe, and the same call continues"
+    ):
         train()
     assert delivered
     assert len(set(delivered)) == len(delivered)
@@ -180,18 +187,24 @@ READERS = {
     "its last": lambda dataset: dataset.record(-1),
     "make_loader": lambda dataset: list(make_loader(dataset, batch_size=2, workers=0)),
     "make_loader's worker": lambda dataset: list(make_loader(dataset, batch_size=2, workers=1)),
-    "DataLoader": lambda dataset: list(DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list)),
+    "DataLoader": lambda dataset: list(
+        DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list)
+    ),
 }
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(drive, tmp_path, monkeypatch, reader):
-    monkeypatch.setattr(Copying, "copy_file", lambda self, *_: self.stop.wait())  # nothing ever arrives
+def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
+    drive, tmp_path, monkeypatch, reader
+):
+    # nothing ever arrives
+    monkeypatch.setattr(Copying, "copy_file", lambda self, *_: self.stop.wait())
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     timer = threading.Timer(0.5, dataset.stop)
     timer.start()
     with pytest.raises(
-        ColabUtilsError, match=r"found that the copy was stopped; 0 of \d+ shards in .*ssd are safe, and the same"
+        ColabUtilsError,
+        match=r"found that the copy was stopped; 0 of \d+ shards in .*ssd are safe, and the same",
     ):
         READERS[reader](dataset)
     timer.join()
@@ -200,16 +213,26 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(drive, tmp_pa
 
 def sum_up(samples):
     """Plain numbers, which cost no hand-off between processes."""
-    return [(target["image_id"], int(image.sum()), int(target["masks"].sum())) for image, target in samples]
+    return [
+        (target["image_id"], int(image.sum()), int(target["masks"].sum()))
+        for image, target in samples
+    ]
 
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
-def test_workers_of_a_stock_dataloader_wait_for_shards(drive, tmp_path, monkeypatch, method, workers):
+def test_workers_of_a_stock_dataloader_wait_for_shards(
+    drive, tmp_path, monkeypatch, method, workers
+):
     real, gate = Copying.copy_file, threading.Event()
     monkeypatch.setattr(Copying, "copy_file", lambda self, *file: gate.wait() and real(self, *file))
     dataset, whole = ArrivingShards(drive, tmp_path / "ssd", workers=1), ShardDataset(drive)
     loader = DataLoader(
-        dataset, batch_size=2, num_workers=workers, collate_fn=sum_up, multiprocessing_context=method, timeout=60
+        dataset,
+        batch_size=2,
+        num_workers=workers,
+        collate_fn=sum_up,
+        multiprocessing_context=method,
+        timeout=60,
     )
     batches = iter(loader)  # the workers begin
     time.sleep(0.2)
@@ -228,8 +251,13 @@ def test_a_worker_whose_copying_process_is_gone_says_so(drive, tmp_path):
         sys.stdout.flush()
         os._exit(0)
     """
-    run = subprocess.run([sys.executable, "-c", script, drive, tmp_path / "ssd"], capture_output=True, check=True)
-    with pytest.raises(ColabUtilsError, match="found that the process that copied them has ended: make ArrivingShards"):
+    run = subprocess.run(
+        [sys.executable, "-c", script, drive, tmp_path / "ssd"], capture_output=True, check=True
+    )
+    with pytest.raises(
+        ColabUtilsError,
+        match="found that the process that copied them has ended: make ArrivingShards",
+    ):
         pickle.loads(run.stdout)[0]
 
 
@@ -245,7 +273,7 @@ def mount(request, drive, tmp_path):
     direct = getattr(request, "param", False)
     with mount_or_skip(
         drive, tmp_path / "mount", profile=profile, direct=direct, total_bytes_per_s=2e6
-    ) as mounted:  # fmt: skip
+    ) as mounted:
         yield mounted
 
 
@@ -289,9 +317,11 @@ def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("mount", "fault"), [(False, {}), (False, {"errors": 3}), (True, {"short_read": 1000})], indirect=["mount"],
+    ("mount", "fault"),
+    [(False, {}), (False, {"errors": 3}), (True, {"short_read": 1000})],
+    indirect=["mount"],
     ids=["none", "EIO", "short reads"],
-)  # fmt: skip
+)
 def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.1, 0.2, 0.4))
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
@@ -322,7 +352,9 @@ def test_a_mount_that_is_lost_after_the_copy_is_not_missed(mount, tmp_path):
     loader.close()
 
 
-@pytest.mark.parametrize("is_complete", [True, False], ids=["after a whole copy", "after one that was broken off"])
+@pytest.mark.parametrize(
+    "is_complete", [True, False], ids=["after a whole copy", "after one that was broken off"]
+)
 def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_complete):
     if is_complete:
         copy_shards(drive, tmp_path / "ssd")
@@ -336,7 +368,9 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
     good = tar.read_bytes()
     tar.write_bytes(good[:8000] + bytes(100) + good[8100:])
     dataset = ArrivingShards(drive, tmp_path / "ssd")
-    assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(dataset.image_ids)
+    assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(
+        dataset.image_ids
+    )
     dataset.stop()
     assert tar.read_bytes() == good
     assert verify_shards(tmp_path / "ssd").bad == ()
@@ -352,7 +386,9 @@ def test_a_cell_that_is_run_again_while_the_shards_arrive(drive, tmp_path):
         assert dataset.arrival.is_complete
         assert not dataset.arrival._error
     assert verify_shards(tmp_path / "ssd").bad == ()
-    assert sorted(path.name for path in (tmp_path / "ssd").iterdir()) == sorted(path.name for path in drive.iterdir())
+    assert sorted(path.name for path in (tmp_path / "ssd").iterdir()) == sorted(
+        path.name for path in drive.iterdir()
+    )
 
 
 def test_a_file_of_the_user_is_not_replaced(drive, tmp_path):
@@ -377,7 +413,10 @@ def measure_folder(folder):
 def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
     limit = read_index(drive).bytes * 0.6
     whole = ShardDataset(drive)
-    pictures = {int(target["image_id"]): image for image, target in (whole[row] for row in range(len(whole)))}
+    pictures = {
+        int(target["image_id"]): image
+        for image, target in (whole[row] for row in range(len(whole)))
+    }
     slow_down(drive, SLOW)
     dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
     loader = make_loader(dataset, batch_size=2, workers=workers)
@@ -387,7 +426,9 @@ def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
         for images, targets in loader:
             epochs[-1] += [int(target["image_id"]) for target in targets]
             most = max(most, measure_folder(tmp_path / "ssd"))
-            assert torch.equal((images[0] * 255).round().to(torch.uint8), pictures[int(targets[0]["image_id"])])
+            assert torch.equal(
+                (images[0] * 255).round().to(torch.uint8), pictures[int(targets[0]["image_id"])]
+            )
     loader.close()
     dataset.stop()
     assert [sorted(epoch) for epoch in epochs] == [sorted(whole.image_ids.tolist())] * 3
@@ -407,8 +448,12 @@ def test_what_an_earlier_session_left_counts_too(drive, tmp_path):
         dataset.stop()
 
 
-@pytest.mark.parametrize("kind", ["a finished copy", "a copy broken off", "other files", "other shards"])
-def test_shards_take_turns_in_no_folder_that_holds_files(drive, tmp_path, tiny_shards, monkeypatch, kind):
+@pytest.mark.parametrize(
+    "kind", ["a finished copy", "a copy broken off", "other files", "other shards"]
+)
+def test_shards_take_turns_in_no_folder_that_holds_files(
+    drive, tmp_path, tiny_shards, monkeypatch, kind
+):
     ssd, limit_gb = tmp_path / "ssd", read_index(drive).bytes * 0.6 / 1e9
     if kind == "a finished copy":
         copy_shards(drive, ssd)
@@ -423,7 +468,8 @@ def test_shards_take_turns_in_no_folder_that_holds_files(drive, tmp_path, tiny_s
         ArrivingShards(tiny_shards, ssd, limit_gb=read_index(tiny_shards).bytes * 0.9 / 1e9).stop()
     before = {path.name: path.read_bytes() for path in ssd.iterdir()}
     with pytest.raises(
-        ColabUtilsError, match=r"expected a new or empty folder .* found files in .*ssd, which are never"
+        ColabUtilsError,
+        match=r"expected a new or empty folder .* found files in .*ssd, which are never",
     ):
         ArrivingShards(drive, ssd, limit_gb=limit_gb)
     assert {path.name: path.read_bytes() for path in ssd.iterdir()} == before
@@ -478,7 +524,9 @@ def test_a_limit_that_is_no_number_is_refused(drive, tmp_path):
 
 
 def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
-    with pytest.raises(ColabUtilsError, match=r"expected a limit that holds two shards, .* GB, found 1\.0 kB"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a limit that holds two shards, .* GB, found 1\.0 kB"
+    ):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=1e-6)
     assert not (tmp_path / "ssd").exists()
 
@@ -506,7 +554,9 @@ def test_a_status_that_is_no_file_is_no_status(tiny_shards, tmp_path):
         ArrivingShards(tiny_shards, tmp_path / "other")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "5", "[" * 100_000, "{}", '{"key": 5, "rolls": true}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "5", "[" * 100_000, "{}", '{"key": 5, "rolls": true}']
+)
 def test_a_damaged_status_of_another_session_is_no_status(tiny_shards, tmp_path, content):
     """A machine that lost power leaves such a file."""
     (tmp_path / "arriving.json").write_text(content)

@@ -10,9 +10,19 @@ import torch
 from torchvision import tv_tensors
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, PackedSamples, collate_packed, open_batch, pack_target, write_batch
+from colab_utils.loading.batch import (
+    PackedBatch,
+    PackedSamples,
+    collate_packed,
+    open_batch,
+    pack_target,
+    write_batch,
+)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 
 
 def make_sample(seed, *, height=24, width=31, objects=3, fill=0.3):
@@ -48,8 +58,10 @@ def assert_same(sample, image, target):
     "samples",
     [
         [make_sample(0)],  # one image
-        [make_sample(0), make_sample(1, height=40, width=8), make_sample(2, height=3, width=50)],  # mixed shapes
-        [make_sample(0, objects=0), make_sample(1), make_sample(2, objects=0)],  # images without objects between
+        # mixed shapes
+        [make_sample(0), make_sample(1, height=40, width=8), make_sample(2, height=3, width=50)],
+        # images without objects between
+        [make_sample(0, objects=0), make_sample(1), make_sample(2, objects=0)],
         [make_sample(0, objects=0), make_sample(1, objects=0)],  # no object in the whole batch
         [make_sample(0, fill=0), make_sample(1, fill=1)],  # empty masks, full masks
         [make_sample(0, height=1, width=1, objects=2)],  # one pixel
@@ -66,7 +78,9 @@ def test_a_batch_gives_back_the_samples(samples, device):
     for sample, image, target in zip(samples, images, targets, strict=True):
         assert image.device.type == target["masks"].device.type == torch.device(device).type
         assert_same(sample, image, target)
-    for sample, image, target in zip(samples, moved.to_images("cpu"), moved.to_targets("cpu"), strict=True):
+    for sample, image, target in zip(
+        samples, moved.to_images("cpu"), moved.to_targets("cpu"), strict=True
+    ):
         assert_same(sample, image, target)
 
 
@@ -89,9 +103,17 @@ def test_the_fields_are_those_of_the_contract():
 
 def test_what_a_user_keeps_does_not_keep_the_batch():
     batch = collate_packed([pack_target(*make_sample(seed)) for seed in range(2)])
-    parts = [value for target in batch.to_targets("cpu") for value in target.values() if torch.is_tensor(value)]
+    parts = [
+        value
+        for target in batch.to_targets("cpu")
+        for value in target.values()
+        if torch.is_tensor(value)
+    ]
     kept = {part.untyped_storage().data_ptr() for part in [*parts, *batch.to_images("cpu")]}
-    assert not {batch.pixels.untyped_storage().data_ptr(), batch.images.untyped_storage().data_ptr()} & kept
+    assert (
+        not {batch.pixels.untyped_storage().data_ptr(), batch.images.untyped_storage().data_ptr()}
+        & kept
+    )
 
 
 def test_a_batch_is_one_buffer_and_plain_numbers():
@@ -105,7 +127,9 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
     assert all(0 <= part.data_ptr() - memory.ctypes.data < memory.size for part in parts)
     with pytest.raises(TypeError, match=r"not iterable|cannot unpack"):
         _, _ = again  # as of a loader that delivers dense batches
-    for seed, image, target in zip(range(3), again.to_images("cpu"), again.to_targets("cpu"), strict=True):
+    for seed, image, target in zip(
+        range(3), again.to_images("cpu"), again.to_targets("cpu"), strict=True
+    ):
         assert_same(make_sample(seed), image, target)
 
 
@@ -114,14 +138,19 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
     [
         lambda image, target: (image, target | {"masks": target["masks"].bool()}),  # bool masks
         lambda image, target: (image, target | {"masks": target["masks"] * 255}),  # 0 and 255
-        lambda image, target: (image, target | {"masks": tv_tensors.Mask(target["masks"])}),  # from transforms.v2
+        # from transforms.v2
+        lambda image, target: (image, target | {"masks": tv_tensors.Mask(target["masks"])}),
         lambda image, target: (tv_tensors.Image(image), target),
-        lambda image, target: (image, target | {"image_id": torch.tensor([1000])}),  # as the references give it
+        # as the references give it
+        lambda image, target: (image, target | {"image_id": torch.tensor([1000])}),
         lambda image, target: (image, target | {"image_id": torch.tensor(1000)}),
-        lambda image, target: (image, target | {"labels": target["labels"].int()}),  # narrower labels
+        # narrower labels
+        lambda image, target: (image, target | {"labels": target["labels"].int()}),
         lambda image, target: (image, target | {"boxes": target["boxes"].double()}),
-        lambda image, target: (image, target | {"keypoints": torch.zeros(3, 17, 3)}),  # more than the contract
-        lambda image, target: (image.permute(1, 2, 0).contiguous().permute(2, 0, 1), target),  # from an HWC array
+        # more than the contract
+        lambda image, target: (image, target | {"keypoints": torch.zeros(3, 17, 3)}),
+        # from an HWC array
+        lambda image, target: (image.permute(1, 2, 0).contiguous().permute(2, 0, 1), target),
     ],
 )
 def test_other_forms_of_the_same_target_are_taken(change):
@@ -133,7 +162,9 @@ def test_other_forms_of_the_same_target_are_taken(change):
 @pytest.mark.parametrize("key", ["boxes", "area", "masks"])
 def test_empty_tensors_of_any_shape_mean_no_objects(key):
     image, target = make_sample(0, objects=0)
-    batch = collate_packed([pack_target(image, target | {key: torch.zeros(0)} if key != "masks" else target)])
+    batch = collate_packed(
+        [pack_target(image, target | {key: torch.zeros(0)} if key != "masks" else target)]
+    )
     assert_same((image, target), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
 
 
@@ -145,11 +176,16 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (lambda i, t: (i.permute(1, 2, 0), t), r"found uint8 \[24, 31, 3\]"),  # HWC
         (lambda i, t: (i.numpy(), t), "found ndarray"),
         (lambda i, t: (i, {k: v for k, v in t.items() if k != "masks"}), "'masks' is missing"),
-        (lambda i, t: (i, {k: v for k, v in t.items() if k != "image_id"}), "'image_id' is missing"),
-        (lambda i, t: (i, [t]), "of another kind"),  # COCO's list of annotations, without a transform
+        (
+            lambda i, t: (i, {k: v for k, v in t.items() if k != "image_id"}),
+            "'image_id' is missing",
+        ),
+        # COCO's list of annotations, without a transform
+        (lambda i, t: (i, [t]), "of another kind"),
         (lambda i, t: (i, t | {"masks": t["masks"].float()}), r"found float32 \[3, 24, 31\]"),
         (lambda i, t: (i, t | {"masks": t["masks"][:2]}), r"found uint8 \[2, 24, 31\]"),
-        (lambda i, t: (i, t | {"masks": t["masks"][:, :5]}), r"found uint8 \[3, 5, 31\]"),  # of another size
+        # of another size
+        (lambda i, t: (i, t | {"masks": t["masks"][:, :5]}), r"found uint8 \[3, 5, 31\]"),
         (lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}), r"expected boxes of shape \[3, 4\]"),
         (lambda i, t: (i, t | {"area": t["area"][:1]}), r"expected area of shape \[3\]"),
         (lambda i, t: (i, t | {"labels": t["labels"][:0]}), "for 0 labels"),  # masks without labels

@@ -1,4 +1,6 @@
-"""The clock of a loop: waits, steps and what lies between them, by the wall clock and by a GPU's events."""
+"""The clock of a loop: waits, steps and what lies between them, by the wall clock and by a GPU's
+events.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,11 @@ def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
         def elapsed_time(self, end):
             return end.at_ms - self.at_ms
 
-    for name, value in {"Event": FakeEvent, "is_available": lambda: True, "is_initialized": lambda: True}.items():
+    for name, value in {
+        "Event": FakeEvent,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     clock = LoopClock()
     clock.ask()
@@ -115,7 +121,11 @@ def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypa
             assert end.query()
             return 1000.0 * (end.place - self.place)
 
-    for name, value in {"Event": FakeEvent, "is_available": lambda: True, "is_initialized": lambda: True}.items():
+    for name, value in {
+        "Event": FakeEvent,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     clock = LoopClock()
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""ShardDataset and CocoFolder against torchvision's own path on real images; and what goes wrong with shards."""
+"""ShardDataset and CocoFolder against torchvision's own path on real images; and what goes wrong
+with shards.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,24 @@ from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.write import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
-KEYS = {"boxes": torch.float32, "labels": torch.int64, "masks": torch.uint8, "area": torch.float32,
-        "iscrowd": torch.int64}  # fmt: skip
+KEYS = {
+    "boxes": torch.float32,
+    "labels": torch.int64,
+    "masks": torch.uint8,
+    "area": torch.float32,
+    "iscrowd": torch.int64,
+}
 
 
 def convert_as_the_references(image, annotations):
-    """What ``ConvertCocoPolysToMask`` in torchvision's ``references/detection/coco_utils.py`` does."""
+    """What ``ConvertCocoPolysToMask`` in torchvision's ``references/detection/coco_utils.py``
+    does.
+    """
     width, height = image.size
     annotations = [obj for obj in annotations if obj["iscrowd"] == 0]
-    boxes = torch.as_tensor([obj["bbox"] for obj in annotations], dtype=torch.float32).reshape(-1, 4)
+    boxes = torch.as_tensor([obj["bbox"] for obj in annotations], dtype=torch.float32).reshape(
+        -1, 4
+    )
     boxes[:, 2:] += boxes[:, :2]
     boxes[:, 0::2].clamp_(min=0, max=width)
     boxes[:, 1::2].clamp_(min=0, max=height)
@@ -58,11 +69,15 @@ def convert_as_the_references(image, annotations):
         if len(mask.shape) < 3:
             mask = mask[..., None]
         masks.append(torch.as_tensor(mask, dtype=torch.uint8).any(dim=2))
-    stacked = torch.stack(masks, dim=0) if masks else torch.zeros((0, height, width), dtype=torch.uint8)
+    stacked = (
+        torch.stack(masks, dim=0) if masks else torch.zeros((0, height, width), dtype=torch.uint8)
+    )
     keep = (boxes[:, 3] > boxes[:, 1]) & (boxes[:, 2] > boxes[:, 0])
     return pil_to_tensor(image), {
         "boxes": boxes[keep],
-        "labels": torch.tensor([obj["category_id"] for obj in annotations], dtype=torch.int64)[keep],
+        "labels": torch.tensor([obj["category_id"] for obj in annotations], dtype=torch.int64)[
+            keep
+        ],
         "masks": stacked[keep],
         "area": torch.tensor([obj["area"] for obj in annotations])[keep],
         "iscrowd": torch.tensor([obj["iscrowd"] for obj in annotations], dtype=torch.int64)[keep],
@@ -108,7 +123,9 @@ def test_the_record_holds_the_coco_annotations_with_crowds(real):
     assert {r["file_name"] for r in records} == {image["file_name"] for image in raw["images"]}
     found = {a["id"]: a for record in records for a in record["annotations"]}
     assert set(found) == {a["id"] for a in raw["annotations"]}
-    assert sum(a["iscrowd"] for a in found.values()) == sum(a["iscrowd"] for a in raw["annotations"])
+    assert sum(a["iscrowd"] for a in found.values()) == sum(
+        a["iscrowd"] for a in raw["annotations"]
+    )
     assert all(isinstance(a["segmentation"]["counts"], str) for a in found.values())
 
 
@@ -136,7 +153,9 @@ def test_the_documented_attributes_are_there(tiny_shards, tiny_dataset):
     assert dataset.num_classes == max(dataset.class_names) + 1
     assert sorted(dataset.image_ids.tolist()) == sorted(image["id"] for image in raw["images"])
     assert dataset.image_ids.dtype == np.int64
-    assert dataset.fingerprint == CocoFolder(tiny_dataset.images, tiny_dataset.annotations).fingerprint
+    assert (
+        dataset.fingerprint == CocoFolder(tiny_dataset.images, tiny_dataset.annotations).fingerprint
+    )
     assert dataset.has_objects.dtype == bool
     assert dataset.has_objects.tolist() == [len(dataset[i][1]["labels"]) > 0 for i in range(12)]
     assert len(np.unique(dataset.shard_of)) == len(dataset.index.shards) >= 3
@@ -199,9 +218,22 @@ def test_other_processes_read_the_same_and_end_quietly(tiny_shards, tmp_path, me
     script = tmp_path / "script.py"
     script.write_text(PROCESS_SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", script, tiny_shards, method],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-W",
+            "ignore:.*fork:DeprecationWarning",
+            script,
+            tiny_shards,
+            method,
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
@@ -213,7 +245,9 @@ class Flipped(ShardDataset):
         self.chance = chance
 
 
-@pytest.mark.parametrize("clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.copy, copy.deepcopy]
+)
 def test_copies_read_the_same(tiny_shards, clone):
     for dataset in (ShardDataset(tiny_shards), Flipped(tiny_shards, 0.5)):
         expected = dataset[4]
@@ -246,7 +280,8 @@ def test_a_slowed_folder_is_paid_for_what_is_read(tiny_shards, monkeypatch):
     slow_down(tiny_shards, DriveProfile("mine", open_s=10.0, bytes_per_s=1e9, source="a test"))
     dataset = ShardDataset(tiny_shards)
     shards = len(dataset.index.shards)
-    assert sum(waits) == pytest.approx(10 * (1 + shards), rel=0.1)  # the index, and the arrays' beginnings, once each
+    # the index, and the arrays' beginnings, once each
+    assert sum(waits) == pytest.approx(10 * (1 + shards), rel=0.1)
     waits.clear()
     for i in range(len(dataset)):
         dataset[i]
@@ -255,14 +290,26 @@ def test_a_slowed_folder_is_paid_for_what_is_read(tiny_shards, monkeypatch):
 
 def make_coco(folder, categories, images=2):
     """A dataset of small images with one object of each category."""
-    raw = {"images": [], "annotations": [], "categories": [{"id": c, "name": f"c{c}"} for c in categories]}
+    raw = {
+        "images": [],
+        "annotations": [],
+        "categories": [{"id": c, "name": f"c{c}"} for c in categories],
+    }
     for i in range(images):
         Image.new("RGB", (32, 24), (40 * i, 0, 0)).save(folder / f"{i}.png")
         raw["images"].append({"id": i, "file_name": f"{i}.png", "width": 32, "height": 24})
         for c in categories:
-            raw["annotations"].append({
-                "id": len(raw["annotations"]) + 1, "image_id": i, "category_id": c, "bbox": [2, 3, 8, 8], "area": 64,
-                "iscrowd": 0, "segmentation": [[2, 3, 10, 3, 10, 11, 2, 11]]})  # fmt: skip
+            raw["annotations"].append(
+                {
+                    "id": len(raw["annotations"]) + 1,
+                    "image_id": i,
+                    "category_id": c,
+                    "bbox": [2, 3, 8, 8],
+                    "area": 64,
+                    "iscrowd": 0,
+                    "segmentation": [[2, 3, 10, 3, 10, 11, 2, 11]],
+                }
+            )
     (folder / "coco.json").write_text(json.dumps(raw))
     return folder / "coco.json"
 
@@ -308,7 +355,13 @@ def test_missing_or_damaged_arrays_are_made_again_from_the_tar(shards, tiny_shar
 
 
 @pytest.mark.parametrize(
-    "put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name), lambda path: path.symlink_to("/dev/zero")]
+    "put",
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to(path.name),
+        lambda path: path.symlink_to("/dev/zero"),
+    ],
 )
 def test_arrays_that_are_no_file_are_made_again(shards, put):
     path = shards / read_index(shards).shards[0].arrays_name
@@ -320,7 +373,9 @@ def test_arrays_that_are_no_file_are_made_again(shards, put):
 
 @pytest.fixture
 def twins(tmp_path):
-    """Two folders of shards of the same sizes, whose images and masks differ: ids are 1 to 6 and 7 to 12."""
+    """Two folders of shards of the same sizes, whose images and masks differ: ids are 1 to 6 and 7
+    to 12.
+    """
     folders = []
     for first in (1, 7):
         images = tmp_path / f"images-{first}"
@@ -331,11 +386,27 @@ def twins(tmp_path):
             coco["images"].append({"id": i, "file_name": f"{i:02d}.bmp", "width": 48, "height": 32})
             x = 8 + i  # of two digits in all
             corners = [[x, 11, x + 12, 11, x + 12, 21, x, 21]]
-            coco["annotations"].append({"id": i, "image_id": i, "category_id": 1, "bbox": [x, 11, 12, 10],
-                                        "area": 120, "iscrowd": 0, "segmentation": corners})  # fmt: skip
+            coco["annotations"].append(
+                {
+                    "id": i,
+                    "image_id": i,
+                    "category_id": 1,
+                    "bbox": [x, 11, 12, 10],
+                    "area": 120,
+                    "iscrowd": 0,
+                    "segmentation": corners,
+                }
+            )
         (tmp_path / f"{first}.json").write_text(json.dumps(coco))
         folders.append(tmp_path / f"shards-{first}")
-        write_shards(images, tmp_path / f"{first}.json", shards=folders[-1], storage="pixels", shard_mb=0.02, workers=1)
+        write_shards(
+            images,
+            tmp_path / f"{first}.json",
+            shards=folders[-1],
+            storage="pixels",
+            shard_mb=0.02,
+            workers=1,
+        )
     return folders
 
 
@@ -369,13 +440,19 @@ def test_files_that_do_not_belong_together_are_refused_by_all_alike(twins, tmp_p
     folder, other = twins
     truth = [ShardDataset(folder)[i] for i in range(6)]
     records = [ShardDataset(folder).record(i) for i in range(6)]
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "index.json"}
-    assert sizes == {path.name: path.stat().st_size for path in other.iterdir() if path.name != "index.json"}
+    sizes = {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.name != "index.json"
+    }
+    assert sizes == {
+        path.name: path.stat().st_size for path in other.iterdir() if path.name != "index.json"
+    }
     mix(folder, other)
     assert verify_shards(folder).bad
     with pytest.raises(ColabUtilsError, match="the source is damaged"):
         copy_shards(folder, tmp_path / "ssd")
-    for number, open_them in enumerate((ShardDataset, lambda source: ArrivingShards(source, tmp_path / "arriving"))):
+    for number, open_them in enumerate(
+        (ShardDataset, lambda source: ArrivingShards(source, tmp_path / "arriving"))
+    ):
         read = refused = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ColabUtilsWarning)
@@ -412,7 +489,10 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
     dataset = ShardDataset(shards)
     assert_equal_samples(dataset[3], whole[3])  # its image and its arrays are as they were
     for read in (lambda: dataset.record(3), lambda: dataset.list_annotations(3), dataset.to_coco):
-        with pytest.raises(ColabUtilsError, match=rf"image {dataset.image_ids[3]} damaged \(its record do not match"):
+        with pytest.raises(
+            ColabUtilsError,
+            match=rf"image {dataset.image_ids[3]} damaged \(its record do not match",
+        ):
             read()
     (shards / whole.index.shards[whole.shard_of[3]].arrays_name).unlink()
     with (
@@ -464,14 +544,18 @@ def test_an_image_that_another_version_of_a_decoder_refuses_is_named(shards, mon
 
     monkeypatch.setattr(files, "decode_pixels", refuse)
     dataset = ShardDataset(shards)
-    with pytest.raises(ColabUtilsError, match=rf"found image {dataset.image_ids[4]} damaged \(not a complete image"):
+    with pytest.raises(
+        ColabUtilsError, match=rf"found image {dataset.image_ids[4]} damaged \(not a complete image"
+    ):
         dataset[4]
 
 
 def test_a_broken_record_is_named(shards):
     dataset = ShardDataset(shards)
     path = shards / dataset.index.shards[0].name
-    path.write_bytes(path.read_bytes().replace(b'"image_id"', b'"image_id"'[::-1]).replace(b"{", b"<"))
+    path.write_bytes(
+        path.read_bytes().replace(b'"image_id"', b'"image_id"'[::-1]).replace(b"{", b"<")
+    )
     with pytest.raises(ColabUtilsError, match=path.name):
         ShardDataset(shards).record(0)
 
@@ -512,7 +596,10 @@ def test_a_folder_that_vanishes(shards):
 
 
 def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch):
-    folder, fails = CocoFolder(tiny_dataset.images, tiny_dataset.annotations), iter([errno.EIO, errno.ENOTCONN])
+    folder, fails = (
+        CocoFolder(tiny_dataset.images, tiny_dataset.annotations),
+        iter([errno.EIO, errno.ENOTCONN]),
+    )
     whole, real = folder[3], io.open
 
     def open_badly(path, *mode, **options):
@@ -534,11 +621,17 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
 
 def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tiny_dataset, tmp_path):
     content = json.loads(tiny_dataset.annotations.read_bytes())
-    content["annotations"][0] |= {"id": 77, "segmentation": [[1, 2]], "image_id": content["images"][0]["id"]}
+    content["annotations"][0] |= {
+        "id": 77,
+        "segmentation": [[1, 2]],
+        "image_id": content["images"][0]["id"],
+    }
     (tmp_path / "coco.json").write_text(json.dumps(content))
     dataset = CocoFolder(tiny_dataset.images, tmp_path / "coco.json")
     for read in (dataset.__getitem__, dataset.read_masks):
-        with pytest.raises(ColabUtilsError, match=r"^annotation 77: expected polygons .*Run check on the dataset"):
+        with pytest.raises(
+            ColabUtilsError, match=r"^annotation 77: expected polygons .*Run check on the dataset"
+        ):
             read(0)
 
 
@@ -563,9 +656,13 @@ def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
 @pytest.mark.parametrize("form", ["keep", "pixels"])
 @pytest.mark.parametrize("part", ["image", "masks"])
 def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, part):
-    """In the middle of an image or a mask it decodes to something, and nothing but a checksum tells."""
+    """In the middle of an image or a mask it decodes to something, and nothing but a checksum
+    tells.
+    """
     shards = tmp_path / "shards"
-    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=shards, storage=form, workers=1)
+    write_shards(
+        tiny_dataset.images, tiny_dataset.annotations, shards=shards, storage=form, workers=1
+    )
     whole = ShardDataset(shards)
     [shard] = whole.index.shards
     if part == "image":
@@ -577,7 +674,10 @@ def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, p
     content[place] ^= 1
     path.write_bytes(content)
     dataset = ShardDataset(shards)
-    message = rf"image {dataset.image_ids[5]} damaged \(its {'bytes' if part == 'image' else 'masks'} do not match"
+    message = (
+        rf"image {dataset.image_ids[5]} damaged \(its "
+        rf"{'bytes' if part == 'image' else 'masks'} do not match"
+    )
     with pytest.raises(ColabUtilsError, match=message):
         dataset[5]
     with pytest.raises(ColabUtilsError, match=message):
@@ -623,11 +723,17 @@ def test_a_folder_and_an_image_may_be_links(tmp_path):
 def test_negative_indices_of_a_subset_are_those_of_torch(tiny_shards, workers):
     dataset = ShardDataset(tiny_shards)
     picked = [-1, 3, -12]
-    loader = make_loader(Subset(dataset, picked), batch_size=2, workers=workers, deliver="packed", shuffle=False)
-    assert [i for batch in loader for i in batch.image_ids.tolist()] == dataset.image_ids[picked].tolist()
+    loader = make_loader(
+        Subset(dataset, picked), batch_size=2, workers=workers, deliver="packed", shuffle=False
+    )
+    assert [i for batch in loader for i in batch.image_ids.tolist()] == dataset.image_ids[
+        picked
+    ].tolist()
     loader.close()
     tables = dataset.describe(picked)
-    assert all(np.array_equal(tables[name], table) for name, table in dataset.describe([11, 3, 0]).items())
+    assert all(
+        np.array_equal(tables[name], table) for name, table in dataset.describe([11, 3, 0]).items()
+    )
     for outside in (12, -13, 10**30):
         with pytest.raises(IndexError):
             dataset.describe([outside])
@@ -670,7 +776,10 @@ def test_random_transforms_give_the_same_samples_whoever_loads(tiny_shards):
 def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
     source, shards = real
     raw = json.loads(Path(source.annotations).read_text())
-    places = {a["id"]: (a["image_id"], a["category_id"], a["iscrowd"], round(a["area"], 3)) for a in raw["annotations"]}
+    places = {
+        a["id"]: (a["image_id"], a["category_id"], a["iscrowd"], round(a["area"], 3))
+        for a in raw["annotations"]
+    }
     for dataset in (ShardDataset(shards), CocoFolder(source.images, source.annotations)):
         coco = dataset.to_coco()
         assert isinstance(coco, COCO)
@@ -680,9 +789,9 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
         }
         found = coco.loadAnns(coco.getAnnIds())
         assert sorted(coco.getAnnIds()) == list(range(1, len(raw["annotations"]) + 1))
-        assert sorted((a["image_id"], a["category_id"], a["iscrowd"], round(a["area"], 3)) for a in found) == sorted(
-            places.values()
-        )
+        assert sorted(
+            (a["image_id"], a["category_id"], a["iscrowd"], round(a["area"], 3)) for a in found
+        ) == sorted(places.values())
         assert coco.annToMask(found[0]).any()
 
 
@@ -692,7 +801,9 @@ def test_copies_of_the_view_say_nothing(tiny_shards, capsys):
 
 
 def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
-    """Their size, the way up that it asks for, and all of their objects: as where shards are written."""
+    """Their size, the way up that it asks for, and all of their objects: as where shards are
+    written.
+    """
     images, coco = tmp_path / "images", json.loads(tiny_dataset.annotations.read_text())
     shutil.copytree(tiny_dataset.images, images)
     annotations, first, second = tmp_path / "annotations.json", *coco["images"][:2]

@@ -1,4 +1,6 @@
-"""The loader: what it delivers, in which order, where it continues, and what happens when a worker fails."""
+"""The loader: what it delivers, in which order, where it continues, and what happens when a worker
+fails.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +70,22 @@ class Numbers(torch.utils.data.Dataset):
         if self.act:
             self.act(index)
         height, width, objects = 8 + index % 5, 6 + index % 3, index % 3
-        masks = (torch.arange(objects * height * width).reshape(objects, height, width) % (index + 2) == 0).byte()
-        image = torch.arange(3 * height * width).reshape(3, height, width).add(index).to(torch.uint8)
+        masks = (
+            torch.arange(objects * height * width).reshape(objects, height, width) % (index + 2)
+            == 0
+        ).byte()
+        image = (
+            torch.arange(3 * height * width).reshape(3, height, width).add(index).to(torch.uint8)
+        )
         boxes = torch.tensor([[0.5, 1.25, 4.0, 6.0]] * objects).reshape(-1, 4)
         return image, {
-            "boxes": boxes, "labels": torch.arange(1, objects + 1), "masks": masks, "image_id": index,
-            "area": boxes[:, 2] * 3, "iscrowd": torch.arange(objects) % 2}  # fmt: skip
+            "boxes": boxes,
+            "labels": torch.arange(1, objects + 1),
+            "masks": masks,
+            "image_id": index,
+            "area": boxes[:, 2] * 3,
+            "iscrowd": torch.arange(objects) % 2,
+        }
 
 
 def flatten(batches):
@@ -123,7 +135,9 @@ def test_both_deliveries_equal_the_samples(tiny_shards, tiny_dataset, make, kind
 
 
 def test_real_images_arrive_as_they_are(coco_mini_val, tmp_path, make):
-    write_shards(coco_mini_val.images, coco_mini_val.annotations, shards=tmp_path, shard_mb=4, workers=1)
+    write_shards(
+        coco_mini_val.images, coco_mini_val.annotations, shards=tmp_path, shard_mb=4, workers=1
+    )
     dataset = ShardDataset(tmp_path)
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
     for images, targets in make(dataset, batch_size=8, workers=2):
@@ -157,7 +171,10 @@ def test_the_order_is_the_seeds_whatever_the_workers(make):
         orders.append([list_ids(loader), list_ids(loader)])
     assert orders[0] == orders[1] == orders[2] == orders[3]
     assert orders[0][0] != orders[0][1]  # two epochs differ
-    assert list_ids(make(Numbers(23), batch_size=4, workers=0, deliver="packed", seed=8)) != orders[0][0]
+    assert (
+        list_ids(make(Numbers(23), batch_size=4, workers=0, deliver="packed", seed=8))
+        != orders[0][0]
+    )
     for workers in (0, 2):
         loader = make(Numbers(23), batch_size=4, workers=workers, deliver="packed", shuffle=False)
         for _ in range(2):
@@ -202,13 +219,27 @@ def test_a_state_of_another_order_is_refused(make):
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": -1}, {"epoch": "x"}, {"batch": 1.5}, {"batch": None}, {"epoch": None},
-        {"left": 5}, {"left": [[2]]}, {"left": [-1]}, {"left": ["x"]}, {"left": [12]},
-        {"left": [1 << 80]}, {"batch_size": 0}, {"batch_size": "x"}, {"batch_size": None},
-        {"joined": [["x"]]}, {"joined": [[10**400]]}, {"joined": [[1, 0, 1]]}, {"joined": 5},
+        {"epoch": -1},
+        {"epoch": "x"},
+        {"batch": 1.5},
+        {"batch": None},
+        {"epoch": None},
+        {"left": 5},
+        {"left": [[2]]},
+        {"left": [-1]},
+        {"left": ["x"]},
+        {"left": [12]},
+        {"left": [1 << 80]},
+        {"batch_size": 0},
+        {"batch_size": "x"},
+        {"batch_size": None},
+        {"joined": [["x"]]},
+        {"joined": [[10**400]]},
+        {"joined": [[1, 0, 1]]},
+        {"joined": 5},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_state_that_was_changed_is_refused(tiny_shards, make, change):
     loader = make(ShardDataset(tiny_shards), batch_size=2, workers=0)
     with pytest.raises(ColabUtilsError, match=r"as Loader\.state_dict gives it"):
@@ -226,7 +257,8 @@ def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
     assert (loader.epoch, loader.left, len(list(loader))) == (1, 4, 4)
 
 
-@pytest.mark.parametrize("done", [0, 1, 3, 4, 6])  # batches of 2 of 11 images; the fourth is in the second epoch
+# batches of 2 of 11 images; the fourth is in the second epoch
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("sizes", [(3,), (1, 4), (4, 4, 2)])
 def test_another_batch_size_goes_on_with_what_the_epoch_has_left(make, done, sizes):
     loader, state, seen = make(Numbers(11), batch_size=2, workers=0, deliver="packed"), None, []
@@ -272,7 +304,8 @@ def test_two_passes_at_once_are_refused(make, seen):
     loader = make(Numbers(20), batch_size=3, workers=2, prefetch=1)
     first, second = iter(loader), iter(loader)
     next(first)
-    got = [next(second) for _ in range(seen)]  # the last is all there is: nothing more will come for the first
+    # the last is all there is: nothing more will come for the first
+    got = [next(second) for _ in range(seen)]
     with pytest.raises(ColabUtilsError, match="one pass"):
         next(first)
     assert len([*got, *second]) == 7  # and the second goes on
@@ -390,7 +423,8 @@ def test_a_killed_worker_ends_the_pass_in_one_line(make):
 
 
 def act_with_little_shared_memory(index):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # nothing larger can be written, /dev/shm included
+    # nothing larger can be written, /dev/shm included
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
@@ -414,7 +448,10 @@ def test_a_folder_that_vanishes_is_said(tiny_shards, tmp_path, make):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_last_batch_is_dropped_where_it_is_not_full(make, workers):
     options = {"batch_size": 3, "workers": workers, "deliver": "packed", "drop_last": True}
-    loader, complete = make(Numbers(8), **options), make(Numbers(8), **options | {"drop_last": False})
+    loader, complete = (
+        make(Numbers(8), **options),
+        make(Numbers(8), **options | {"drop_last": False}),
+    )
     assert len(loader) == 2
     for epoch in range(2):
         assert loader.epoch == epoch
@@ -426,7 +463,8 @@ def test_a_sampler_gives_the_order(make):
     options = {"batch_size": 4, "deliver": "packed", "seed": 3}
     drawn = []
     for workers in (0, 2):
-        weighted = WeightedRandomSampler([0.0] * 20 + [1.0] * 3, 10)  # draws from torch's own generator
+        # draws from torch's own generator
+        weighted = WeightedRandomSampler([0.0] * 20 + [1.0] * 3, 10)
         loader = make(Numbers(23), workers=workers, sampler=weighted, **options)
         assert len(loader) == 3
         drawn.append([list_ids(loader), list_ids(loader)])
@@ -439,9 +477,9 @@ def test_a_sampler_gives_the_order(make):
     again.load_state_dict(loader.state_dict())
     assert list_ids(again) == list_ids(batches)
     with pytest.raises(ColabUtilsError, match="the same order"):
-        make(Numbers(23), workers=0, sampler=weighted, **options | {"batch_size": 5}).load_state_dict(
-            loader.state_dict() | {"batch": 1}
-        )
+        make(
+            Numbers(23), workers=0, sampler=weighted, **options | {"batch_size": 5}
+        ).load_state_dict(loader.state_dict() | {"batch": 1})
     shares = [DistributedSampler(Numbers(23), 2, rank) for rank in range(2)]
     loaders = [make(Numbers(23), workers=0, sampler=share, **options) for share in shares]
     for epoch in range(2):
@@ -454,22 +492,28 @@ def test_a_sampler_gives_the_order(make):
 
 
 def test_batches_are_wide_or_tall():
-    sizes = np.array([[4, 6], [6, 4], [5, 5]], np.int32)[np.random.default_rng(0).integers(0, 3, 103)]
+    sizes = np.array([[4, 6], [6, 4], [5, 5]], np.int32)[
+        np.random.default_rng(0).integers(0, 3, 103)
+    ]
     order = BatchSampler(103, 4, 5, sizes=sizes)
     batches = list(order)
     assert sorted(flatten(batches)) == list(range(103))
     assert [len(batch) for batch in batches] == [4] * 25 + [3]
     wide = [{bool(sizes[i, 1] >= sizes[i, 0]) for i in batch} for batch in batches]
-    assert all(len(kinds) == 1 for kinds in wide[:24])  # what the two leave over, under two batches, comes last
+    # what the two leave over, under two batches, comes last
+    assert all(len(kinds) == 1 for kinds in wide[:24])
     assert set.union(*wide[:5]) == {True, False}  # and the two kinds come mixed
-    assert next(iter(BatchSampler(103, 4, None, sizes=sizes))) == [0, 1, 2, 3]  # the dataset's own order is kept
+    # the dataset's own order is kept
+    assert next(iter(BatchSampler(103, 4, None, sizes=sizes))) == [0, 1, 2, 3]
 
 
 # processes and files
 
 
 def find_workers():
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [
+        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def test_workers_persist_and_end_with_close():
@@ -514,14 +558,27 @@ print(sum(len(batch) for batch in loader), loader.epoch, flush=True)
 
 def test_ctrl_c_leaves_a_loader_that_works_and_an_exit_without_noise(tiny_shards):
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", INTERRUPT_SCRIPT, tiny_shards],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-W",
+            "ignore:.*fork:DeprecationWarning",
+            "-c",
+            INTERRUPT_SCRIPT,
+            tiny_shards,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         assert process.stdout.readline() == "batch\n"
         time.sleep(0.3)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal and Jupyter do: the workers get it too
+        # as a terminal and Jupyter do: the workers get it too
+        os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()

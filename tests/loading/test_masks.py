@@ -19,27 +19,44 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import masks as module
-from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, flip_boxes, sample_masks, split_masks
+from colab_utils.loading.masks import (
+    MaskBits,
+    draw_masks,
+    expand_masks,
+    flip_boxes,
+    sample_masks,
+    split_masks,
+)
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+CUDA = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+)
 DEVICES = ["cpu", CUDA]
 WAYS = ["cpu", "rows", CUDA]  # "rows": what a GPU runs, on the CPU
 QUICK = settings(max_examples=80, deadline=None)
 
 
 def pack_rles(images):
-    """The RLE masks of each image, [(height, width), rles], as a batch's masks, sizes and counts."""
+    """The RLE masks of each image, [(height, width), rles], as a batch's masks, sizes and
+    counts.
+    """
     packed = [pack_masks(rles) for _, rles in images]
     ends = np.cumsum(np.concatenate([[0], *(np.diff(part.offsets) for part in packed)]))
     tables = (np.concatenate([part[i] for part in packed]) for i in (0, 1))
     bits, crops = (torch.from_numpy(table) for table in tables)
     counts = torch.tensor([len(rles) for _, rles in images])
-    return MaskBits(bits, crops, torch.from_numpy(ends)), torch.tensor([size for size, _ in images]), counts
+    return (
+        MaskBits(bits, crops, torch.from_numpy(ends)),
+        torch.tensor([size for size, _ in images]),
+        counts,
+    )
 
 
 def pack(images):
     """Dense masks [N, height, width] of each image as a batch's masks, sizes and counts."""
-    return pack_rles([(m.shape[1:], [coco_mask.encode(np.asfortranarray(mask)) for mask in m]) for m in images])
+    return pack_rles(
+        [(m.shape[1:], [coco_mask.encode(np.asfortranarray(mask)) for mask in m]) for m in images]
+    )
 
 
 def move(masks, device):
@@ -49,7 +66,10 @@ def move(masks, device):
 def expand(way, masks, sizes, counts):
     sizes, counts = sizes.tolist(), counts.tolist()
     if way == "rows":
-        flat = torch.zeros(sum(count * h * w for count, (h, w) in zip(counts, sizes, strict=True)), dtype=torch.uint8)
+        flat = torch.zeros(
+            sum(count * h * w for count, (h, w) in zip(counts, sizes, strict=True)),
+            dtype=torch.uint8,
+        )
         module._draw_rows(masks, np.array(sizes).repeat(counts, 0), flat)
         return split_masks(flat, sizes, counts)
     dense = expand_masks(move(masks, way), sizes, counts)
@@ -81,11 +101,24 @@ def draw_hole(height, width):
 @pytest.mark.parametrize(
     "images",
     [
-        [((24, 40), [[RING[0]], draw_hole(24, 40), [[35, 1, 39, 1, 37, 9], RING[1]]])],  # polygon, a hole, two parts
-        [((5, 7), [[[0, 0, 7, 0, 7, 5, 0, 5]], [[-3, -3, 9, -3, 9, 1, -3, 1]], [[6, 0, 9, 0, 9, 9, 6, 9]]])],  # borders
-        [((1, 1), [[[0, 0, 1, 0, 1, 1, 0, 1]], {"size": [1, 1], "counts": [1]}])],  # one pixel, set and not
+        # polygon, a hole, two parts
+        [((24, 40), [[RING[0]], draw_hole(24, 40), [[35, 1, 39, 1, 37, 9], RING[1]]])],
+        # borders
+        [
+            (
+                (5, 7),
+                [
+                    [[0, 0, 7, 0, 7, 5, 0, 5]],
+                    [[-3, -3, 9, -3, 9, 1, -3, 1]],
+                    [[6, 0, 9, 0, 9, 9, 6, 9]],
+                ],
+            )
+        ],
+        # one pixel, set and not
+        [((1, 1), [[[0, 0, 1, 0, 1, 1, 0, 1]], {"size": [1, 1], "counts": [1]}])],
         [((6, 8), [{"size": [6, 8], "counts": [48]}] * 2)],  # nothing but empty masks
-        [((6, 8), []), ((9, 4), [[[1, 1, 3, 1, 3, 6, 1, 6]]]), ((3, 3), [])],  # images without objects around
+        # images without objects around
+        [((6, 8), []), ((9, 4), [[[1, 1, 3, 1, 3, 6, 1, 6]]]), ((3, 3), [])],
         [((6, 8), []), ((3, 3), [])],  # no object at all
     ],
 )
@@ -105,7 +138,9 @@ def test_real_masks_are_those_of_pycocotools(coco_mini, way):
     images = []
     for i in range(0, len(dataset), 4):
         size = dataset.image(i)["height"], dataset.image(i)["width"]
-        images.append((size, [encode_segmentation(a["segmentation"], *size) for a in dataset.annotations(i)]))
+        images.append(
+            (size, [encode_segmentation(a["segmentation"], *size) for a in dataset.annotations(i)])
+        )
     for (_, rles), masks in zip(images, expand(way, *pack_rles(images)), strict=True):
         assert np.array_equal(masks.numpy(), np.stack([coco_mask.decode(rle) for rle in rles]))
 
@@ -158,7 +193,9 @@ def project(images, objects, boxes, flips, size=28):
 
 def sample(masks, objects, boxes, sizes, counts, *, flips=None, to_sizes=None, size=28):
     flips, to_sizes = flips or [False] * len(counts), to_sizes or sizes.tolist()
-    return sample_masks(masks, objects, boxes, sizes=sizes, counts=counts, flips=flips, to_sizes=to_sizes, size=size)
+    return sample_masks(
+        masks, objects, boxes, sizes=sizes, counts=counts, flips=flips, to_sizes=to_sizes, size=size
+    )
 
 
 def make_boxes(kind, count, *, height, width, seed=0):
@@ -182,7 +219,17 @@ def make_boxes(kind, count, *, height, width, seed=0):
 @pytest.mark.parametrize("chunk", [2000, 64_000_000])  # the first cuts crops into rows
 @pytest.mark.parametrize(
     "kind",
-    ["inside", "partly outside", "far outside", "tiny", "huge", "empty", "turned round", "whole pixels", "the image"],
+    [
+        "inside",
+        "partly outside",
+        "far outside",
+        "tiny",
+        "huge",
+        "empty",
+        "turned round",
+        "whole pixels",
+        "the image",
+    ],
 )
 def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
@@ -191,7 +238,9 @@ def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
     masks, sizes, counts = pack(images)
     objects = torch.randint(0, 17, (60,), generator=torch.Generator().manual_seed(0))
     boxes = make_boxes(kind, 60, height=37, width=53)
-    targets = sample(move(masks, device), objects.to(device), boxes.to(device), sizes, counts, flips=flips)
+    targets = sample(
+        move(masks, device), objects.to(device), boxes.to(device), sizes, counts, flips=flips
+    )
     assert targets.dtype == torch.float32
     assert targets.device.type == device
     expected = project(images, objects, boxes, flips)
@@ -210,14 +259,19 @@ def test_targets_of_any_masks_and_boxes(images, chunk, data):
     objects = data.draw(st.lists(st.integers(0, total - 1), max_size=5)) if total else []
     numbers = st.floats(-60, 60, width=32)
     boxes = [data.draw(st.tuples(numbers, numbers, numbers, numbers)) for _ in objects]
-    objects, boxes = torch.tensor(objects, dtype=torch.int64), torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
+    objects, boxes = (
+        torch.tensor(objects, dtype=torch.int64),
+        torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
-        targets = sample(masks, objects, boxes, sizes, counts, flips=flips, to_sizes=to_sizes, size=5)
+        targets = sample(
+            masks, objects, boxes, sizes, counts, flips=flips, to_sizes=to_sizes, size=5
+        )
     resized = [
-        torch.nn.functional.interpolate(torch.from_numpy(dense).flip(-1 if flip else ())[:, None], to_size)[
-            :, 0
-        ].numpy()
+        torch.nn.functional.interpolate(
+            torch.from_numpy(dense).flip(-1 if flip else ())[:, None], to_size
+        )[:, 0].numpy()
         for dense, flip, to_size in zip(images, flips, to_sizes, strict=True)
     ]
     expected = project(resized, objects, boxes, [False] * len(images), 5)
@@ -233,7 +287,9 @@ def test_targets_of_a_thousand_objects_in_half_precision_training(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         targets = sample(move(masks, device), objects.to(device), boxes.to(device), sizes, counts)
     assert not targets.requires_grad
-    torch.testing.assert_close(targets.cpu(), project(images, objects, boxes.detach(), [False]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        targets.cpu(), project(images, objects, boxes.detach(), [False]), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -273,7 +329,9 @@ print(read_peak_kb() - before)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_follows_the_boxes():
     """Dense, the masks would be 3.6 GB, and the crops of the 6 largest proposals alone 290 MB."""
-    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 200_000
 

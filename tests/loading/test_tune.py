@@ -26,8 +26,13 @@ class Small(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return torch.zeros(3, 8, 8, dtype=torch.uint8), {
-            "boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 8, 8, dtype=torch.uint8),
-            "image_id": index, "area": torch.zeros(0), "iscrowd": torch.zeros(0)}  # fmt: skip
+            "boxes": torch.zeros(0, 4),
+            "labels": torch.zeros(0),
+            "masks": torch.zeros(0, 8, 8, dtype=torch.uint8),
+            "image_id": index,
+            "area": torch.zeros(0),
+            "iscrowd": torch.zeros(0),
+        }
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +49,9 @@ def many(tiny_shards):
 
 def find_workers(dataset, batch_size=4):
     fetcher = Fetcher(dataset)
-    return tune_workers(fetcher, list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes)))
+    return tune_workers(
+        fetcher, list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes))
+    )
 
 
 def test_auto_tries_the_real_loader(many, monkeypatch):
@@ -58,7 +65,9 @@ def test_auto_tries_the_real_loader(many, monkeypatch):
 
 
 def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
-    """Workers that were found for one folder are not taken for another one of the same annotations."""
+    """Workers that were found for one folder are not taken for another one of the same
+    annotations.
+    """
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = []
@@ -72,7 +81,9 @@ def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize(("cores", "tried"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (8, [2, 4, 8]), (64, [16, 32, 64])])
+@pytest.mark.parametrize(
+    ("cores", "tried"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (8, [2, 4, 8]), (64, [16, 32, 64])]
+)
 def test_few_are_tried_and_never_more_than_there_are_cores(many, monkeypatch, cores, tried):
     monkeypatch.setattr(tune, "count_cores", lambda: cores)
     monkeypatch.setattr(tune, "_measure_rate", lambda *_: 1.0)
@@ -87,7 +98,8 @@ def test_the_smallest_of_the_fastest_is_picked():
 def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 4)
     one = 320_000  # a little more than a batch of four, and a quarter for larger ones
-    monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * one))  # half of it is for five batches
+    # half of it is for five batches
+    monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * one))
     assert find_workers(many)[1].keys() == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
     assert find_workers(many) == (0, {})

@@ -33,7 +33,15 @@ from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool,
 from colab_utils.shards.format import hash_bytes, read_index, split_member, write_index
 from colab_utils.shards.records import ArraysBuilder, describe_shard, dump_arrays, load_record
 
-from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, join_group, list_ids, spoil_image
+from .test_loader import (
+    TENSORS,
+    Numbers,
+    assert_equal_batches,
+    flatten,
+    join_group,
+    list_ids,
+    spoil_image,
+)
 
 WORKERS = [0, 2]
 
@@ -79,7 +87,9 @@ def test_memory_is_used_again():
     for number in numbers:
         pool.buffers[number].reserve(100)[:] = number
     first, second, third = (pool.hold(number, 100) for number in numbers)
-    assert [part.unique().tolist() for part in (first, second, third)] == [[number] for number in numbers]
+    assert [part.unique().tolist() for part in (first, second, third)] == [
+        [number] for number in numbers
+    ]
     assert pool.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
     del first
@@ -119,7 +129,9 @@ def test_workers_that_cannot_start_are_said_and_none_is_left(make, monkeypatch):
 
     monkeypatch.setattr(os, "fork", refuse)
     loader = make(Numbers(6), batch_size=2, workers=3, shuffle=False, deliver="packed")
-    with pytest.raises(ColabUtilsError, match=r"3 worker processes, found that they cannot be started.*temporarily"):
+    with pytest.raises(
+        ColabUtilsError, match=r"3 worker processes, found that they cannot be started.*temporarily"
+    ):
         list(loader)
     assert multiprocessing.active_children() == []
     assert flatten(list_ids(loader)) == list(range(6))  # now they can
@@ -176,7 +188,9 @@ def test_bad_samples_are_left_out_named_and_counted(make, count):
     loader = make(Numbers(12, act_with_two_bad), max_bad=2, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ColabUtilsWarning)
-        with pytest.raises(ColabUtilsError, match=r"at most 2 bad images \(max_bad\), found 3.*9.jpg"):
+        with pytest.raises(
+            ColabUtilsError, match=r"at most 2 bad images \(max_bad\), found 3.*9.jpg"
+        ):
             list(loader)
 
 
@@ -186,7 +200,9 @@ def test_a_batch_of_bad_samples_alone_is_passed_over(make, count):
         if index in (2, 3):
             raise ColabUtilsError("bad")
 
-    loader = make(Numbers(6, act), batch_size=2, workers=count, deliver="packed", shuffle=False, max_bad=2)
+    loader = make(
+        Numbers(6, act), batch_size=2, workers=count, deliver="packed", shuffle=False, max_bad=2
+    )
     with pytest.warns(ColabUtilsWarning):
         assert list_ids(loader) == [[0, 1], [4, 5]]
 
@@ -212,14 +228,16 @@ def act_with_other_errors(index):
 def test_any_exception_of_a_sample_counts_as_bad(make, count):
     options = {"batch_size": 2, "workers": count, "deliver": "packed", "shuffle": False}
     loader = make(Numbers(8, act_with_other_errors), max_bad=2, **options)
-    with pytest.warns(ColabUtilsWarning, match=r"OSError: image file is truncated|KeyError: 'segmentation'"):
+    with pytest.warns(
+        ColabUtilsWarning, match=r"OSError: image file is truncated|KeyError: 'segmentation'"
+    ):
         assert list_ids(loader) == [[0, 1], [2, 3], [4], [7]]
     assert [index for index, _ in loader.bad] == [5, 6]
     with pytest.raises(OSError, match="truncated") as error:
         list_ids(make(Numbers(8, act_with_other_errors), **options))
-    assert any(entry.name == "act_with_other_errors" for entry in error.traceback) or "in act_with" in str(
-        error.value.__notes__
-    )
+    assert any(
+        entry.name == "act_with_other_errors" for entry in error.traceback
+    ) or "in act_with" in str(error.value.__notes__)
 
 
 # what the workers do
@@ -230,7 +248,9 @@ def sleep_at_five(index):
 
 
 def test_jobs_are_listed_and_a_worker_that_ended_is_named(make):
-    loader = make(Numbers(12, sleep_at_five), batch_size=2, workers=2, deliver="packed", shuffle=False)
+    loader = make(
+        Numbers(12, sleep_at_five), batch_size=2, workers=2, deliver="packed", shuffle=False
+    )
     assert loader.list_jobs() == []
     killer = threading.Timer(0.5, lambda: os.kill(loader.list_jobs()[0].pid, signal.SIGKILL))
     killer.start()
@@ -322,7 +342,9 @@ def raw_shards(tiny_shards, tmp_path):
         head = {**asdict(info), "bytes": len(content), "xxh3_64": hash_bytes(content)}
         (folder / info.arrays_name).write_bytes(arrays := dump_arrays(head, builder.build()))
         infos.append(describe_shard(arrays)[1])
-    write_index(folder, replace(index, shards=tuple(infos), recipe={**index.recipe, "storage": "pixels"}))
+    write_index(
+        folder, replace(index, shards=tuple(infos), recipe={**index.recipe, "storage": "pixels"})
+    )
     return folder
 
 
@@ -339,7 +361,8 @@ def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, count):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(b"'|u1'", b"'|i1'"), (b"(128, 160, 3)", b"(160, 128, 3)"), (b"False", b"True ")]
+    ("old", "new"),
+    [(b"'|u1'", b"'|i1'"), (b"(128, 160, 3)", b"(160, 128, 3)"), (b"False", b"True ")],
 )
 def test_damaged_raw_pixels_are_named(raw_shards, make, old, new):
     path = sorted(raw_shards.glob("*.tar"))[0]
@@ -381,7 +404,10 @@ def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
     dataset = ShardDataset(tiny_shards)
     options = {"batch_size": 5, "shuffle": False, "workers": workers, "image_dtype": torch.uint8}
     plain = [pair for batch in make(dataset, **options) for pair in zip(*batch, strict=True)]
-    some = [make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options) for seed in (1, 1, 2)]
+    some = [
+        make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options)
+        for seed in (1, 1, 2)
+    ]
     assert all(loader.transforms is None for loader in some)
     found = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
     chosen = []
@@ -390,14 +416,18 @@ def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
         for (image, target), (before, target_before) in zip(samples, plain, strict=True):
             flips.append(not torch.equal(image, before))
             if flips[-1]:
-                before, target_before = apply_transforms(v2.RandomHorizontalFlip(1), before, target_before)
+                before, target_before = apply_transforms(
+                    v2.RandomHorizontalFlip(1), before, target_before
+                )
             assert torch.equal(image, before)
             assert all(torch.equal(target[key], target_before[key]) for key in TENSORS)
         chosen.append(flips)
     assert chosen[0] == chosen[1] != chosen[2]
     assert 0 < sum(chosen[0]) < len(plain)
     later = [pair for batch in some[0] for pair in zip(*batch, strict=True)]
-    assert any(not torch.equal(one[0], other[0]) for one, other in zip(found[0], later, strict=True))
+    assert any(
+        not torch.equal(one[0], other[0]) for one, other in zip(found[0], later, strict=True)
+    )
 
 
 class Chance:
@@ -409,7 +439,9 @@ class Chance:
 
 
 class Drawing(Numbers):
-    """Somebody's own dataset that draws random numbers, slowly enough for the training thread to draw in between."""
+    """Somebody's own dataset that draws random numbers, slowly enough for the training thread to
+    draw in between.
+    """
 
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
@@ -432,7 +464,10 @@ def test_random_samples_are_the_seeds_with_any_number_of_workers(tiny_shards, ma
                     torch.rand(1), np.random.random(), random.random()
                     time.sleep(0.005)
             runs.append(pixels)
-            assert draws or (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+            assert draws or (random.getstate(), torch.get_rng_state().tolist()) == (
+                state[0],
+                state[1].tolist(),
+            )
             random.setstate(state[0])
             torch.set_rng_state(state[1])
     for other in runs[1:]:

@@ -1,7 +1,9 @@
-"""The notebooks as a reader has them: JupyterLab in a browser, *Run All* from the menu, every slider dragged.
+"""The notebooks as a reader has them: JupyterLab in a browser, *Run All* from the menu, every
+slider dragged.
 
-Each notebook is the file that `make workshop` hands out. It lies alone in an empty folder, and its kernel runs where
-the package is not installed. `make test-browser` runs this; screenshots are left in ``runs/browser``.
+Each notebook is the file that `make workshop` hands out. It lies alone in an empty folder, and its
+kernel runs where the package is not installed. `make test-browser` runs this; screenshots are left
+in ``runs/browser``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800)]
 NAMES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = ROOT / "runs" / "browser"
 OVERRIDES = {
-    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},  # every cell is in the page
+    # every cell is in the page
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
     "@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"},
     "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
 }
@@ -86,7 +89,9 @@ FIND_UNREADABLE = """() => {
 @pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if path is None:
         pytest.skip("no Chromium: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
@@ -105,28 +110,52 @@ def serve(folder, files):
     """JupyterLab over a folder; its kernels run in a new environment that lacks the package."""
     environment = files / "environment"
     venv.create(environment, with_pip=False)
-    own = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
+    own = sysconfig.get_path(
+        "purelib", vars={"base": str(environment), "platbase": str(environment)}
+    )
     Path(own, "shared.pth").write_text(sysconfig.get_path("purelib"))
     kernel = {
-        "argv": [str(environment / "bin" / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [
+            str(environment / "bin" / "python"),
+            "-m",
+            "ipykernel_launcher",
+            "-f",
+            "{connection_file}",
+        ],
         "display_name": "Python 3",
         "language": "python",
     }
-    for path, content in (("kernels/python3/kernel.json", kernel), ("settings/overrides.json", OVERRIDES)):
+    for path, content in (
+        ("kernels/python3/kernel.json", kernel),
+        ("settings/overrides.json", OVERRIDES),
+    ):
         (files / path).parent.mkdir(parents=True)
         (files / path).write_text(json.dumps(content))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JUPYTER"))}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "JUPYTER"))
+    }
     variables |= {"JUPYTER_PATH": str(files), "IPYTHONDIR": str(files / "ipython")}
-    variables |= {f"JUPYTER_{kind}_DIR": str(files / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    variables |= {
+        f"JUPYTER_{kind}_DIR": str(files / kind) for kind in ("CONFIG", "DATA", "RUNTIME")
+    }
     options = {
-        "ServerApp.ip": "127.0.0.1", "ServerApp.port": port, "ServerApp.port_retries": 0, "ServerApp.root_dir": folder,
-        "ServerApp.allow_root": True, "IdentityProvider.token": "", "ServerApp.disable_check_xsrf": True,
-        "LabApp.app_settings_dir": files / "settings", "LabApp.user_settings_dir": files / "user",
-        "LabApp.workspaces_dir": files / "workspaces", "LabApp.extension_manager": "readonly",
-    }  # fmt: skip
+        "ServerApp.ip": "127.0.0.1",
+        "ServerApp.port": port,
+        "ServerApp.port_retries": 0,
+        "ServerApp.root_dir": folder,
+        "ServerApp.allow_root": True,
+        "IdentityProvider.token": "",
+        "ServerApp.disable_check_xsrf": True,
+        "LabApp.app_settings_dir": files / "settings",
+        "LabApp.user_settings_dir": files / "user",
+        "LabApp.workspaces_dir": files / "workspaces",
+        "LabApp.extension_manager": "readonly",
+    }
     command = [
         sys.executable,
         "-m",
@@ -159,22 +188,34 @@ def serve(folder, files):
 
 @pytest.fixture(params=NAMES)
 def opened(request, browser, handed_out, tmp_path):
-    """The page of a notebook that lies alone in an empty folder, and what the browser's console says meanwhile."""
+    """The page of a notebook that lies alone in an empty folder, and what the browser's console
+    says meanwhile.
+    """
     import nbformat  # importing it takes two seconds of every process that collects tests
 
     name, folder = request.param, tmp_path / "alone"
     folder.mkdir()
     notebook = nbformat.read(next(path for path in handed_out if path.stem == name), as_version=4)
-    source = next(cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    source = next(
+        cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())
+    )
     known = {node.targets[0].id for node in ast.parse(source).body if isinstance(node, ast.Assign)}
-    inject_parameters(notebook, {key: value for key, value in read_small_settings().items() if key in known})
+    inject_parameters(
+        notebook, {key: value for key, value in read_small_settings().items() if key in known}
+    )
     nbformat.write(notebook, folder / f"{name}.ipynb")
     said = []
     with serve(folder, tmp_path / "files") as url:
         page = browser.new_page(viewport={"width": 1280, "height": 1600})
         page.on("pageerror", lambda error: said.append(f"exception: {error}"))
-        page.on("console", lambda line: said.append(f"console: {line.text}") if line.type == "error" else None)
-        page.on("requestfailed", lambda asked: said.append(f"request: {asked.url}") if url not in asked.url else None)
+        page.on(
+            "console",
+            lambda line: said.append(f"console: {line.text}") if line.type == "error" else None,
+        )
+        page.on(
+            "requestfailed",
+            lambda asked: said.append(f"request: {asked.url}") if url not in asked.url else None,
+        )
         page.goto(f"{url}/lab/tree/{name}.ipynb?reset", timeout=60_000)
         wait_for_kernel(page, url)
         yield name, page, said
@@ -184,7 +225,9 @@ def opened(request, browser, handed_out, tmp_path):
 
 
 def wait_for_kernel(page, url, limit_s=90):
-    """Until a kernel is connected and idle; JupyterLab asks which one where it has not found it in time."""
+    """Until a kernel is connected and idle; JupyterLab asks which one where it has not found it in
+    time.
+    """
     until = time.monotonic() + limit_s
     while True:
         page.wait_for_timeout(1000)
@@ -210,7 +253,9 @@ def click_menu(page, *labels):
 def run_all(page, limit_s=800):
     """*Run All Cells* from the menu; returns when all ran, and fails where one does not."""
     click_menu(page, "Run", "Run All Cells")
-    page.wait_for_function(f"() => ({COUNT_CELLS})().waiting > 0 || ({FIND_ERRORS})().length", timeout=20_000)
+    page.wait_for_function(
+        f"() => ({COUNT_CELLS})().waiting > 0 || ({FIND_ERRORS})().length", timeout=20_000
+    )
     until = time.monotonic() + limit_s
     while (cells := page.evaluate(COUNT_CELLS))["waiting"]:
         assert time.monotonic() < until, f"{cells} after {limit_s} s"
@@ -266,7 +311,10 @@ def drag_animations(page):
             box = slider.bounding_box()
             slider.click(position={"x": share * box["width"], "y": box["height"] / 2})
             told.append(
-                (root.locator(".count").inner_text(), root.locator(".past").evaluate("one => one.style.clipPath"))
+                (
+                    root.locator(".count").inner_text(),
+                    root.locator(".past").evaluate("one => one.style.clipPath"),
+                )
             )
         assert told[0][0] != told[1][0]
         assert told[0][1] != told[1][1]

@@ -78,7 +78,8 @@ def test_the_metadata_selects_the_machine(name, notebook):
     metadata = notebook["metadata"]
     assert metadata["kernelspec"]["name"] == "python3"
     assert metadata["colab"]["provenance"] == []
-    wants_gpu = name[:2] == "04"  # the emulated step of the scenes needs none, and a GPU costs quota
+    # the emulated step of the scenes needs none, and a GPU costs quota
+    wants_gpu = name[:2] == "04"
     assert metadata.get("accelerator") == ("GPU" if wants_gpu else None)
     assert metadata["colab"].get("gpuType") == ("T4" if wants_gpu else None)
 
@@ -90,7 +91,11 @@ def test_cell_ids_are_readable_and_unique(notebook):
 
 
 def test_one_heading_of_the_first_level_in_the_first_cell(sources):
-    heads = [n for n, (kind, source, _) in enumerate(sources) if kind == "markdown" and re.search(r"^# ", source, re.M)]
+    heads = [
+        n
+        for n, (kind, source, _) in enumerate(sources)
+        if kind == "markdown" and re.search(r"^# ", source, re.M)
+    ]
     assert heads == [0]
     assert len(re.findall(r"^# ", sources[0][1], re.M)) == 1
 
@@ -104,17 +109,30 @@ def test_the_badge_opens_this_very_notebook(name, sources):
 def test_all_badges_and_installs_name_one_repository():
     texts = [(FOLDER / f"{name}.ipynb").read_text(encoding="utf-8") for name in NAMES]
     repositories = {match[1] for text in texts for match in BADGE.finditer(text)}
-    repositories |= {match[1] for text in texts for match in re.finditer(r"git\+https://github\.com/([\w./-]+)", text)}
+    repositories |= {
+        match[1]
+        for text in texts
+        for match in re.finditer(r"git\+https://github\.com/([\w./-]+)", text)
+    }
     assert len(repositories) == 1
 
 
 def test_the_order_of_the_parts(sources):
-    order = ["What you will learn", "## Setup", "@title Setup", "import ", "## Settings", "# @title Settings"]
+    order = [
+        "What you will learn",
+        "## Setup",
+        "@title Setup",
+        "import ",
+        "## Settings",
+        "# @title Settings",
+    ]
     order += ["## In this notebook you have", "## Exercise", "# @title Solution", ".ipynb)"]
     positions = []
     for part in order:
         start = positions[-1] if positions else 1
-        positions.append(next(n for n, (_, source, _) in enumerate(sources) if n >= start and part in source))
+        positions.append(
+            next(n for n, (_, source, _) in enumerate(sources) if n >= start and part in source)
+        )
     assert positions == sorted(positions)
     assert positions[-1] == len(sources) - 1
 
@@ -132,7 +150,8 @@ def test_the_budget_of_cells(sources, codes):
 def test_the_budget_of_lines(sources):
     codes = [source for kind, source, cell in sources if kind == "code" and cell["id"] != "setup"]
     lines = [sum(bool(line.strip()) for line in source.splitlines()) for source in codes]
-    assert 3 <= statistics.median(lines) <= 9  # the technique is shown as code, and not called by name
+    # the technique is shown as code, and not called by name
+    assert 3 <= statistics.median(lines) <= 9
     assert max(lines) <= 20
     assert max(len(line) for source in codes for line in source.splitlines()) <= 120
 
@@ -150,18 +169,24 @@ def test_what_you_should_see_is_said(prose):
 
 
 def test_parameters_are_literals_with_forms(sources):
-    tagged = [source for _, source, cell in sources if "parameters" in cell["metadata"].get("tags", ())]
+    tagged = [
+        source for _, source, cell in sources if "parameters" in cell["metadata"].get("tags", ())
+    ]
     assert len(tagged) == 1
     for node in ast.parse(tagged[0]).body:
         assert isinstance(node, ast.Assign)
         assert node.targets[0].id.isupper()
         ast.literal_eval(node.value)
-    assignments = [line for line in tagged[0].splitlines() if "=" in line and not line.startswith("#")]
+    assignments = [
+        line for line in tagged[0].splitlines() if "=" in line and not line.startswith("#")
+    ]
     assert all("# @param" in line for line in assignments)
 
 
 def test_every_setting_is_used(sources):
-    tagged = next(source for _, source, cell in sources if "parameters" in cell["metadata"].get("tags", ()))
+    tagged = next(
+        source for _, source, cell in sources if "parameters" in cell["metadata"].get("tags", ())
+    )
     rest = "\n".join(source for _, source, cell in sources if source is not tagged)
     for node in ast.parse(tagged).body:
         assert re.search(rf"\b{node.targets[0].id}\b", rest), node.targets[0].id
@@ -194,7 +219,9 @@ def test_no_state_by_magic(codes):
 def test_colab_utils_is_imported_before_torch(codes):
     """It sets OMP_WAIT_POLICY, which is read once, when torch is loaded."""
     lines = [line for source in codes for line in source.splitlines()]
-    first = next(n for n, line in enumerate(lines) if re.match(r"(from|import) (torch|torchvision)\b", line))
+    first = next(
+        n for n, line in enumerate(lines) if re.match(r"(from|import) (torch|torchvision)\b", line)
+    )
     assert lines.index("import colab_utils  # noqa: F401") < first
 
 
@@ -213,7 +240,9 @@ def test_relative_links_lead_somewhere(prose):
 def test_links_lead_on(name, prose):
     position = NAMES.index(name)
     assert position == 0 or ("Previous: [" in prose and f"({NAMES[position - 1]}.ipynb)" in prose)
-    assert position == len(NAMES) - 1 or ("Next: [" in prose and f"({NAMES[position + 1]}.ipynb)" in prose)
+    assert position == len(NAMES) - 1 or (
+        "Next: [" in prose and f"({NAMES[position + 1]}.ipynb)" in prose
+    )
 
 
 def test_the_scene_is_one_field_the_same_everywhere(codes):
@@ -224,7 +253,8 @@ def test_the_scene_is_one_field_the_same_everywhere(codes):
 def test_the_signature_figure_and_the_measuring_function_are_everywhere(name, codes):
     text = "\n".join(codes)
     assert ("plot_cold_start(" if name[:2] == "05" else "plot_first_seconds(") in text
-    assert name[:2] == "05" or text.count("def train_for(batches") == 1  # 05 measures with `compare`
+    # 05 measures with `compare`
+    assert name[:2] == "05" or text.count("def train_for(batches") == 1
 
 
 def find_package_names(codes):
@@ -247,7 +277,11 @@ def test_half_of_the_code_is_without_the_package(name, sources):
     lines = []
     for kind, source, cell in sources:
         if kind == "code" and cell["id"] not in ("setup", "imports", "parameters"):
-            lines += [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
+            lines += [
+                line
+                for line in source.splitlines()
+                if line.strip() and not line.strip().startswith("#")
+            ]
     plain = [line for line in lines if not names & set(re.findall(r"\w+", line))]
     assert len(plain) >= len(lines) / 2
 
@@ -256,7 +290,10 @@ def test_solutions_stay_shut(sources):
     solution = next(source for _, source, _ in sources if "@title Solution" in source)
     assert "SHOW_SOLUTION = False  # @param" in solution
     body = ast.parse(solution).body
-    assert all(isinstance(node, ast.Assign) or ast.unparse(node).startswith("if SHOW_SOLUTION:") for node in body)
+    assert all(
+        isinstance(node, ast.Assign) or ast.unparse(node).startswith("if SHOW_SOLUTION:")
+        for node in body
+    )
 
 
 def test_exercises_say_what_is_off_while_they_are_untouched(sources):

@@ -1,4 +1,6 @@
-"""The demo: the five notebooks in order with tiny settings, and what it does with notebooks that misbehave."""
+"""The demo: the five notebooks in order with tiny settings, and what it does with notebooks that
+misbehave.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def test_all_five_ran_in_order(demo):
 
     assert [run.name[:2] for run in demo.notebooks] == ["01", "02", "03", "04", "05"]
     for run in demo.notebooks:
-        cells = [cell for cell in nbformat.read(run.notebook, as_version=4).cells if cell.cell_type == "code"]
+        cells = [
+            cell
+            for cell in nbformat.read(run.notebook, as_version=4).cells
+            if cell.cell_type == "code"
+        ]
         assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
         assert run.seconds > 0
 
@@ -108,7 +114,8 @@ def test_05_times_the_course_on_equal_samples(results):
     assert found["comparable"]
     assert tuple(found["images_per_second"]) == COURSE_STRATEGIES
     assert tuple(found["good_day"]) == ("sequential", "dataloader", "packed")
-    # nothing passes an emulated step of 20 ms for 4 images, and Drive's 59 ms a file cost what they cost
+    # nothing passes an emulated step of 20 ms for 4 images, and Drive's 59 ms a file cost what they
+    # cost
     assert all(0 < rate <= 1.05 * 4 / 0.020 for rate in found["images_per_second"].values())
     assert found["images_per_second"]["sequential"] < 1 / 0.03
 
@@ -118,7 +125,9 @@ def test_the_index_shows_the_result_first_and_leads_to_all_pages(demo):
     assert page.text.index("The step waits") < page.text.index("Detect the bottleneck")
     assert page.text.index("And on a good day") < page.text.index("Detect the bottleneck")
     assert "images/s" in page.text
-    assert [link for link in page.links if link.endswith(".html")] == [run.page.name for run in demo.notebooks]
+    assert [link for link in page.links if link.endswith(".html")] == [
+        run.page.name for run in demo.notebooks
+    ]
     assert any(source.startswith("data:image/svg+xml") for source in page.loads)
     assert "emulated" in page.text
 
@@ -154,7 +163,9 @@ def write_notebooks(folder, *sources):
     for number, source in enumerate(sources, start=1):
         cells = [
             v4.new_markdown_cell(f"# {number}. Small\n\n[next](02_small.ipynb)", id="title"),
-            v4.new_code_cell("LIMIT = 3\nNAME = ''", id="parameters", metadata={"tags": ["parameters"]}),
+            v4.new_code_cell(
+                "LIMIT = 3\nNAME = ''", id="parameters", metadata={"tags": ["parameters"]}
+            ),
             v4.new_code_cell(source, id="work"),
         ]
         nbformat.write(v4.new_notebook(cells=cells), folder / f"{number:02d}_small.ipynb")
@@ -172,7 +183,9 @@ def test_settings_are_injected_after_the_tagged_cell(tmp_path):
 
 
 def test_a_failing_notebook_names_itself_and_its_cell_and_keeps_its_page(tmp_path):
-    notebooks = write_notebooks(tmp_path / "notebooks", "print('so far')\nraise ValueError('one line\\nthe last line')")
+    notebooks = write_notebooks(
+        tmp_path / "notebooks", "print('so far')\nraise ValueError('one line\\nthe last line')"
+    )
     with pytest.raises(ColabUtilsError) as error:
         run_demo(tmp_path / "out", notebooks=notebooks)
     message = str(error.value)
@@ -216,7 +229,9 @@ def test_files_of_somebody_else_are_not_overwritten(tmp_path):
 
 
 def test_progress_bars_leave_one_line_on_the_page(tmp_path):
-    source = "import sys\nfor n in range(5): print(f'\\rbar {n}', end='', file=sys.stderr, flush=True)"
+    source = (
+        "import sys\nfor n in range(5): print(f'\\rbar {n}', end='', file=sys.stderr, flush=True)"
+    )
     report = run_demo(tmp_path / "out", notebooks=write_notebooks(tmp_path / "notebooks", source))
     text = Page(report.notebooks[0].page).text
     assert "bar 4" in text

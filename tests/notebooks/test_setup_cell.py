@@ -1,4 +1,6 @@
-"""The cell that starts every notebook: what it installs, and the one sentence with which it stops."""
+"""The cell that starts every notebook: what it installs, and the one sentence with which it
+stops.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def set_source(address):
 
 
 def read_cells(path):
-    return {cell["id"]: "".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
+    return {
+        cell["id"]: "".join(cell["source"])
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+    }
 
 
 @pytest.fixture
@@ -45,7 +50,8 @@ def bare_python(tmp_path):
     folder = tmp_path / "env"
     venv.create(folder, with_pip=False)
     own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    # links to packages under development, which lie there too, are followed in the environment's own folder alone
+    # links to packages under development, which lie there too, are followed in the environment's
+    # own folder alone
     Path(own, "shared.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "bin" / "python"
 
@@ -60,9 +66,16 @@ def run_cell(bare_python, tmp_path):
         cell = tmp_path / "cell.py"
         cell.write_text(source, encoding="utf-8")
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"IPYTHONDIR": str(tmp_path / "ipython"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        environment |= {
+            "IPYTHONDIR": str(tmp_path / "ipython"),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
         done = subprocess.run(
-            [bare_python, "-c", RUN, cell, *missing], cwd=folder, env=environment, capture_output=True, text=True
+            [bare_python, "-c", RUN, cell, *missing],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.stderr == ""
         return done.returncode, done.stdout.strip()
@@ -89,7 +102,9 @@ def test_setup_cells_are_written_where_they_differ(tmp_path):
     path.write_text(text.replace("import subprocess", "import os"), encoding="utf-8")
     assert write_setup_cells(tmp_path) == [path]
     assert path.read_text(encoding="utf-8") == text
-    assert sorted(found.name for found in path.parent.iterdir()) == [found.name for found in NOTEBOOKS]
+    assert sorted(found.name for found in path.parent.iterdir()) == [
+        found.name for found in NOTEBOOKS
+    ]
 
 
 def test_a_checkout_around_the_notebook_is_used(run_cell):
@@ -143,10 +158,12 @@ def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, tm
         for name, source in read_cells(mine).items():
             assert name in (first, "setup") or cells[name] == source
     folder = tmp_path / "MyDrive"
-    (folder / "colab_utils" / "shards").mkdir(parents=True)  # a plain folder of that name is no package
+    # a plain folder of that name is no package
+    (folder / "colab_utils" / "shards").mkdir(parents=True)
     status, printed = run_cell(read_cells(handed_out[0])["setup"], folder=folder)
     assert (status, printed.split()[1]) == (0, "ShardDataset")
-    assert Path(printed.split()[0]).is_relative_to(bare_python.parents[1])  # installed, and not the checkout's
+    # installed, and not the checkout's
+    assert Path(printed.split()[0]).is_relative_to(bare_python.parents[1])
 
 
 def test_the_checkout_stays_clean(wheel):
@@ -161,7 +178,10 @@ def test_a_cell_without_a_place_for_the_wheel_is_refused(wheel):
 
 def test_make_workshop_says_what_it_wrote(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tools.workshop", "--output", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tools.workshop", "--output", tmp_path / "out"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(f"{path.name} (" in done.stdout for path in NOTEBOOKS)
@@ -175,13 +195,18 @@ def test_an_interrupt_says_what_is_safe_and_ends_the_run():
 
     code = nbformat.v4.new_code_cell
     interrupt = code("import signal\nsignal.raise_signal(signal.SIGINT)")
-    notebook = nbformat.v4.new_notebook(cells=[code(read_setup_cell()), interrupt, code("print('never')")])
+    notebook = nbformat.v4.new_notebook(
+        cells=[code(read_setup_cell()), interrupt, code("print('never')")]
+    )
     place = {"metadata": {"path": str(ROOT)}}
     client = NotebookClient(notebook, timeout=100, kernel_name="python3", resources=place)
     with pytest.raises(CellExecutionError):
         client.execute()
     (told,) = interrupt.outputs
-    assert told.text == "Stopped. What was finished is safe: run this cell again, and it goes on there.\n"
+    assert (
+        told.text
+        == "Stopped. What was finished is safe: run this cell again, and it goes on there.\n"
+    )
     assert not notebook.cells[-1].outputs
 
 

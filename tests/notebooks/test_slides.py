@@ -29,19 +29,37 @@ def demo(tmp_path):
     import nbformat.v4 as v4
 
     def show(*pngs):
-        data = [{"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure>"} for png in pngs]
+        data = [
+            {"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure>"} for png in pngs
+        ]
         outputs = [v4.new_output("display_data", data=each) for each in data]
         return v4.new_code_cell("plot()", outputs=[*outputs, v4.new_output("stream", text="done")])
 
-    cells = [v4.new_markdown_cell("# 1. Detect"), show(CLEAR), v4.new_markdown_cell("text\n\n## 3. Why $5, and how?")]
-    nbformat.write(v4.new_notebook(cells=[*cells, v4.new_markdown_cell("### no"), show(RED)]), tmp_path / "01_a.ipynb")
-    cells = [v4.new_markdown_cell("# 2. Pack"), v4.new_markdown_cell("## Go (5 minutes)"), show(RED), show()]
+    cells = [
+        v4.new_markdown_cell("# 1. Detect"),
+        show(CLEAR),
+        v4.new_markdown_cell("text\n\n## 3. Why $5, and how?"),
+    ]
+    nbformat.write(
+        v4.new_notebook(cells=[*cells, v4.new_markdown_cell("### no"), show(RED)]),
+        tmp_path / "01_a.ipynb",
+    )
+    cells = [
+        v4.new_markdown_cell("# 2. Pack"),
+        v4.new_markdown_cell("## Go (5 minutes)"),
+        show(RED),
+        show(),
+    ]
     nbformat.write(v4.new_notebook(cells=cells), tmp_path / "02_b.ipynb")
     return tmp_path
 
 
 def test_figures_are_named_by_notebook_and_section(demo):
-    found = [(slide.name, slide.title) for path in sorted(demo.glob("*.ipynb")) for slide in find_slides(path)]
+    found = [
+        (slide.name, slide.title)
+        for path in sorted(demo.glob("*.ipynb"))
+        for slide in find_slides(path)
+    ]
     assert found == [
         ("01_a-01", "1. Detect"),
         ("01_a-02-3-why-5-and-how", "1. Detect · 3. Why $5, and how?"),
@@ -59,8 +77,11 @@ def test_slides_are_pictures_and_one_pdf(demo, tmp_path):
     (demo / "02_b.ipynb").unlink()
     write_slides(demo, output)
     assert sorted(path.name for path in output.iterdir()) == [
-        "01_a-01.png", "01_a-02-3-why-5-and-how.png", "mine.png", "slides.pdf",
-    ]  # fmt: skip
+        "01_a-01.png",
+        "01_a-02-3-why-5-and-how.png",
+        "mine.png",
+        "slides.pdf",
+    ]
 
 
 def test_no_demo_is_said(tmp_path, capsys):

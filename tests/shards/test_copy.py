@@ -1,4 +1,6 @@
-"""Copying shards: what arrives, what is not copied twice, what stays behind when it goes wrong; and verifying them."""
+"""Copying shards: what arrives, what is not copied twice, what stays behind when it goes wrong; and
+verifying them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ from colab_utils.shards.format import (
 )
 from colab_utils.shards.lock import WRITER_NAME
 
-RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 1, "images_per_shard": 2}
+RECIPE = {
+    "storage": "keep",
+    "min_size": 800,
+    "max_size": 1333,
+    "shard_mb": 1,
+    "images_per_shard": 2,
+}
 
 
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
@@ -44,7 +52,9 @@ def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
         for name, size in zip(names, (tar_bytes + i, arrays_bytes), strict=True):
             (folder / name).write_bytes(rng.randbytes(size))
         tar, arrays = (hash_file(folder / name)[1] for name in names)
-        infos.append(ShardInfo(names[0], 2, 5, tar_bytes + i, tar, names[1], arrays_bytes, arrays, "0" * 16))
+        infos.append(
+            ShardInfo(names[0], 2, 5, tar_bytes + i, tar, names[1], arrays_bytes, arrays, "0" * 16)
+        )
     index = ShardIndex(f"dataset-{seed}", RECIPE, ({"id": 1, "name": "leaf"},), tuple(infos))
     write_index(folder, index)
     return folder
@@ -181,7 +191,11 @@ def test_a_limit_takes_nothing_away(source, tmp_path):
     assert_same(source, target)
     (target / "shard-000003.tar").unlink()
     copy_shards(source, target, limit_gb=8.5e-6)  # but what is gone is not listed
-    assert [shard.name[6:12] for shard in read_index(target).shards] == ["000000", "000001", "000002"]
+    assert [shard.name[6:12] for shard in read_index(target).shards] == [
+        "000000",
+        "000001",
+        "000002",
+    ]
     assert read_index(target).partial
 
 
@@ -194,7 +208,11 @@ def test_a_damaged_shard_beyond_the_limit_is_not_listed(source, tmp_path, name):
     content[500] ^= 1
     (target / name).write_bytes(content)
     copy_shards(source, target, limit_gb=8.5e-6)
-    assert [shard.name[6:12] for shard in read_index(target).shards] == ["000000", "000001", "000002"]
+    assert [shard.name[6:12] for shard in read_index(target).shards] == [
+        "000000",
+        "000001",
+        "000002",
+    ]
     copy_shards(source, target)  # and replaced where it is asked for
     assert_same(source, target)
 
@@ -228,7 +246,9 @@ def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which, edit):
 
 def test_a_copy_of_shards_with_other_categories_is_left_alone(source, tmp_path):
     copy_shards(source, tmp_path / "ssd")
-    write_index(tmp_path / "ssd", replace(read_index(source), categories=({"id": 1, "name": "root"},)))
+    write_index(
+        tmp_path / "ssd", replace(read_index(source), categories=({"id": 1, "name": "root"},))
+    )
     with pytest.raises(ColabUtilsError, match="found other shards"):
         copy_shards(source, tmp_path / "ssd")
 
@@ -259,7 +279,8 @@ def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
 
 def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))  # 16,006 bytes + 2 % do not fit
+    # 16,006 bytes + 2 % do not fit
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))
     with pytest.raises(ColabUtilsError, match=r"16\.3 kB of free disk.*found 16\.1 kB.*--limit-gb"):
         copy_shards(source, tmp_path / "ssd")
     assert not (tmp_path / "ssd").exists()
@@ -311,16 +332,25 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
     class VanishingFile(DriveFile):
         def readinto(self, buffer, offset):
             if self.path.name >= "shard-000002":
-                monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTCONN, "gone")))
+                monkeypatch.setattr(
+                    os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTCONN, "gone"))
+                )
             return super().readinto(buffer, offset)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "DriveFile", VanishingFile)
         patch.setattr(module, "COPY_STREAMS", 1)
-        with pytest.raises(DriveLostError, match=r"disconnected.*force_remount.*run again: what is done is safe"):
+        with pytest.raises(
+            DriveLostError, match=r"disconnected.*force_remount.*run again: what is done is safe"
+        ):
             copy_shards(source, tmp_path / "ssd")
         left = names(tmp_path / "ssd")
-        assert left == ["shard-000000.arrays", "shard-000000.tar", "shard-000001.arrays", "shard-000001.tar"]
+        assert left == [
+            "shard-000000.arrays",
+            "shard-000000.tar",
+            "shard-000001.arrays",
+            "shard-000001.tar",
+        ]
     monkeypatch.undo()
     assert copy_shards(source, tmp_path / "ssd").skipped_shards == 2
     assert_same(source, tmp_path / "ssd")
@@ -352,10 +382,14 @@ def test_other_shards_in_the_target_are_left_alone(source, tmp_path):
         copy_shards(source, other)
     write_index(other, replace(read_index(source), recipe={**RECIPE, "max_size": 640}))
     before[INDEX_NAME] = (other / INDEX_NAME).read_bytes()
-    with pytest.raises(ColabUtilsError, match=r"found other shards"):  # the same dataset, stored in another size
+    # the same dataset, stored in another size
+    with pytest.raises(ColabUtilsError, match=r"found other shards"):
         copy_shards(source, other)
     (other / INDEX_NAME).unlink()
-    with pytest.raises(ColabUtilsError, match=r"found another shard-\d+\.(tar|arrays): name another folder, or delete"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"found another shard-\d+\.(tar|arrays): name another folder, or delete",
+    ):
         copy_shards(source, other)
     for name in before.keys() - {INDEX_NAME}:
         assert (other / name).read_bytes() == before[name]
@@ -393,12 +427,15 @@ def test_mistakes_are_named(source, tmp_path):
 
 @pytest.fixture
 def running(tmp_path):
-    """A copy in another process, stopped by a signal once one file has arrived and another is under way."""
+    """A copy in another process, stopped by a signal once one file has arrived and another is under
+    way.
+    """
     source = make_source(tmp_path / "drive", tar_bytes=200_000)
 
     def stop(number):
         script = (
-            "import sys; from colab_utils.drive import DriveProfile, slow_down; from colab_utils.shards import copy\n"
+            "import sys; from colab_utils.drive import DriveProfile, slow_down; from "
+            "colab_utils.shards import copy\n"
             "copy.PIECE_BYTES, copy.COPY_STREAMS = 2000, 2\n"
             "slow_down(sys.argv[1], DriveProfile('test', 0.001, 4e5, ''))\n"
             "copy.copy_shards(*sys.argv[1:])"

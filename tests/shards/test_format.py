@@ -24,9 +24,19 @@ from colab_utils.shards.format import (
 )
 from tests.bad_reads import BadReads, alter, cut
 
-INFO = ShardInfo("shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16, "c" * 16)
-RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard": 3}
-INDEX = ShardIndex("f" * 32, RECIPE, ({"id": 1, "name": "car"},), (INFO,), (SkippedImage("a", "b"),))
+INFO = ShardInfo(
+    "shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16, "c" * 16
+)
+RECIPE = {
+    "storage": "keep",
+    "min_size": 800,
+    "max_size": 1333,
+    "shard_mb": 0.5,
+    "images_per_shard": 3,
+}
+INDEX = ShardIndex(
+    "f" * 32, RECIPE, ({"id": 1, "name": "car"},), (INFO,), (SkippedImage("a", "b"),)
+)
 
 
 def is_refused(folder, found):
@@ -45,7 +55,12 @@ def test_index_comes_back(tmp_path):
     assert (INDEX.images, INDEX.bytes) == (3, 4608)
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
     raw = json.loads((tmp_path / "index.json").read_text())
-    assert (raw["format_version"], raw["images"], raw["bytes"], raw["shards"][0]["xxh3_64"]) == (2, 3, 4608, "a" * 16)
+    assert (raw["format_version"], raw["images"], raw["bytes"], raw["shards"][0]["xxh3_64"]) == (
+        2,
+        3,
+        4608,
+        "a" * 16,
+    )
 
 
 SHARD = json.loads(json.dumps(INFO.__dict__))
@@ -56,7 +71,10 @@ CHANGED = "one that was changed since"
     ("changes", "found"),
     [
         ({"format_version": 3}, "found version 3. Update colab_utils"),
-        ({"format_version": 1}, "found version 1. Update colab_utils, or run preprocess again, into another folder"),
+        (
+            {"format_version": 1},
+            "found version 1. Update colab_utils, or run preprocess again, into another folder",
+        ),
         ({"format_version": None}, "found version None"),
         ({"format": "somebody else's"}, "found something else"),
     ],
@@ -94,7 +112,9 @@ def test_no_name_in_an_index_leads_out_of_its_folder(tmp_path, names):
         lambda raw: raw["categories"][0].update(name="cat"),
         lambda raw: raw["categories"][0].update(id=2),
         lambda raw: raw.update(shards=[]),
-        lambda raw: raw["shards"].append({**SHARD, "name": "shard-000001.tar", "arrays_name": "shard-000001.arrays"}),
+        lambda raw: raw["shards"].append(
+            {**SHARD, "name": "shard-000001.tar", "arrays_name": "shard-000001.arrays"}
+        ),
         lambda raw: raw["shards"][0].update(images=4),
         lambda raw: raw["shards"][0].update(xxh3_64="b" * 16),
         lambda raw: raw["skipped"][0].update(file_name="b"),
@@ -124,7 +144,9 @@ def test_another_layout_of_the_same_index_is_the_same(tmp_path):
 
 def test_an_index_is_written_and_read_with_any_name(tmp_path):
     names = "caf\u00e9 \U0001f431\u202e\n\0\udc80"
-    index = replace(INDEX, categories=({"id": -3, "name": names},), skipped=(SkippedImage(names, names),))
+    index = replace(
+        INDEX, categories=({"id": -3, "name": names},), skipped=(SkippedImage(names, names),)
+    )
     write_index(tmp_path, index)
     assert read_index(tmp_path) == index
 
@@ -132,10 +154,20 @@ def test_an_index_is_written_and_read_with_any_name(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b"5", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000,
-        b'{"format": "colab_utils shards", "format_version": 2, "a": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 5000,
+        b'{"format": "colab_utils shards", "format_version": 2, "a": '
+        + b"[" * 900
+        + b"]" * 900
+        + b"}",
     ],
-)  # fmt: skip
+)
 def test_an_index_that_is_no_json_is_refused(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
     is_refused(tmp_path, "")
@@ -221,7 +253,9 @@ def test_members_make_a_plain_tar():
     data = [("a.jpg", b"x" * 700), ("a.json", b"{}")]
     blob = b"".join(part for member in data for part in split_member(*member)) + bytes(1024)
     with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
-        assert [(m.name, tar.extractfile(m).read(), m.mtime) for m in tar] == [(*one, 0) for one in data]
+        assert [(m.name, tar.extractfile(m).read(), m.mtime) for m in tar] == [
+            (*one, 0) for one in data
+        ]
     assert len(blob) == (1 + 2) * 512 + (1 + 1) * 512 + 1024
 
 

@@ -44,14 +44,23 @@ def resize_with_torchvision(image, target, min_size, max_size):
 
 
 def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
-    """Size, masks and boxes of the record against torchvision's own transform of the dense target."""
+    """Size, masks and boxes of the record against torchvision's own transform of the dense
+    target.
+    """
     image, annotations = dataset.image(i), dataset.annotations(i)
     size = image["height"], image["width"]
-    stored = store_image((folder / image["file_name"]).read_bytes(), size, min_size=min_size, max_size=max_size)
+    stored = store_image(
+        (folder / image["file_name"]).read_bytes(), size, min_size=min_size, max_size=max_size
+    )
     record = make_record(image, annotations, stored)
-    masks = [coco_mask.decode(encode_segmentation(one["segmentation"], *size)) for one in annotations]
+    masks = [
+        coco_mask.decode(encode_segmentation(one["segmentation"], *size)) for one in annotations
+    ]
     boxes, _ = convert_boxes([one["bbox"] for one in annotations], *size)
-    target = {"boxes": torch.from_numpy(boxes), "masks": torch.from_numpy(np.array(masks).reshape(-1, *size))}
+    target = {
+        "boxes": torch.from_numpy(boxes),
+        "masks": torch.from_numpy(np.array(masks).reshape(-1, *size)),
+    }
     picture = torch.zeros(3, *size)
     expected, target = resize_with_torchvision(picture, target, min_size, max_size)
     shrunk = max(expected.shape) < max(size)
@@ -61,7 +70,9 @@ def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
     assert (record["height"], record["width"]) == stored.size == tuple(expected.shape[-2:])
     assert tuple(decode(stored.data).shape[-2:]) == size_of(record)
     found = [coco_mask.decode(one["segmentation"]) for one in record["annotations"]]
-    assert torch.equal(torch.from_numpy(np.array(found).reshape(-1, *size_of(record))), target["masks"])
+    assert torch.equal(
+        torch.from_numpy(np.array(found).reshape(-1, *size_of(record))), target["masks"]
+    )
     boxes, _ = convert_boxes([one["bbox"] for one in record["annotations"]], *size_of(record))
     torch.testing.assert_close(torch.from_numpy(boxes), target["boxes"], rtol=0, atol=2e-4)
     return len(annotations)
@@ -75,7 +86,8 @@ def size_of(record):
 def test_shrunk_coco_images_equal_torchvisions_transform(coco_mini, min_size, max_size):
     dataset = read_coco(coco_mini.annotations)
     objects = [
-        assert_equal_to_torchvision(dataset, coco_mini.images, i, min_size, max_size) for i in range(0, len(dataset), 3)
+        assert_equal_to_torchvision(dataset, coco_mini.images, i, min_size, max_size)
+        for i in range(0, len(dataset), 3)
     ]
     assert sum(objects) > 100
 
@@ -93,8 +105,12 @@ def test_planned_sizes_are_torchvisions():
     sizes += rng.integers(800, 7000, (200, 2)).tolist()
     transforms = {}
     for i, (height, width) in enumerate(sizes):
-        min_size, max_size = [(50, 80), (100, 120), (64, 10_000)][i % 3] if max(height, width) < 800 else (800, 1333)
-        transform = transforms.setdefault(min_size, GeneralizedRCNNTransform(min_size, max_size, [0.0] * 3, [1.0] * 3))
+        min_size, max_size = (
+            [(50, 80), (100, 120), (64, 10_000)][i % 3] if max(height, width) < 800 else (800, 1333)
+        )
+        transform = transforms.setdefault(
+            min_size, GeneralizedRCNNTransform(min_size, max_size, [0.0] * 3, [1.0] * 3)
+        )
         scale = min(min_size / min(height, width), max_size / max(height, width))
         planned = plan_size(height, width, min_size=min_size, max_size=max_size)
         if scale >= 1:
@@ -120,11 +136,19 @@ def save(image, kind, **options):
 
 def make_png(depth, colour, rows, extra=b""):
     def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, depth, colour, 0, 0, 0))
     raw = b"".join(b"\0" + row.tobytes() for row in rows)
-    return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + extra
+        + chunk(b"IDAT", zlib.compress(raw))
+        + chunk(b"IEND", b"")
+    )
 
 
 RGB = Image.fromarray(PIXELS)
@@ -148,7 +172,8 @@ KINDS = [
     ("transparent palette.png", save(TRANSPARENT, "PNG"), False),
     ("one bit.png", save(GREY.convert("1"), "PNG"), False),
     ("16 bits.png", make_png(16, 2, DEEP_RGB), False),  # Pillow says RGB, torchvision gives uint16
-    ("16 bits grey.png", make_png(16, 0, DEEP_GREY), False),  # Pillow's convert("RGB") turns it white
+    # Pillow's convert("RGB") turns it white
+    ("16 bits grey.png", make_png(16, 0, DEEP_GREY), False),
     ("lossy.webp", save(RGB, "WEBP"), False),
     ("lossless.webp", save(RGB, "WEBP", lossless=True), False),
     ("palette.gif", save(PALETTE, "GIF"), False),
@@ -170,7 +195,9 @@ def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
     else:
         expected = np.array(Image.open(io.BytesIO(data)).convert("RGBA").convert("RGB"))
     difference = np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - expected)
-    assert difference.max() <= (2 if kept and "grey" not in name and stored.extension == "jpg" else 0)
+    assert difference.max() <= (
+        2 if kept and "grey" not in name and stored.extension == "jpg" else 0
+    )
     if name == "16 bits.png":
         assert np.array_equal(expected, PIXELS)
 
@@ -184,7 +211,9 @@ def test_every_kind_of_image_is_shrunk(name, data, kept):
     decoded = decode(stored.data)
     assert (decoded.dtype, tuple(decoded.shape)) == (torch.uint8, (3, 24, 32))
     if name not in ("16 bits grey.png", "one bit.png", "palette.png", "transparent palette.png"):
-        expected = Image.open(io.BytesIO(data)).convert("RGB").resize((32, 24), Image.Resampling.BILINEAR)
+        expected = (
+            Image.open(io.BytesIO(data)).convert("RGB").resize((32, 24), Image.Resampling.BILINEAR)
+        )
         assert np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - np.array(expected)).mean() < 3
 
 
@@ -203,7 +232,11 @@ def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
     assert (stored.extension, stored.size, stored.original[0]) == ("npy", (height, width), 48)
     assert np.lib.format.read_magic(io.BytesIO(stored.data)) == (1, 0)
     pixels = np.load(io.BytesIO(stored.data), allow_pickle=False)
-    assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (height, width, 3), True)
+    assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (
+        np.uint8,
+        (height, width, 3),
+        True,
+    )
     other = store_image(data, (48, 64), min_size=min_size, max_size=1333)
     expected = np.array(Image.open(io.BytesIO(other.data)).convert("RGB"))
     lossy = other.extension == "jpg" and min_size == 24  # encoded after it was shrunk
@@ -249,11 +282,19 @@ def test_turned_photos(orientation, size, turned):
         (b"hello", (48, 64), "not an image"),
         (b"%PDF-1.4 ...", (48, 64), "not an image: a PDF"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", (48, 64), "not an image: HEIC: save it as JPEG"),
-        (b"version https://git-lfs.github.com/spec/v1\noid", (48, 64), "not an image: a Git LFS pointer: run `git lfs"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            (48, 64),
+            "not an image: a Git LFS pointer: run `git lfs",
+        ),
         (b"<!DOCTYPE html>", (48, 64), "not an image: a web page"),
         (b"PK\x03\x04\x14", (48, 64), "not an image: a zip"),
         (b"\x1f\x8b\x08", (48, 64), "not an image: a gzip file"),
-        (save(Image.fromarray(DEEP_GREY.astype(np.int32)), "TIFF"), (48, 64), "pixels are 32-bit integers: scale them"),
+        (
+            save(Image.fromarray(DEEP_GREY.astype(np.int32)), "TIFF"),
+            (48, 64),
+            "pixels are 32-bit integers: scale them",
+        ),
         (
             save(Image.fromarray(DEEP_GREY / np.float32(99)), "TIFF"),
             (48, 64),
@@ -278,7 +319,9 @@ def test_every_reader_refuses_and_converts_alike():
         decode_pixels(save(Image.fromarray(DEEP_GREY / np.float32(99)), "TIFF"))
     with pytest.raises(ColabUtilsError, match="not an image: a PDF"):
         decode_pixels(b"%PDF-1.4 ...")
-    assert np.array_equal(decode_upright(turn(6), 64, 48), decode_pixels(store_image(turn(6), (64, 48), **SIZES).data))
+    assert np.array_equal(
+        decode_upright(turn(6), 64, 48), decode_pixels(store_image(turn(6), (64, 48), **SIZES).data)
+    )
 
 
 def make_chunk(name, data):
@@ -289,7 +332,8 @@ def make_chunk(name, data):
     "chunk",
     [
         make_chunk(b"eXIf", b"no TIFF at all"),
-        make_chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04six\0\0\0\0\0"),  # as text
+        # as text
+        make_chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04six\0\0\0\0\0"),
         make_chunk(b"iCCP", b"profile\0\x07xxxx"),  # a way to compress that there is not
         make_chunk(b"iCCP", b"profile"),
         make_chunk(b"zTXt", b"text\0\x07xxxx"),
@@ -335,7 +379,9 @@ def test_damaged_images_are_stored_or_refused_never_anything_else(data):
     _, content, _ = data.draw(st.sampled_from(KINDS))
     damaged = bytearray(content)
     for _ in range(data.draw(st.integers(1, 6))):
-        damaged[data.draw(st.integers(0, min(len(damaged) - 1, 900)))] = data.draw(st.integers(0, 255))
+        damaged[data.draw(st.integers(0, min(len(damaged) - 1, 900)))] = data.draw(
+            st.integers(0, 255)
+        )
     with contextlib.suppress(ColabUtilsError):
         stored = store_image(bytes(damaged), (48, 64), min_size=24, max_size=40)
         assert max(stored.size) <= 40
@@ -343,9 +389,18 @@ def test_damaged_images_are_stored_or_refused_never_anything_else(data):
 
 def test_area_and_crowds_are_scaled_and_extras_dropped():
     segmentation = {"size": [48, 64], "counts": [0, 24 * 64, 24 * 64]}
-    one = {"id": 5, "image_id": 1, "category_id": 2, "bbox": [0, 0, 32, 48], "area": 1536.0, "iscrowd": 1}
+    one = {
+        "id": 5,
+        "image_id": 1,
+        "category_id": 2,
+        "bbox": [0, 0, 32, 48],
+        "area": 1536.0,
+        "iscrowd": 1,
+    }
     stored = store_image(save(RGB, "PNG"), (48, 64), min_size=24, max_size=100)
-    record = make_record({"id": 1, "file_name": "a/b.png"}, [{**one, "segmentation": segmentation}], stored)
+    record = make_record(
+        {"id": 1, "file_name": "a/b.png"}, [{**one, "segmentation": segmentation}], stored
+    )
     (found,) = record["annotations"]
     assert (found["bbox"], found["area"], found["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
     assert found["segmentation"]["size"] == [24, 32]
@@ -361,7 +416,14 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
     ],
 )
 def test_bad_annotations_are_named(changes, found):
-    one = {"id": 5, "bbox": [0, 0, 4, 4], "area": 9.0, "iscrowd": 0, "segmentation": [[0, 0, 4, 0, 4, 4]], **changes}
+    one = {
+        "id": 5,
+        "bbox": [0, 0, 4, 4],
+        "area": 9.0,
+        "iscrowd": 0,
+        "segmentation": [[0, 0, 4, 0, 4, 4]],
+        **changes,
+    }
     stored = store_image(save(RGB, "PNG"), (48, 64), **SIZES)
     with pytest.raises(ColabUtilsError, match=found):
         make_record({"id": 1, "file_name": "a"}, [one], stored)

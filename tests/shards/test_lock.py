@@ -50,7 +50,9 @@ def write_lock(folder, name="here", host=None):
 
 
 def contend(barrier, folder, rounds, results):
-    """Ask for the lock at the same moment as other processes, and keep it until all have asked, round after round."""
+    """Ask for the lock at the same moment as other processes, and keep it until all have asked,
+    round after round.
+    """
     for n in range(rounds):
         barrier.wait(60)
         try:
@@ -68,7 +70,10 @@ def test_one_of_several_processes_gets_the_lock(tmp_path, dead):
     for n in range(rounds) if dead else ():
         write_lock(tmp_path / str(n))
     barrier, results = context.Barrier(count), context.Queue()
-    processes = [context.Process(target=contend, args=(barrier, tmp_path, rounds, results)) for _ in range(count)]
+    processes = [
+        context.Process(target=contend, args=(barrier, tmp_path, rounds, results))
+        for _ in range(count)
+    ]
     for process in processes:
         process.start()
     found = [results.get(timeout=60) for _ in range(count * rounds)]
@@ -108,7 +113,10 @@ def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 2000, b"\x1b[31m\n" * 9])
 def test_a_lock_without_content_is_somebodys(tmp_path, content):
     (tmp_path / "writer.txt").write_bytes(content)
-    with pytest.raises(ColabUtilsError, match="found one at work there") as error, hold_folder(tmp_path):
+    with (
+        pytest.raises(ColabUtilsError, match="found one at work there") as error,
+        hold_folder(tmp_path),
+    ):
         pass
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 900
@@ -140,7 +148,8 @@ def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table of processes
+        # it stays in the table of processes
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert (tmp_path / "writer.txt").exists()
         with hold_folder(tmp_path):
             assert [path.name for path in tmp_path.iterdir()] == ["writer.txt"]
@@ -180,7 +189,9 @@ def test_a_process_of_a_killed_writer_does_not_hold_its_lock(tmp_path):
         "    worker.start()\n    print(worker.pid, flush=True)\n    time.sleep(1)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE
+    ) as process:
         worker = int(process.stdout.readline())
         assert process.wait() == -signal.SIGKILL
         with hold_folder(tmp_path):

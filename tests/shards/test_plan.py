@@ -21,7 +21,9 @@ SMALL = {"min_size": 64, "max_size": 200}  # every image of the tiny dataset is 
 @pytest.fixture
 def run(tiny_dataset):
     def call(**options):
-        return plan_shards(tiny_dataset.images, tiny_dataset.annotations, **{"workers": 1, **options})
+        return plan_shards(
+            tiny_dataset.images, tiny_dataset.annotations, **{"workers": 1, **options}
+        )
 
     return call
 
@@ -38,15 +40,19 @@ def test_where_nothing_is_larger_every_file_keeps_its_bytes(run):
 def test_larger_images_are_shrunk(run):
     found = run(**SMALL)
     assert (found.storage, found.reason) == (
-        "shrink", "12 of 12 images are larger than training needs and are shrunk once",
-    )  # fmt: skip
+        "shrink",
+        "12 of 12 images are larger than training needs and are shrunk once",
+    )
     assert found.bytes < run(storage="keep", **SMALL).bytes
 
 
 @pytest.mark.parametrize(("sides", "larger"), [((160, 128), 0), ((159, 128), 12), ((160, 127), 12)])
 def test_what_counts_as_larger_is_what_is_shrunk(run, sides, larger):
     found = run(min_size=sides[1], max_size=sides[0])
-    assert (found.storage, found.reason.startswith(f"{larger} of 12")) == ("shrink" if larger else "keep", larger > 0)
+    assert (found.storage, found.reason.startswith(f"{larger} of 12")) == (
+        "shrink" if larger else "keep",
+        larger > 0,
+    )
 
 
 def test_an_image_without_a_size_counts_as_larger(tiny_dataset, tmp_path):
@@ -63,7 +69,12 @@ def test_planned_bytes_are_those_that_are_written(run, tiny_dataset, tmp_path, s
     found = run(storage=storage, workers=workers, **SMALL)
     assert (found.storage, found.reason) == (storage, "you asked for it")
     made = write_shards(
-        tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path / "shards", storage=storage, workers=1, **SMALL
+        tiny_dataset.images,
+        tiny_dataset.annotations,
+        shards=tmp_path / "shards",
+        storage=storage,
+        workers=1,
+        **SMALL,
     )
     assert found.bytes == pytest.approx(made.bytes, rel=0.05)
 
@@ -76,12 +87,18 @@ def test_the_words_of_a_plan(run):
 
 def test_bad_images_are_left_out(tiny_dataset, tmp_path):
     shutil.copytree(tiny_dataset.images, tmp_path / "images")
-    names = [image["file_name"] for image in json.loads(tiny_dataset.annotations.read_text())["images"]]
+    names = [
+        image["file_name"] for image in json.loads(tiny_dataset.annotations.read_text())["images"]
+    ]
     (tmp_path / "images" / names[0]).write_bytes(b"hello")
-    assert plan_shards(tmp_path / "images", tiny_dataset.annotations, workers=2).sampled_images == 11
+    assert (
+        plan_shards(tmp_path / "images", tiny_dataset.annotations, workers=2).sampled_images == 11
+    )
     for name in names:
         (tmp_path / "images" / name).unlink()
-    with pytest.raises(ColabUtilsError, match=r"every one that was looked at bad, such as .*: the file is missing"):
+    with pytest.raises(
+        ColabUtilsError, match=r"every one that was looked at bad, such as .*: the file is missing"
+    ):
         plan_shards(tmp_path / "images", tiny_dataset.annotations, workers=1)
 
 

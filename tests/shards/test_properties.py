@@ -1,4 +1,6 @@
-"""Any dataset comes out of its shards as the independent path reads it; an index that was changed is not taken."""
+"""Any dataset comes out of its shards as the independent path reads it; an index that was changed
+is not taken.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ coordinate = st.one_of(st.integers(-3, 40), st.floats(-3, 40).map(lambda x: roun
 
 @st.composite
 def objects(draw, height: int, width: int) -> dict[str, Any]:
-    """An annotation with polygons or RLE, as JSON allows to write it; some fields may be missing."""
+    """An annotation with polygons or RLE, as JSON allows to write it; some fields may be
+    missing.
+    """
     points = draw(st.lists(coordinate, min_size=3, max_size=8).map(lambda xs: [*xs, *reversed(xs)]))
     mask = np.zeros((height, width), np.uint8, order="F")
     mask[draw(st.integers(0, height - 1)) :, draw(st.integers(0, width - 1)) :] = 1
     compressed = {"size": [height, width], "counts": coco_mask.encode(mask)["counts"].decode()}
     one = {
         "category_id": draw(st.sampled_from([2, 5])),
-        "segmentation": draw(st.sampled_from([[points], [points, points[::-1]], points, compressed])),
+        "segmentation": draw(
+            st.sampled_from([[points], [points, points[::-1]], points, compressed])
+        ),
         "bbox": draw(st.lists(coordinate, min_size=4, max_size=4)),
         "area": draw(st.floats(0, 1e4)),
         "iscrowd": draw(st.sampled_from([0, 0, 0, 1, False, "0", None])),
@@ -57,7 +63,10 @@ def datasets(draw) -> tuple[dict[str, bytes], dict[str, Any]]:
         files[f"{number}.x"] = file.getvalue()
         images.append({"id": number, "file_name": f"{number}.x", "height": height, "width": width})
         found = draw(st.lists(objects(height, width), max_size=3))
-        annotations += [{"id": len(annotations) + row, "image_id": number, **one} for row, one in enumerate(found, 1)]
+        annotations += [
+            {"id": len(annotations) + row, "image_id": number, **one}
+            for row, one in enumerate(found, 1)
+        ]
     return files, {
         "images": images,
         "annotations": annotations,
@@ -66,7 +75,9 @@ def datasets(draw) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 
 @SEEDED
-@given(dataset=datasets(), storage=st.sampled_from(["shrink", "keep", "pixels"]), small=st.booleans())
+@given(
+    dataset=datasets(), storage=st.sampled_from(["shrink", "keep", "pixels"]), small=st.booleans()
+)
 def test_any_dataset_comes_out_of_shards_as_it_went_in(dataset, storage, small):
     files, coco = dataset
     sizes = {"min_size": 10, "max_size": 16} if small and storage != "keep" else {}
@@ -78,16 +89,28 @@ def test_any_dataset_comes_out_of_shards_as_it_went_in(dataset, storage, small):
         store(root, root / "coco.json", root / "shards", storage=storage, **sizes)
         truth = Truth(root, (root / "coco.json").read_bytes())
         shards, loose = ShardDataset(root / "shards"), CocoFolder(root, root / "coco.json")
-        assert shards.image_ids.tolist() == loose.image_ids.tolist() == [image["id"] for image in coco["images"]]
+        assert (
+            shards.image_ids.tolist()
+            == loose.image_ids.tolist()
+            == [image["id"] for image in coco["images"]]
+        )
         for i, number in enumerate(shards.image_ids.tolist()):
             expected = shrink(truth(number), **sizes) if sizes else truth(number)
-            compare_sample(*shards[i], expected, shards.category_ids, pixels=not sizes or storage == "pixels")
+            compare_sample(
+                *shards[i], expected, shards.category_ids, pixels=not sizes or storage == "pixels"
+            )
             compare_record(shards.record(i), expected)
             compare_sample(*loose[i], truth(number), loose.category_ids)
 
 
 text, size = st.text(max_size=9), st.integers(0, 2**50)
-recipe = {"min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard": 7, "storage": "keep"}
+recipe = {
+    "min_size": 800,
+    "max_size": 1333,
+    "shard_mb": 0.5,
+    "images_per_shard": 7,
+    "storage": "keep",
+}
 
 
 @st.composite
@@ -102,7 +125,10 @@ def indexes(draw) -> ShardIndex:
     ids = draw(st.lists(st.integers(-(2**40), 2**40), max_size=3, unique=True))
     return ShardIndex(
         fingerprint=draw(text),
-        recipe={**recipe, **draw(st.fixed_dictionaries({"min_size": st.integers(1, 5000), "storage": text}))},
+        recipe={
+            **recipe,
+            **draw(st.fixed_dictionaries({"min_size": st.integers(1, 5000), "storage": text})),
+        },
         categories=tuple({"id": number, "name": draw(text)} for number in ids),
         shards=tuple(infos),
         skipped=tuple(draw(st.lists(st.builds(SkippedImage, text, text), max_size=2))),

@@ -22,18 +22,32 @@ from colab_utils.shards.records import (
     dump_record,
     load_arrays,
     rebuild_arrays,
-)  # fmt: skip
+)
 from colab_utils.shards.write import write_shards
 
-HEAD = {"name": "shard-000000.tar", "images": 2, "annotations": 4, "bytes": 4096, "xxh3_64": "0" * 16}
-QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HEAD = {
+    "name": "shard-000000.tar",
+    "images": 2,
+    "annotations": 4,
+    "bytes": 4096,
+    "xxh3_64": "0" * 16,
+}
+QUICK = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(scope="module")
 def coco_shards(coco_mini, tmp_path_factory):
     folder = tmp_path_factory.mktemp("arrays") / "shards"
     write_shards(
-        coco_mini.images, coco_mini.annotations, shards=folder, shard_mb=4, min_size=300, max_size=500, workers=2
+        coco_mini.images,
+        coco_mini.annotations,
+        shards=folder,
+        shard_mb=4,
+        min_size=300,
+        max_size=500,
+        workers=2,
     )
     return folder
 
@@ -59,7 +73,11 @@ def test_arrays_are_made_again_from_the_tars(coco_shards):
         loaded = load_bits(path, shard)
         assert_equal(loaded, rebuild_arrays(coco_shards / shard.name, shard))
         head, info = describe_shard(path.read_bytes())
-        assert (head["images"], head["bytes"], head["xxh3_64"]) == (shard.images, shard.bytes, shard.xxh3_64)
+        assert (head["images"], head["bytes"], head["xxh3_64"]) == (
+            shard.images,
+            shard.bytes,
+            shard.xxh3_64,
+        )
         assert info == shard
 
 
@@ -83,22 +101,31 @@ def test_spans_boxes_and_masks_are_those_of_the_records(coco_shards):
             kept = [one for one in kept if one["bbox"][2] > 0 and one["bbox"][3] > 0]
             assert arrays.labels[rows].tolist() == [one["category_id"] for one in kept]
             ends = arrays.mask_ends[rows.start : rows.stop + 1]
-            packed = PackedMasks(arrays.bits[ends[0] : ends[-1]], arrays.crops[rows], ends - ends[0])
+            packed = PackedMasks(
+                arrays.bits[ends[0] : ends[-1]], arrays.crops[rows], ends - ends[0]
+            )
             size = record["height"], record["width"]
             assert arrays.sizes[i].tolist() == list(size)
             from pycocotools import mask as coco_mask
 
             expected = [
-                coco_mask.decode({**r, "counts": r["counts"].encode()}) for r in (k["segmentation"] for k in kept)
+                coco_mask.decode({**r, "counts": r["counts"].encode()})
+                for r in (k["segmentation"] for k in kept)
             ]
-            assert np.array_equal(unpack_masks(packed, *size), np.array(expected, np.uint8).reshape(-1, *size))
+            assert np.array_equal(
+                unpack_masks(packed, *size), np.array(expected, np.uint8).reshape(-1, *size)
+            )
 
 
 def test_boxes_are_those_of_torchvisions_references(coco_mini):
     """ConvertCocoPolysToMask: float32 corners, clamped, boxes without area dropped."""
     dataset = read_coco(coco_mini.annotations)
     for i in range(len(dataset)):
-        boxes = [one["bbox"] for one in dataset.annotations(i)] + [[5, 5, 0, 9], [-9, -9, 5, 5], [1, 1, 1e6, 1e6]]
+        boxes = [one["bbox"] for one in dataset.annotations(i)] + [
+            [5, 5, 0, 9],
+            [-9, -9, 5, 5],
+            [1, 1, 1e6, 1e6],
+        ]
         height, width = dataset.sizes[i].tolist()
         expected = torch.as_tensor(boxes, dtype=torch.float32).reshape(-1, 4)
         expected[:, 2:] += expected[:, :2]
@@ -119,7 +146,11 @@ def make_record(*annotations):
 
 def test_crowds_and_boxes_without_area_are_left_out():
     builder = ArraysBuilder()
-    builder.add(make_record({"iscrowd": 1}, {"bbox": [1, 1, 0, 3]}, {"category_id": 5}), (b"image", b"{}"), (512, 1536))
+    builder.add(
+        make_record({"iscrowd": 1}, {"bbox": [1, 1, 0, 3]}, {"category_id": 5}),
+        (b"image", b"{}"),
+        (512, 1536),
+    )
     builder.add(make_record(), (b"image", b"{}"), (3000, 3600))
     arrays = builder.build()
     assert (arrays.labels.tolist(), arrays.counts.tolist(), len(arrays.crops)) == ([5], [1, 0], 1)
@@ -160,7 +191,8 @@ def load_small(folder, info):
 
 
 def test_no_python_code_is_parsed_for_arrays(small_shard, monkeypatch):
-    monkeypatch.setattr("ast.literal_eval", lambda _: 1 / 0)  # in Python 3.11 it sometimes fails in several threads
+    # in Python 3.11 it sometimes fails in several threads
+    monkeypatch.setattr("ast.literal_eval", lambda _: 1 / 0)
     assert len(load_small(*small_shard).image_ids)
 
 
@@ -176,7 +208,11 @@ def test_arrays_cut_short_are_refused(small_shard, tmp_path, share):
 
 
 @QUICK
-@given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
+@given(
+    changes=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8
+    )
+)
 def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_path, changes):
     folder, info = small_shard
     arrays = load_small(folder, info)
@@ -199,7 +235,8 @@ def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"PK\x03\x04 a zip", b"\x80\x04 a pickle", b"\x93NUMPY\x01\x00\xff\xff{", b"x" * 99]
+    "content",
+    [b"", b"PK\x03\x04 a zip", b"\x80\x04 a pickle", b"\x93NUMPY\x01\x00\xff\xff{", b"x" * 99],
 )
 def test_other_files_are_no_arrays(small_shard, tmp_path, content):
     path = tmp_path / "a.arrays"

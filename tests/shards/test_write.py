@@ -1,4 +1,6 @@
-"""Writing shards: what is in them, and what is left when it is interrupted, refused or cut short."""
+"""Writing shards: what is in them, and what is left when it is interrupted, refused or cut
+short.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def folder(tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tiny_dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "shards"
-    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=SHARD_MB, workers=1)
+    write_shards(
+        tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=SHARD_MB, workers=1
+    )
     return folder
 
 
@@ -69,7 +73,11 @@ def run(dataset, folder, **options: Any):
 
 
 def snapshot(folder) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
@@ -108,13 +116,17 @@ def test_crowds_are_counted_and_said(tiny_dataset, folder, tmp_path):
     assert f"3 of {report.annotations} objects are crowds and left out of training" in str(report)
     dataset = ShardDataset(folder)
     assert dataset.left_out == 3
-    assert dataset.objects == sum(len(dataset.describe([index])["labels"]) for index in range(len(dataset)))
+    assert dataset.objects == sum(
+        len(dataset.describe([index])["labels"]) for index in range(len(dataset))
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:webdataset", "ignore::ResourceWarning")
 def test_webdataset_reads_real_coco_as_it_is(coco_mini, folder):
     webdataset = pytest.importorskip("webdataset")
-    report = write_shards(coco_mini.images, coco_mini.annotations, shards=folder, shard_mb=4, workers=2)
+    report = write_shards(
+        coco_mini.images, coco_mini.annotations, shards=folder, shard_mb=4, workers=2
+    )
     assert report.shards > 2
     tars = sorted(str(path) for path in folder.glob("*.tar"))
     samples = list(webdataset.WebDataset(tars, shardshuffle=False))
@@ -123,14 +135,15 @@ def test_webdataset_reads_real_coco_as_it_is(coco_mini, folder):
     for sample, image in zip(samples, coco["images"], strict=True):
         record = json.loads(sample["json"])
         assert sample["__key__"] == f"{image['id']:012d}"
-        assert sample["jpg"] == (coco_mini.images / image["file_name"]).read_bytes()  # not a bit changed
+        # not a bit changed
+        assert sample["jpg"] == (coco_mini.images / image["file_name"]).read_bytes()
         assert (record["image_id"], record["file_name"]) == (image["id"], image["file_name"])
         assert (record["width"], record["height"]) == (image["width"], image["height"])
         rows = [row for row in coco["annotations"] if row["image_id"] == image["id"]]
         for found, row in zip(record["annotations"], rows, strict=True):
-            assert {key: found[key] for key in ("id", "bbox", "category_id", "iscrowd", "area")} == {
-                key: row[key] for key in ("id", "bbox", "category_id", "iscrowd", "area")
-            }
+            assert {
+                key: found[key] for key in ("id", "bbox", "category_id", "iscrowd", "area")
+            } == {key: row[key] for key in ("id", "bbox", "category_id", "iscrowd", "area")}
     decoded = next(iter(webdataset.WebDataset(tars[:1], shardshuffle=False).decode("pil")))
     assert decoded["jpg"].mode == "RGB"
     assert decoded["json"]["annotations"]
@@ -164,7 +177,9 @@ def test_an_executor_elsewhere_gets_all_it_needs(tiny_dataset, undisturbed, tmp_
 def test_a_finished_folder_is_left_as_it_is(tiny_dataset, undisturbed, folder):
     shutil.copytree(undisturbed, folder)
     times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    report = run((tiny_dataset.images, tiny_dataset.annotations), folder, shard_mb=SHARD_MB, workers=2)
+    report = run(
+        (tiny_dataset.images, tiny_dataset.annotations), folder, shard_mb=SHARD_MB, workers=2
+    )
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
     assert (report.images, report.shards) == (12, len(read_index(folder).shards))
 
@@ -190,7 +205,14 @@ def start_slow_run(data, folder, workers, tmp_path):
     """A run in a process group of its own, once it has finished its first shard."""
     script = tmp_path / "slow_run.py"
     script.write_text(SLOW_RUN)
-    command = [sys.executable, str(script), *map(str, data), str(folder), str(SHARD_MB), str(workers)]
+    command = [
+        sys.executable,
+        str(script),
+        *map(str, data),
+        str(folder),
+        str(SHARD_MB),
+        str(workers),
+    ]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
     while not list(folder.glob("shard-*.tar")):
         assert process.poll() is None
@@ -199,7 +221,9 @@ def start_slow_run(data, folder, workers, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_in_the_middle_the_same_call_ends_byte_identical(tiny_dataset, undisturbed, folder, tmp_path, workers):
+def test_killed_in_the_middle_the_same_call_ends_byte_identical(
+    tiny_dataset, undisturbed, folder, tmp_path, workers
+):
     data = tiny_dataset.images, tiny_dataset.annotations
     process = start_slow_run(data, folder, workers, tmp_path)
     children = psutil.Process(process.pid).children()
@@ -211,14 +235,17 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(tiny_dataset, un
     left = snapshot(folder)
     expected = snapshot(undisturbed)
     assert "index.json" not in left
-    finished = {name for name in left if name.endswith(".tar")}  # the arrays of each were written before
+    # the arrays of each were written before
+    finished = {name for name in left if name.endswith(".tar")}
     assert finished
     assert len(finished) < sum(name.endswith(".tar") for name in expected)
-    (folder / f".shard-000009.tar.{process.pid}.part").write_bytes(b"half")  # as a kill in a write leaves it
+    # as a kill in a write leaves it
+    (folder / f".shard-000009.tar.{process.pid}.part").write_bytes(b"half")
     times = {name: (folder / name).stat().st_mtime_ns for name in finished}
     run(data, folder, workers=3 - workers)
     assert snapshot(folder) == expected
-    assert {name: (folder / name).stat().st_mtime_ns for name in finished} == times  # continued, not begun again
+    # continued, not begun again
+    assert {name: (folder / name).stat().st_mtime_ns for name in finished} == times
 
 
 def test_killed_at_random_moments(tmp_path):
@@ -246,7 +273,9 @@ def test_ctrl_c_leaves_finished_shards_only(tiny_dataset, undisturbed, folder, t
     assert snapshot(folder) == expected
 
 
-def test_a_full_disk_leaves_finished_shards_and_continues(tiny_dataset, undisturbed, folder, monkeypatch):
+def test_a_full_disk_leaves_finished_shards_and_continues(
+    tiny_dataset, undisturbed, folder, monkeypatch
+):
     """The third shard does not fit, and the first two are there when it is written."""
     data, fsync = (tiny_dataset.images, tiny_dataset.annotations), os.fsync
 
@@ -271,7 +300,9 @@ def test_a_full_disk_leaves_finished_shards_and_continues(tiny_dataset, undistur
 
 @pytest.mark.timeout(120)  # and not the hour of the next try
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(tiny_dataset, folder, monkeypatch, workers):
+def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
+    tiny_dataset, folder, monkeypatch, workers
+):
     real = write.read_image
 
     def fail(images, dataset, i, retries=None):
@@ -299,7 +330,11 @@ def test_too_little_space_is_told_before_the_first_byte(tiny_dataset, folder, mo
 
 
 def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeypatch):
-    data, parent, read = (tiny_dataset.images, tiny_dataset.annotations), os.getpid(), image_module.read_file
+    data, parent, read = (
+        (tiny_dataset.images, tiny_dataset.annotations),
+        os.getpid(),
+        image_module.read_file,
+    )
     last = names(tiny_dataset.annotations)[-1]
 
     def die(path, *options):
@@ -323,7 +358,10 @@ BAD_FILES = [
     (lambda path: path.write_bytes(b""), "not an image"),
     (lambda path: path.write_bytes(b"hello"), "not an image"),
     (lambda path: path.write_bytes(path.read_bytes()[:-40]), "not a complete image"),
-    (lambda path: Image.new("RGB", (5, 5)).save(path), "the annotations say 160 x 128 pixels, the file has 5 x 5"),
+    (
+        lambda path: Image.new("RGB", (5, 5)).save(path),
+        "the annotations say 160 x 128 pixels, the file has 5 x 5",
+    ),
 ]
 
 
@@ -337,7 +375,8 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
     assert "1 bad images skipped" in str(report)
     assert read_index(folder).skipped == report.skipped
     assert verify_shards(folder).images == 11
-    assert run(dataset, folder, max_bad=0.1).skipped == report.skipped  # and told again by the same call
+    # and told again by the same call
+    assert run(dataset, folder, max_bad=0.1).skipped == report.skipped
 
 
 @pytest.mark.parametrize(
@@ -360,17 +399,29 @@ def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
 
 
 def test_a_shard_holds_fewer_images_where_masks_are_large(tmp_path, folder):
-    """150 masks of 12 megapixels are 225 MB an image, beside a JPEG of some KB: a shard of many took gigabytes."""
+    """150 masks of 12 megapixels are 225 MB an image, beside a JPEG of some KB: a shard of many
+    took gigabytes.
+    """
     images, annotations = [], []
     (tmp_path / "images").mkdir()
     for i in range(3):
         Image.new("RGB", (800, 600)).save(tmp_path / "images" / f"{i}.jpg")
         images.append({"id": i, "file_name": f"{i}.jpg", "width": 800, "height": 600})
-        box = {"bbox": [0, 0, 800, 600], "area": 480_000, "segmentation": [[0, 0, 800, 0, 800, 600, 0, 600]]}
-        annotations += [{"id": 20 * i + j, "image_id": i, "category_id": 1, "iscrowd": 0, **box} for j in range(20)]
+        box = {
+            "bbox": [0, 0, 800, 600],
+            "area": 480_000,
+            "segmentation": [[0, 0, 800, 0, 800, 600, 0, 600]],
+        }
+        annotations += [
+            {"id": 20 * i + j, "image_id": i, "category_id": 1, "iscrowd": 0, **box}
+            for j in range(20)
+        ]
     coco = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
     (tmp_path / "a.json").write_text(json.dumps(coco))
-    assert run((tmp_path / "images", tmp_path / "a.json"), folder, shard_mb=1.3, storage="keep").shards == 3
+    assert (
+        run((tmp_path / "images", tmp_path / "a.json"), folder, shard_mb=1.3, storage="keep").shards
+        == 3
+    )
 
 
 def test_images_that_lie_elsewhere_than_named_are_found_and_said(dataset, folder):
@@ -378,7 +429,9 @@ def test_images_that_lie_elsewhere_than_named_are_found_and_said(dataset, folder
     for image in images:
         image["file_name"] = f"C:\\\\export\\{image['file_name']}"
     change(dataset[1], images=images)
-    with pytest.warns(ColabUtilsWarning, match="^images do not lie where the annotations say: found .* at "):
+    with pytest.warns(
+        ColabUtilsWarning, match="^images do not lie where the annotations say: found .* at "
+    ):
         result = run(dataset, folder)
     assert (result.images, result.skipped) == (len(images), ())
 
@@ -404,7 +457,10 @@ def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
         return read(path, *options)
 
     monkeypatch.setattr(image_module, "read_file", lock)
-    assert run(dataset, folder, max_bad=0.1).skipped[0].reason == "the file cannot be read: Permission denied"
+    assert (
+        run(dataset, folder, max_bad=0.1).skipped[0].reason
+        == "the file cannot be read: Permission denied"
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -413,7 +469,8 @@ def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, wo
     lost, read = names(dataset[1])[place], image_module.read_file
 
     def lose(path, *options):
-        measures = any(frame.name == "_try_image" for frame in traceback.extract_stack())  # writing reads ahead
+        # writing reads ahead
+        measures = any(frame.name == "_try_image" for frame in traceback.extract_stack())
         if path.name == lost and measures == (place == 0):
             raise DriveLostError("expected to read it, found that Drive got disconnected")
         return read(path, *options)
@@ -433,7 +490,9 @@ def hundred(tmp_path_factory):
     images = [{"id": i, "file_name": f"{i}.png", "width": 16, "height": 16} for i in range(100)]
     for i in range(100):
         Image.new("L", (16, 16), i).save(folder / f"{i}.png")
-    (folder / "a.json").write_text(json.dumps({"images": images, "annotations": [], "categories": []}))
+    (folder / "a.json").write_text(
+        json.dumps({"images": images, "annotations": [], "categories": []})
+    )
     return folder
 
 
@@ -457,7 +516,9 @@ def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, stops,
     if not stops:
         assert len(run(data, folder, max_bad=max_bad, workers=workers).skipped) == bad
         return
-    with pytest.raises(ColabUtilsError, match=rf"at most {int(max_bad * 101)} bad images of 100") as error:
+    with pytest.raises(
+        ColabUtilsError, match=rf"at most {int(max_bad * 101)} bad images of 100"
+    ) as error:
         run(data, folder, max_bad=max_bad, workers=workers)
     assert ".png: not an image" in str(error.value)
     assert not (folder / "index.json").exists()
@@ -508,10 +569,14 @@ def _write(dataset, folder, **options):
 
 
 @pytest.mark.parametrize("max_bad", [0.01, 1])
-def test_the_wrong_image_folder_leaves_nothing(tiny_dataset, undisturbed, folder, tmp_path, max_bad):
+def test_the_wrong_image_folder_leaves_nothing(
+    tiny_dataset, undisturbed, folder, tmp_path, max_bad
+):
     """A first try with another folder must not decide how many images a shard gets."""
     (tmp_path / "wrong").mkdir()
-    with pytest.raises(ColabUtilsError, match=r"every one that was looked at bad.*the file is missing"):
+    with pytest.raises(
+        ColabUtilsError, match=r"every one that was looked at bad.*the file is missing"
+    ):
         run((tmp_path / "wrong", tiny_dataset.annotations), folder, max_bad=max_bad)
     assert not folder.exists()
     run((tiny_dataset.images, tiny_dataset.annotations), folder)
@@ -519,7 +584,9 @@ def test_the_wrong_image_folder_leaves_nothing(tiny_dataset, undisturbed, folder
 
 
 @pytest.mark.parametrize("name", ["shard-000001.tar", "shard-000001.arrays"])
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 2000)])
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 2000)]
+)
 def test_a_lost_or_cut_shard_is_made_again(tiny_dataset, undisturbed, folder, name, damage):
     shutil.copytree(undisturbed, folder)
     damage(folder / name)
@@ -585,7 +652,11 @@ def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_
         if name.startswith("another dataset"):
             change(dataset[1], info={"year": 1999})
         options = {"min_size": 700} if name == "other settings" else {}
-        data = dataset if name.startswith("another dataset") else (tiny_dataset.images, tiny_dataset.annotations)
+        data = (
+            dataset
+            if name.startswith("another dataset")
+            else (tiny_dataset.images, tiny_dataset.annotations)
+        )
         with pytest.raises(ColabUtilsError, match=expected[name]) as error:
             run(data, folder, **options)
         assert str(folder) in str(error.value)
@@ -612,7 +683,9 @@ def test_finished_shards_on_a_read_only_disk_are_left_as_they_are(tiny_dataset, 
 
 
 @pytest.mark.parametrize("edit", ["swapped", "renamed", "bits", "head"])
-def test_shards_that_were_damaged_while_they_were_unfinished_are_made_again(tiny_dataset, undisturbed, tmp_path, edit):
+def test_shards_that_were_damaged_while_they_were_unfinished_are_made_again(
+    tiny_dataset, undisturbed, tmp_path, edit
+):
     folder = Path(shutil.copytree(undisturbed, tmp_path / "shards"))
     (folder / "index.json").unlink()
     one, other = folder / "shard-000000.arrays", folder / "shard-000001.arrays"
@@ -643,8 +716,14 @@ def test_files_of_the_user_in_the_folder_stay(tiny_dataset, folder):
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        (lambda c: {"annotations": [{**c["annotations"][0], "image_id": 10**9}]}, "of an unknown image"),
-        (lambda c: {"annotations": [{**c["annotations"][0], "category_id": 77}]}, "of an unknown category"),
+        (
+            lambda c: {"annotations": [{**c["annotations"][0], "image_id": 10**9}]},
+            "of an unknown image",
+        ),
+        (
+            lambda c: {"annotations": [{**c["annotations"][0], "category_id": 77}]},
+            "of an unknown category",
+        ),
         (lambda c: {"images": []}, "found an empty list"),
     ],
 )
@@ -724,7 +803,12 @@ def test_same_file_twice_sub_folders_and_unicode(dataset, folder):
 
 def test_large_images_are_shrunk_and_small_ones_kept(coco_mini, folder):
     report = write_shards(
-        coco_mini.images, coco_mini.annotations, shards=folder, min_size=427, max_size=10_000, workers=2
+        coco_mini.images,
+        coco_mini.annotations,
+        shards=folder,
+        min_size=427,
+        max_size=10_000,
+        workers=2,
     )
     kept = shrunk = 0
     for path in folder.glob("*.tar"):
@@ -756,7 +840,11 @@ def read_members(folder):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, workers):
     report = run(
-        (tiny_dataset.images, tiny_dataset.annotations), folder, storage="pixels", shard_mb=0.2, workers=workers
+        (tiny_dataset.images, tiny_dataset.annotations),
+        folder,
+        storage="pixels",
+        shard_mb=0.2,
+        workers=workers,
     )
     assert (report.storage, report.images) == ("pixels", 12)
     members = read_members(folder)
@@ -766,7 +854,9 @@ def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, wor
             record = json.loads(data)
             pixels = np.load(io.BytesIO(members[name.replace("json", "npy")]), allow_pickle=False)
             assert pixels.shape == (record["height"], record["width"], 3)
-            assert np.array_equal(pixels, decode_pixels((tiny_dataset.images / record["file_name"]).read_bytes()))
+            assert np.array_equal(
+                pixels, decode_pixels((tiny_dataset.images / record["file_name"]).read_bytes())
+            )
     assert verify_shards(folder).bad == ()
     copy_shards(folder, tmp_path / "copy")
     assert snapshot(tmp_path / "copy") == snapshot(folder)
@@ -780,8 +870,10 @@ def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, wor
 def test_storages_of_larger_images(tiny_dataset, tmp_path):
     data, sizes = (tiny_dataset.images, tiny_dataset.annotations), {}
     for name, options in {
-        "shrink": {}, "keep": {"storage": "keep"}, "pixels": {"storage": "pixels"},
-    }.items():  # fmt: skip
+        "shrink": {},
+        "keep": {"storage": "keep"},
+        "pixels": {"storage": "pixels"},
+    }.items():
         report = run(data, tmp_path / name, min_size=64, shard_mb=1, **options)
         sizes[name] = report.bytes
         assert report.storage == find_recipe(tmp_path / name)["storage"] == name
@@ -789,7 +881,10 @@ def test_storages_of_larger_images(tiny_dataset, tmp_path):
     originals = {path.read_bytes() for path in tiny_dataset.images.rglob("*") if path.is_file()}
     kept = read_members(tmp_path / "keep")
     assert {data for name, data in kept.items() if not name.endswith(".json")} == originals
-    assert json.loads(next(data for name, data in kept.items() if name.endswith(".json")))["width"] == 160
+    assert (
+        json.loads(next(data for name, data in kept.items() if name.endswith(".json")))["width"]
+        == 160
+    )
 
 
 def test_other_settings_are_refused(tiny_dataset, undisturbed, folder):
@@ -811,7 +906,9 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
     assert find_recipe(folder) is None
     assert find_recipe(dataset[1]) is None  # a file
     with monkeypatch.context() as patch:
-        patch.setattr(write, "write_index", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(
+            write, "write_index", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
+        )
         with pytest.raises(ColabUtilsError, match="found: full"):
             run(dataset, folder, storage="pixels")
     assert not (folder / "index.json").exists()
@@ -838,7 +935,9 @@ def contend(number, barrier, data, folder, rounds, results):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_of_two_writers_one_gets_in(tiny_dataset, dataset, tmp_path, same):
-    """The other one is refused in one line, or finds the same data finished; the dataset of the first survives."""
+    """The other one is refused in one line, or finds the same data finished; the dataset of the
+    first survives.
+    """
     rounds, context = 8, multiprocessing.get_context("fork")
     data = [(tiny_dataset.images, tiny_dataset.annotations)] * 2
     if not same:
@@ -846,7 +945,9 @@ def test_of_two_writers_one_gets_in(tiny_dataset, dataset, tmp_path, same):
         data[1] = dataset
     barrier, results = context.Barrier(2), context.Queue()
     processes = [
-        context.Process(target=contend, args=(number, barrier, data, tmp_path / "out", rounds, results))
+        context.Process(
+            target=contend, args=(number, barrier, data, tmp_path / "out", rounds, results)
+        )
         for number in range(2)
     ]
     for process in processes:
@@ -891,7 +992,9 @@ def test_an_image_that_was_read_badly_in_a_worker_is_not_skipped(tiny_dataset, m
 
 
 @pytest.mark.parametrize("times", [1, 4])
-def test_arrays_that_were_read_badly_are_no_strange_folder(tiny_dataset, undisturbed, folder, monkeypatch, times):
+def test_arrays_that_were_read_badly_are_no_strange_folder(
+    tiny_dataset, undisturbed, folder, monkeypatch, times
+):
     shutil.copytree(undisturbed, folder)
     (folder / "index.json").unlink()
     reads = BadReads(monkeypatch, ".arrays", cut, times)
@@ -905,7 +1008,9 @@ def test_a_refused_writer_changes_nothing(tiny_dataset, undisturbed, folder):
     (folder / "shard-000001.tar").unlink()
     with hold_folder(folder):
         before = snapshot(folder)
-        with pytest.raises(ColabUtilsError, match=rf"found one at work there \('process {os.getpid()} on "):
+        with pytest.raises(
+            ColabUtilsError, match=rf"found one at work there \('process {os.getpid()} on "
+        ):
             run((tiny_dataset.images, tiny_dataset.annotations), folder)
         assert snapshot(folder) == before
     run((tiny_dataset.images, tiny_dataset.annotations), folder)
@@ -913,7 +1018,9 @@ def test_a_refused_writer_changes_nothing(tiny_dataset, undisturbed, folder):
 
 
 def test_no_warning_stops_preprocess(tiny_dataset, tmp_path):
-    """As under ``python -W error``: pycocotools 2.0.11 gives numpy 2 a DeprecationWarning where it decodes."""
+    """As under ``python -W error``: pycocotools 2.0.11 gives numpy 2 a DeprecationWarning where it
+    decodes.
+    """
     coco = json.loads(tiny_dataset.annotations.read_text())
     runs = [0, 128 * 80, 0, 0, 128 * 80]  # empty ones, for which the mask is encoded anew
     coco["annotations"][0].update(segmentation={"size": [128, 160], "counts": runs})

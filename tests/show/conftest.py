@@ -42,7 +42,9 @@ def make_timing():
             cpu_ms_per_image=20.0,
             repeats_images_per_second=(0.95 * rate, rate, 1.02 * rate),
             cold_ms_per_image=1000 / rate,
-            timeline=tuple(((n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(int(2 * rate))),
+            timeline=tuple(
+                ((n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(int(2 * rate))
+            ),
             **costs,
         )
         return replace(timing, **settings)
@@ -80,8 +82,19 @@ def lose():
     """A row that was never timed."""
 
     def make(timing, note="", difference=""):
-        names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "first_batch_s")
-        names += ("cpu_ms_per_image", "once_ms_per_image", "session_ms_per_image", "cold_ms_per_image")
+        names = (
+            "images_per_second",
+            "batch_ms_median",
+            "batch_ms_p95",
+            "wait_share",
+            "first_batch_s",
+        )
+        names += (
+            "cpu_ms_per_image",
+            "once_ms_per_image",
+            "session_ms_per_image",
+            "cold_ms_per_image",
+        )
         lost = replace(timing, **dict.fromkeys(names), repeats_images_per_second=(), timeline=())
         return replace(lost, note=note, comparable=not difference, difference=difference)
 

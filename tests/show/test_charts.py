@@ -51,7 +51,8 @@ def test_the_first_seconds_count_as_the_spans_do():
     figure = charts.plot_first_seconds(rows)
     figure.draw_without_rendering()
     assert figure.get_suptitle() == "The step waits 80% (plain loop) → 0% (shards)"
-    assert read_texts(figure) == ["waits 80%, 2 batches", "waits 0%, 10 batches"]  # of the 5 s that both have
+    # of the 5 s that both have
+    assert read_texts(figure) == ["waits 80%, 2 batches", "waits 0%, 10 batches"]
     assert figure.axes[0].get_xlim() == (0, 5)
     drawn = [collection.get_paths() for collection in figure.axes[0].collections]
     assert [len(paths) for paths in drawn] == [3, 10]
@@ -65,13 +66,18 @@ def test_one_row_says_how_long_it_waits():
 
 
 def test_what_ended_early_is_not_waiting_and_what_is_cut_counts_as_far_as_it_is_seen():
-    figure = charts.plot_first_seconds({"short": make_spans(0.5), "long": make_spans(0, 3, 3.75)}, seconds=4)
-    assert read_texts(figure) == ["waits 50%, 1 batch", "waits 69%, 2 batches"]  # 0.5 of 1 s; 1.25 of 4 s
+    figure = charts.plot_first_seconds(
+        {"short": make_spans(0.5), "long": make_spans(0, 3, 3.75)}, seconds=4
+    )
+    # 0.5 of 1 s; 1.25 of 4 s
+    assert read_texts(figure) == ["waits 50%, 1 batch", "waits 69%, 2 batches"]
     assert read_frames(figure) == [1, 4]
 
 
 def test_copies_are_blue_and_neither_wait_nor_end_the_picture():
-    figure = charts.plot_first_seconds({"copy": make_spans(0, 9, step=1), "training": make_spans(1, 1.5)})
+    figure = charts.plot_first_seconds(
+        {"copy": make_spans(0, 9, step=1), "training": make_spans(1, 1.5)}
+    )
     assert read_texts(figure) == ["waits 50%, 2 batches"]
     assert figure.get_suptitle() == "The step waits 50% of the time"
     assert figure.axes[0].get_xlim() == (0, 2)
@@ -105,16 +111,24 @@ def find_crossings(figure):
 
 @pytest.mark.parametrize("top", [40, 36, 30, 20, 3])  # at the line, just under it, and far from it
 def test_no_text_is_struck_through_or_cut(top):
-    notes = {"plain loop": "waits 96%", "+ 2 workers": "waits 92%", "+ make_loader": "waits 2%, NOT the same data"}
+    notes = {
+        "plain loop": "waits 96%",
+        "+ 2 workers": "waits 92%",
+        "+ make_loader": "waits 2%, NOT the same data",
+    }
     values = dict(zip(notes, (1.6, 3.1, float(top)), strict=True))
     limit = (40, "the step alone") if top > 3 else (3.1, "a limit with a very long name")
-    figure = plot_bars(values, title="T", unit="images/s", notes=notes, limit=limit, spread={"+ 2 workers": (2, 4)})
+    figure = plot_bars(
+        values, title="T", unit="images/s", notes=notes, limit=limit, spread={"+ 2 workers": (2, 4)}
+    )
     assert [*find_crossings(figure)] == []
 
 
 def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
     values = {"loose files on Drive": 606.0, "shards on Drive": 8.0, "shards on SSD": 0.03}
-    figure = plot_bars(values, title="T", unit="ms", log=True, notes={"shards on SSD": "from memory"})
+    figure = plot_bars(
+        values, title="T", unit="ms", log=True, notes={"shards on SSD": "from memory"}
+    )
     figure.draw_without_rendering()
     (axis,) = figure.axes
     assert axis.get_xscale() == "log"
@@ -136,7 +150,8 @@ def test_a_long_title_is_broken_not_cut():
     assert "\n" in title
 
 
-NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]  # formulas, one of them wrong; what legends hide; other signs
+# formulas, one of them wrong; what legends hide; other signs
+NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 
 
 def make_odd_figures():
@@ -151,7 +166,11 @@ def make_odd_figures():
         limit=(2, NAMES[2]),
     )
     yield charts.plot_first_seconds({name: [(0.0, 1.0)] for name in NAMES}, title=NAMES[2])
-    target = {"boxes": np.array([[2, 2, 6, 6]] * 4), "labels": np.arange(4), "masks": np.ones((4, 8, 8), np.uint8)}
+    target = {
+        "boxes": np.array([[2, 2, 6, 6]] * 4),
+        "labels": np.arange(4),
+        "masks": np.ones((4, 8, 8), np.uint8),
+    }
     sample = (np.zeros((3, 8, 8), np.uint8), target)
     yield draw_pair(sample, sample, class_names=dict(enumerate(NAMES)))
 

@@ -33,10 +33,12 @@ def test_the_page_says_what_is_wrong_and_shows_it(spoiled, tmp_path):
     page = write_check(report, *spoiled, tmp_path / "new" / "page.html").read_text()
     assert read_headings(page) == [
         f"12 images, {report.annotations} annotations: 2 x box of corners, 1 x missing image",
-        "What was found", "The images to look at first",
+        "What was found",
+        "The images to look at first",
         f"{report.statistics.objects} objects of {len(report.statistics.classes)} classes, "
-        f"{report.statistics.sizes['small, under 32² px'] / report.statistics.objects:.0%} of them small",
-    ]  # fmt: skip
+        f"{report.statistics.sizes['small, under 32² px'] / report.statistics.objects:.0%} of "
+        "them small",
+    ]
     assert page.count("<img") == 2
     assert "<script" not in page
     assert "&lt;script&gt;" in page
@@ -53,7 +55,14 @@ def test_somebody_elses_page_stays(spoiled, tmp_path):
 
 def test_a_repair_is_drawn_before_and_after(spoiled, tmp_path, capsys):
     page, output = tmp_path / "page.html", tmp_path / "out.json"
-    options = ["--images", str(spoiled[0]), "--annotations", str(spoiled[1]), "--repair", str(output)]
+    options = [
+        "--images",
+        str(spoiled[0]),
+        "--annotations",
+        str(spoiled[1]),
+        "--repair",
+        str(output),
+    ]
     assert main(["check", *options, "--report", str(page), "--json", str(tmp_path / "out")]) == 0
     assert read_headings(page.read_text())[1:4] == [
         "What was repaired",
@@ -61,6 +70,9 @@ def test_a_repair_is_drawn_before_and_after(spoiled, tmp_path, capsys):
         "Before and after the repair",
     ]
     result = json.loads((tmp_path / "out").read_text())
-    assert {one["kind"]: one["count"] for one in result["repairs"]} == {"box from the mask": 2, "missing image": 1}
+    assert {one["kind"]: one["count"] for one in result["repairs"]} == {
+        "box from the mask": 2,
+        "missing image": 1,
+    }
     assert result["statistics"]["objects"] == sum(result["statistics"]["classes"].values())
     assert str(page) in capsys.readouterr().err

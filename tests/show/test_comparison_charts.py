@@ -1,4 +1,6 @@
-"""The charts of a comparison: the story of five steps, hours that are true of a real dataset, many receipts."""
+"""The charts of a comparison: the story of five steps, hours that are true of a real dataset, many
+receipts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def read_title(figure):
     return figure.get_suptitle().replace("\n", " ")
 
 
-# ------------------------------------------------------------------------------------------ images a second
+# ------------------------------------------------------------------------------------------ images
+# a second
 
 
 def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_comparison):
@@ -45,10 +48,17 @@ def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_com
     figure = plot_comparison(comparison)
     figure.canvas.draw()
     assert read_bars(figure) == dict(zip(STEPS, (1.6, 1.7, 3.2, 32, 38.4), strict=True))
-    assert [text.split()[-1] for text in read_texts(figure)[:5]] == ["96%", "95%", "92%", "20%", "4%"]
+    assert [text.split()[-1] for text in read_texts(figure)[:5]] == [
+        "96%",
+        "95%",
+        "92%",
+        "20%",
+        "4%",
+    ]
     assert "the step alone: 40" in read_texts(figure)
     assert read_title(figure) == (
-        "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the plain loop"
+        "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the plain "
+        "loop"
     )
     assert "emulated 100 ms" in figure.axes[0].get_xlabel()
 
@@ -60,7 +70,8 @@ def test_the_figure_grows_while_the_steps_are_timed(course, lose, make_compariso
     assert read_texts(figure)[1:5] == ["…"] * 4
     assert read_title(figure) == "The step waits 96% of the time with the plain loop"
     whole = plot_comparison(make_comparison(*course))
-    assert whole.axes[0].get_xlim() == pytest.approx(figure.axes[0].get_xlim())  # the axis stays as it is
+    # the axis stays as it is
+    assert whole.axes[0].get_xlim() == pytest.approx(figure.axes[0].get_xlim())
 
 
 def test_other_strategies_are_named_by_what_they_are(make_timing, make_comparison):
@@ -83,7 +94,9 @@ def test_of_ways_that_tie_make_loader_is_named(make_timing, make_comparison):
 
 def test_what_is_not_the_same_data_never_wins(make_timing, make_comparison):
     cheat = make_timing("packed", comparable=False, difference="labels are missing")
-    figure = plot_comparison(make_comparison(make_timing("sequential"), make_timing("dataloader"), cheat))
+    figure = plot_comparison(
+        make_comparison(make_timing("sequential"), make_timing("dataloader"), cheat)
+    )
     assert read_title(figure).startswith("The step waits 96% → 92%")
     assert any("NOT the same data" in text for text in read_texts(figure))
 
@@ -97,12 +110,16 @@ def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
         plot_comparison(make_comparison(lost))
 
 
-# -------------------------------------------------------------------------------------- first seconds, hours
+# -------------------------------------------------------------------------------------- first
+# seconds, hours
 
 
 def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
     figure = plot_cold_start(make_comparison(*course), seconds=5.02)
-    assert read_title(figure) == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader"
+    assert (
+        read_title(figure)
+        == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader"
+    )
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == STEPS
     plain = figure.axes[0].collections[0].get_paths()[0].get_extents()
     assert plain.intervalx.tolist() == pytest.approx([2.4, 2.5])
@@ -117,22 +134,33 @@ def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_com
 def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comparison):
     figure = plot_epochs(make_comparison(*course))
     hours = 118_287 / 3600
-    lines = {line.get_color(): line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2}
+    lines = {
+        line.get_color(): line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2
+    }
     assert len(lines) == 3
     assert sorted(line.get_ydata()[-1] for line in lines.values()) == [
-        pytest.approx(9 * hours / 38.4 + (0.15 + 3 * 0.002) * hours),  # converted once, copied three times
+        # converted once, copied three times
+        pytest.approx(9 * hours / 38.4 + (0.15 + 3 * 0.002) * hours),
         pytest.approx(9 * hours / 3.2),
         pytest.approx(9 * hours / 1.6),
     ]
     assert read_title(figure) == (
-        "Paid back in the first epoch. 9 epochs of 118,287 images: 13 hours, 92 hours with 2 workers"
+        "Paid back in the first epoch. 9 epochs of 118,287 images: 13 hours, 92 hours with 2 "
+        "workers"
     )
-    assert read_texts(figure) == [" + make_loader: 13 hours", " + 2 workers: 92 hours", " plain loop: 185 hours"]
+    assert read_texts(figure) == [
+        " + make_loader: 13 hours",
+        " + 2 workers: 92 hours",
+        " plain loop: 185 hours",
+    ]
     assert not figure.axes[0].get_legend()
 
 
 def test_names_at_the_ends_of_lines_do_not_overlap(make_timing, make_comparison):
-    close = [make_timing("sequential", images_per_second=35.0), make_timing("dataloader", images_per_second=36.0)]
+    close = [
+        make_timing("sequential", images_per_second=35.0),
+        make_timing("dataloader", images_per_second=36.0),
+    ]
     figure = plot_epochs(make_comparison(*close, make_timing("packed")))
     figure.canvas.draw()
     low, middle, high = sorted(text.get_window_extent().y0 for text in figure.axes[0].texts)
@@ -163,14 +191,17 @@ def test_when_it_is_paid_back(make_timing, make_comparison, rate, once_ms, paid)
 
 def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
     costs = {"once_ms_per_image": 200.0, "session_ms_per_image": 50.0, "cold_ms_per_image": 300.0}
-    figure = plot_epochs(make_comparison(make_timing("dataloader", images_per_second=10.0, **costs)))
+    figure = plot_epochs(
+        make_comparison(make_timing("dataloader", images_per_second=10.0, **costs))
+    )
     (line,) = (line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2)
     assert list(line.get_xdata()) == [0, 0, 1, 3, 3, 4, 6, 6, 7, 9]
     ms = [200, 250, 550, 750, 800, 1100, 1300, 1350, 1650, 1850]
     assert list(line.get_ydata()) == pytest.approx([one * 118_287 / 3.6e6 for one in ms])
 
 
-# --------------------------------------------------------------------------------------------- many receipts
+# --------------------------------------------------------------------------------------------- many
+# receipts
 
 
 @pytest.fixture
@@ -189,7 +220,10 @@ def test_many_receipts_in_one_chart(receipts):
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert [name.partition(":")[0] for name in names] == ["1. anna", "2. ben"]  # the fastest first
     assert [patch.get_width() for patch in figure.axes[0].patches] == [24, 2]
-    assert ["96% → 4%" in read_texts(figure)[0], "96% → 92%" in read_texts(figure)[1]] == [True, True]
+    assert ["96% → 4%" in read_texts(figure)[0], "96% → 92%" in read_texts(figure)[1]] == [
+        True,
+        True,
+    ]
     assert read_title(figure) == (
         "2 receipts: the step waits 96% → 48% of the time, and trains 13 times as fast (medians)"
     )
@@ -212,18 +246,24 @@ def test_a_line_for_the_class_sheet(course, make_comparison):
     }
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"strategies": []}', '{"strategies": [{"name": 1}]}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"strategies": []}', '{"strategies": [{"name": 1}]}', "\x00"]
+)
 def test_what_is_no_receipt_is_named(tmp_path, receipts, text):
     (tmp_path / "odd.json").write_text(text)
-    with pytest.raises(ColabUtilsError, match=r"expected receipts \(comparison.json\), found .*odd\.json"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected receipts \(comparison.json\), found .*odd\.json"
+    ):
         read_receipts([receipts[0], tmp_path / "odd.json"])
     with pytest.raises(ColabUtilsError, match=r"expected receipts .*missing\.json"):
         plot_receipts([tmp_path / "missing.json"])
 
 
-# ------------------------------------------------------------------------------------------------------ names
+# ------------------------------------------------------------------------------------------------------
+# names
 
-NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]  # formulas, one of them wrong; what legends hide; other signs
+# formulas, one of them wrong; what legends hide; other signs
+NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 
 
 def test_names_in_figures_are_shown_as_they_are(make_timing, make_comparison):

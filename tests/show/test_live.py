@@ -1,4 +1,6 @@
-"""What moves: the animation and the sliders show what was simulated, and the monitor what was trained."""
+"""What moves: the animation and the sliders show what was simulated, and the monitor what was
+trained.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from colab_utils.show import live
 from colab_utils.show.live import LiveMonitor, animate_simulation, draw_run, explore_simulation
 from colab_utils.training.evaluate import AveragePrecision
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 def read_data(animation):
@@ -37,18 +41,25 @@ def stalled():
 def test_the_animation_carries_every_span(stalled):
     data = read_data(animate_simulation(stalled, speed=2))
     assert (data["seconds"], data["speed"], len(data["lanes"])) == (30, 2, 7)
-    for drawn, trace in zip((*data["lanes"], data["steps"]), (*stalled.loads, stalled.steps), strict=True):
+    for drawn, trace in zip(
+        (*data["lanes"], data["steps"]), (*stalled.loads, stalled.steps), strict=True
+    ):
         np.testing.assert_allclose(drawn[:2], [trace.batch, trace.start_s], atol=1e-3)
-        np.testing.assert_allclose(drawn[2], trace.end_s, atol=0.04)  # what the end cuts off lasts a little longer
+        # what the end cuts off lasts a little longer
+        np.testing.assert_allclose(drawn[2], trace.end_s, atol=0.04)
     assert sum(end <= 30 for end in data["steps"][2]) == stalled.batches == 98
-    assert read_data(animate_simulation(stalled))["speed"] == 0.5  # 3 batches a second are too fast to watch
+    # 3 batches a second are too fast to watch
+    assert read_data(animate_simulation(stalled))["speed"] == 0.5
 
 
 def test_the_title_is_the_finding(stalled):
     title = "98 batches in 30 s with 7 workers: the step worked 33% of the time and waited 67%"
     assert read_title(animate_simulation(stalled)) == title
     alone = animate_simulation(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4))
-    assert read_title(alone) == "10 batches in 4 s with 0 workers: the step worked 25% of the time and waited 75%"
+    assert (
+        read_title(alone)
+        == "10 batches in 4 s with 0 workers: the step worked 25% of the time and waited 75%"
+    )
     assert 'class="place"' not in alone.data
 
 
@@ -94,13 +105,34 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
     unsteady = simulate(workers=2, load_s=0.15, step_s=0.1, load_cv=0.6, seconds=8)
     first, second = animate_simulation(stalled), animate_simulation(unsteady)
     page = tmp_path / "page.html"
-    half = "for (const slider of document.querySelectorAll('.time')) { slider.value = 0.5; slider.oninput(); }"
+    half = (
+        "for (const slider of document.querySelectorAll('.time')) { slider.value = 0.5; "
+        "slider.oninput(); }"
+    )
     # the first one twice, as where one output is opened in two views
-    page.write_text(f"<body>{first.data}{second.data}{first.data}<script>{half}</script></body>", encoding="utf-8")
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
-    quiet = ("--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path / 'user'}")
+    page.write_text(
+        f"<body>{first.data}{second.data}{first.data}<script>{half}</script></body>",
+        encoding="utf-8",
+    )
+    flags = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    )
+    quiet = (
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'user'}",
+    )
     done = subprocess.run(
-        [CHROMIUM, *flags, *quiet, "--dump-dom", page.as_uri()], check=True, capture_output=True, text=True, timeout=60
+        [CHROMIUM, *flags, *quiet, "--dump-dom", page.as_uri()],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     counts = re.findall(r'<output class="count">([^<]*)<', done.stdout)
     expected = []
@@ -109,7 +141,10 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
         batches = int((run.steps.end_s <= t).sum())
         expected.append(f"{batches} batches in {t:.1f} s")
     assert counts == expected
-    waiting = [trace.batch[(trace.start_s < 4) & (trace.end_s > 4)] for trace in (*unsteady.loads, unsteady.steps)]
+    waiting = [
+        trace.batch[(trace.start_s < 4) & (trace.end_s > 4)]
+        for trace in (*unsteady.loads, unsteady.steps)
+    ]
     loads = re.findall(r'<i class="load"[^>]*>([^<]*)<', done.stdout)[7:9]
     assert loads == [str(batch[0]) if len(batch) else "" for batch in waiting[:2]]
     model = re.findall(r'<i class="model"[^>]*>([^<]*)<', done.stdout)[1]
@@ -120,8 +155,16 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
 
 
 def test_the_sliders_start_where_they_are_told_and_say_so():
-    *sliders, _ = explore_simulation(workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12).children
-    assert [slider.value for slider in sliders] == [3, pytest.approx(0.03), 0.5, pytest.approx(70), 12]
+    *sliders, _ = explore_simulation(
+        workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12
+    ).children
+    assert [slider.value for slider in sliders] == [
+        3,
+        pytest.approx(0.03),
+        0.5,
+        pytest.approx(70),
+        12,
+    ]
     assert all(slider.continuous_update is False for slider in sliders)
     assert sliders[1].description == "loading a batch, seconds (yours: 0.03)"
 
@@ -129,7 +172,10 @@ def test_the_sliders_start_where_they_are_told_and_say_so():
 def test_a_slider_redraws_the_chart_and_the_sentence():
     workers, *_, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
     before = view.value
-    assert "148 batches in 30 s with 2 workers: the step worked 49% of the time and waited 51%" in before
+    assert (
+        "148 batches in 30 s with 2 workers: the step worked 49% of the time and waited 51%"
+        in before
+    )
     assert before.count("<img ") == 1
     workers.value = 5
     assert "with 5 workers: the step worked 99% of the time" in view.value
@@ -155,7 +201,13 @@ def test_impossible_sliders_are_refused(settings, words):
 
 def make_line(step, *, steps=1000, loss=1.0, gpu=None, ap=None):
     return SimpleNamespace(
-        step=step, steps=steps, loss=loss, images_per_second=5.0, wait_share=0.02, gpu_bytes=gpu, ap=ap
+        step=step,
+        steps=steps,
+        loss=loss,
+        images_per_second=5.0,
+        wait_share=0.02,
+        gpu_bytes=gpu,
+        ap=ap,
     )
 
 
@@ -163,8 +215,18 @@ def test_every_figure_is_shown():
     lines = [make_line(n, loss=4 / n, gpu=9_000_000_000) for n in range(1, 40)]
     page = draw_run(lines, plan="a model <b>")
     text = re.sub("<[^>]*>", " ", page)
-    for part in ("a model &lt;b&gt;", "step 39 of 1,000", "loss", "0.105", "images/s", "5.0", "waits for data", "2%",
-                 "GPU memory", "9.0 GB"):  # fmt: skip
+    for part in (
+        "a model &lt;b&gt;",
+        "step 39 of 1,000",
+        "loss",
+        "0.105",
+        "images/s",
+        "5.0",
+        "waits for data",
+        "2%",
+        "GPU memory",
+        "9.0 GB",
+    ):
         assert part in text, part
     assert page.count("<polyline") == 4
     assert '<progress value="39" max="1000"' in page
@@ -179,7 +241,9 @@ def test_without_a_gpu_there_is_no_such_panel_and_an_evaluation_is_said():
     found = AveragePrecision(0.3049, 0.008, 0.5, 0.1, 9, 156)
     page = draw_run([make_line(1), make_line(156, ap=found), make_line(160)])
     assert page.count("<polyline") == 3
-    assert "after step 156: masks 1% of perfect, boxes 30% (average precision)" in " ".join(page.split())
+    assert "after step 156: masks 1% of perfect, boxes 30% (average precision)" in " ".join(
+        page.split()
+    )
 
 
 def test_text_has_the_pages_colour_and_curves_stand_on_a_zero():
@@ -189,11 +253,15 @@ def test_text_has_the_pages_colour_and_curves_stand_on_a_zero():
     assert re.findall("<text[^>]*>(.*?)</text>", page) == ["0", "0", "0"]
 
 
-@pytest.mark.parametrize("page", [(255, 255, 255), (56, 56, 56), (17, 17, 17)])  # white, Colab's dark, JupyterLab's
+# white, Colab's dark, JupyterLab's
+@pytest.mark.parametrize("page", [(255, 255, 255), (56, 56, 56), (17, 17, 17)])
 def test_curves_are_seen_on_light_and_dark(page):
     def light(*colour):
         parts = (c / 255 / 12.92 if c < 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour)
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)) + 0.05
+        return (
+            sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+            + 0.05
+        )
 
     strokes = set(re.findall('stroke="(#[^"]*)"', draw_run([make_line(1, gpu=1)])))
     assert len(strokes) == 2
@@ -227,7 +295,8 @@ def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatc
     assert len(pictures) == 2
     for drawn in pictures:
         assert "step 1 of 10" in drawn[1]
-        assert drawn[1].count(",") < drawn[-1].count(",")  # of the points, which begin anew with each run
+        # of the points, which begin anew with each run
+        assert drawn[1].count(",") < drawn[-1].count(",")
         assert 4 <= len(drawn) <= 7
         assert "step 10 of 10" in drawn[-1]  # the end is always drawn
 

@@ -17,7 +17,9 @@ LINKS = [PageLink("01_detect_bottleneck.html", "1. Detect the bottleneck", 61.0)
 def write(tmp_path):
     def call(**comparisons):
         contents = {name: json.loads(json.dumps(asdict(one))) for name, one in comparisons.items()}
-        return write_demo_index(tmp_path / "index.html", LINKS, **contents).read_text(encoding="utf-8")
+        return write_demo_index(tmp_path / "index.html", LINKS, **contents).read_text(
+            encoding="utf-8"
+        )
 
     return call
 
@@ -32,11 +34,21 @@ def test_the_first_screen_is_the_finding_the_bars_the_first_seconds_and_the_good
     ]
     page = write(comparison=make_comparison(*course), good_day=make_comparison(*good))
     order = [
-        "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the plain loop",
-        "<img", "Batches in the first ", "<img", "And on a good day",
-        "The step waits 74% → 4% of the time, and trains 3.8 times as many images/s as the plain loop", "<img",
-        "Detect the bottleneck", "61 s", "All figures", "606 ms per file", "Machine:",
-    ]  # fmt: skip
+        "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the plain "
+        "loop",
+        "<img",
+        "Batches in the first ",
+        "<img",
+        "And on a good day",
+        "The step waits 74% → 4% of the time, and trains 3.8 times as many images/s as the plain "
+        "loop",
+        "<img",
+        "Detect the bottleneck",
+        "61 s",
+        "All figures",
+        "606 ms per file",
+        "Machine:",
+    ]
     places = []
     for part in order:
         places.append(page.index(part, places[-1] + 1 if places else 0))
@@ -44,7 +56,9 @@ def test_the_first_screen_is_the_finding_the_bars_the_first_seconds_and_the_good
     assert all(source.startswith("data:") for source in re.findall('src="([^"]*)"', page))
 
 
-def test_without_a_good_day_or_a_comparison_the_pages_are_still_found(write, course, make_comparison):
+def test_without_a_good_day_or_a_comparison_the_pages_are_still_found(
+    write, course, make_comparison
+):
     assert "good day" not in write(comparison=make_comparison(*course))
     page = write()
     assert "<h1>The notebooks</h1>" in page

@@ -15,12 +15,16 @@ from colab_utils.show.pictures import PALETTE
 SIGHT = {
     "all cones": np.eye(3),
     "deuteranopia": [
-        [0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881],
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
     ],
     "protanopia": [
-        [0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998],
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
     ],
-}  # fmt: skip
+}
 TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
 WHITE = (0.9505, 1.0, 1.089)
 CHARTS, OBJECTS = 20, 15  # least distance in CIELAB; objects have outlines and names, too
@@ -38,13 +42,19 @@ def find_lab(colour, sight):
 def find_closest(colours, sight):
     """The two colours that look most alike: (distance, both)."""
     lab = {colour: find_lab(colour, sight) for colour in colours}
-    return min((float(np.linalg.norm(lab[a] - lab[b])), a, b) for a, b in combinations(sorted(colours), 2))
+    return min(
+        (float(np.linalg.norm(lab[a] - lab[b])), a, b) for a, b in combinations(sorted(colours), 2)
+    )
 
 
 def list_colours(figure):
-    """What bars, steps and curves are filled or drawn with, and the page; not thin edges and not letters."""
+    """What bars, steps and curves are filled or drawn with, and the page; not thin edges and not
+    letters.
+    """
     (axis,) = figure.axes
-    found = [patch.get_facecolor() for patch in axis.patches] + [line.get_color() for line in axis.lines]
+    found = [patch.get_facecolor() for patch in axis.patches] + [
+        line.get_color() for line in axis.lines
+    ]
     found += [colour for collection in axis.collections for colour in collection.get_facecolor()]
     return {to_hex(colour) for colour in found} | {"#ffffff"}
 
@@ -77,5 +87,10 @@ def test_neighbouring_objects_are_told_apart(sight):
 def test_the_measure_sees_what_the_eyes_see():
     assert find_lab("#ffffff", "all cones") == pytest.approx([100, 0, 0], abs=0.1)
     assert find_lab("#ff0000", "all cones") == pytest.approx([53.2, 80.1, 67.2], abs=0.2)
-    for sight, grey in (("deuteranopia", "#777777"), ("protanopia", "#777777")):  # green and grey were in one chart
-        assert find_closest(["#009E73", grey], sight)[0] < 22 < find_closest(["#009E73", grey], "all cones")[0]
+    # green and grey were in one chart
+    for sight, grey in (("deuteranopia", "#777777"), ("protanopia", "#777777")):
+        assert (
+            find_closest(["#009E73", grey], sight)[0]
+            < 22
+            < find_closest(["#009E73", grey], "all cones")[0]
+        )

@@ -35,7 +35,9 @@ def draw_twice(sample, names=Samples.class_names):
 
 
 def list_boxes(axis):
-    return [patch.get_bbox().extents.tolist() for patch in axis.patches if isinstance(patch, Rectangle)]
+    return [
+        patch.get_bbox().extents.tolist() for patch in axis.patches if isinstance(patch, Rectangle)
+    ]
 
 
 def list_names(axis):
@@ -75,7 +77,8 @@ def test_float_images_are_drawn_as_they_are():
 
 
 def test_only_the_largest_are_named_and_no_name_is_cut():
-    boxes = [(n * 10, n * 5, n * 10 + 9 - n, n * 5 + 9 - n) for n in range(6)]  # each smaller than the one before
+    # each smaller than the one before
+    boxes = [(n * 10, n * 5, n * 10 + 9 - n, n * 5 + 9 - n) for n in range(6)]
     figure = draw_twice(make_sample(*boxes), {1: "a very long name", 2: "tile"})
     axis, _ = figure.axes
     assert len(list_boxes(axis)) == 6
@@ -87,8 +90,13 @@ def test_only_the_largest_are_named_and_no_name_is_cut():
 
 def test_masks_have_outlines_that_follow_them():
     figure = draw_twice(make_sample((10, 5, 30, 25), (0, 0, 60, 40)))
-    outlines = [path.get_extents().extents for lines in figure.axes[0].collections for path in lines.get_paths()]
-    assert np.allclose(outlines, [[-0.5, -0.5, 59.5, 39.5], [9.5, 4.5, 29.5, 24.5]])  # between the pixels
+    outlines = [
+        path.get_extents().extents
+        for lines in figure.axes[0].collections
+        for path in lines.get_paths()
+    ]
+    # between the pixels
+    assert np.allclose(outlines, [[-0.5, -0.5, 59.5, 39.5], [9.5, 4.5, 29.5, 24.5]])
 
 
 def test_a_large_photo_is_drawn_small():
@@ -120,13 +128,22 @@ def test_a_pair_says_whether_it_is_equal():
     differing = draw_pair((image, target), (other, target), class_names=names)
     assert differing.get_suptitle() == "Another image, the same masks"
     moved = {**target, "masks": np.roll(target["masks"], 1)}
-    assert "other masks" in draw_pair((image, target), (image, moved), class_names=names).get_suptitle()
+    assert (
+        "other masks"
+        in draw_pair((image, target), (image, moved), class_names=names).get_suptitle()
+    )
     small = make_sample((3, 2, 9, 6), height=20, width=30)
     figure = draw_pair((image, target), small, class_names=names)
     assert figure.get_suptitle() == "4 times fewer pixels, the same objects"
-    assert [axis.get_title(loc="left") for axis in figure.axes] == ["before, 60 x 40", "after, 30 x 20"]
+    assert [axis.get_title(loc="left") for axis in figure.axes] == [
+        "before, 60 x 40",
+        "after, 30 x 20",
+    ]
     relabelled = {**small[1], "labels": small[1]["labels"] + 1}
-    assert "other objects" in draw_pair((image, target), (small[0], relabelled), class_names=names).get_suptitle()
+    assert (
+        "other objects"
+        in draw_pair((image, target), (small[0], relabelled), class_names=names).get_suptitle()
+    )
 
 
 def make_prediction(scores):
@@ -150,7 +167,9 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
     assert figure.get_suptitle().replace("\n", " ") == (
         "1 of 2 objects found (thick outlines), by 2 predictions with a score of 0.5 or more"
     )
-    widths = [[lines.get_linewidth()[0] for lines in axis.collections] for axis in (truth, predicted)]
+    widths = [
+        [lines.get_linewidth()[0] for lines in axis.collections] for axis in (truth, predicted)
+    ]
     assert widths == [[4, 1.5], [4, 4]]
     colours = [[patch.get_edgecolor() for patch in axis.patches] for axis in (truth, predicted)]
     assert colours[0][0] == colours[1][0] == colours[1][1]  # all of them are balls
@@ -175,7 +194,9 @@ def test_a_prediction_fits_by_its_mask_and_its_class(box, label, found):
 
 def test_no_prediction_at_all_is_a_picture_too():
     figure = draw_predictions(Samples([make_sample((1, 1, 9, 9))]), [make_prediction([])])
-    assert figure.get_suptitle().startswith("0 of 1 object found (thick outlines), by 0 predictions")
+    assert figure.get_suptitle().startswith(
+        "0 of 1 object found (thick outlines), by 0 predictions"
+    )
 
 
 def test_no_predictions_is_said():

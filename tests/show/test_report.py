@@ -51,7 +51,11 @@ def test_the_finding_is_the_first_thing_that_is_read(tmp_path, course, make_comp
     page = write_receipt(make_comparison(*course), tmp_path).read_text(encoding="utf-8")
     first = re.search(r"<main>\s*<h1[^>]*>([^<]*)</h1>", page)
     assert first
-    assert first[1] == "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the plain loop"
+    assert (
+        first[1]
+        == "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the "
+        "plain loop"
+    )
 
 
 def test_a_line_can_be_pasted_into_the_class_sheet(tmp_path, course, make_comparison):
@@ -70,7 +74,9 @@ def test_titles_are_text_and_tables_scroll(tmp_path, course, make_comparison):
         assert re.search(rf"<h[12][^>]*>{title}", page), title
 
 
-def test_the_receipt_says_what_is_slowed_and_emulated_and_on_which_machine(tmp_path, course, make_comparison):
+def test_the_receipt_says_what_is_slowed_and_emulated_and_on_which_machine(
+    tmp_path, course, make_comparison
+):
     comparison = make_comparison(*course)
     text = read(comparison, tmp_path)
     assert "The training step is emulated 100 ms" in text
@@ -91,7 +97,13 @@ def test_a_real_step_on_a_real_drive_carries_no_such_note(tmp_path, course, make
 def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison):
     table = tabulate_comparison(asdict(make_comparison(*course)))
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
-    assert [row[""] for row in rows] == ["plain loop", "thread ahead", "2 workers", "shards on SSD", "make_loader"]
+    assert [row[""] for row in rows] == [
+        "plain loop",
+        "thread ahead",
+        "2 workers",
+        "shards on SSD",
+        "make_loader",
+    ]
     assert rows[-1] == {
         "": "make_loader",
         "images/s": "38.4",
@@ -145,7 +157,9 @@ def test_a_folder_that_cannot_be_is_said(tmp_path, course, make_comparison):
 
 def test_somebody_elses_page_stays(tmp_path, course, make_comparison):
     (tmp_path / "index.html").write_text("<title>my thesis</title>")
-    with pytest.raises(ColabUtilsError, match=r"expected a new file, found .*index.html.*nothing of yours"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a new file, found .*index.html.*nothing of yours"
+    ):
         write_receipt(make_comparison(course[0]), tmp_path)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("index.html", "<title>my thesis</title>")

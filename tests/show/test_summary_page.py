@@ -1,4 +1,6 @@
-"""The page of a watched loop: its verdict, the steps and their gaps, and nobody's file overwritten."""
+"""The page of a watched loop: its verdict, the steps and their gaps, and nobody's file
+overwritten.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python tests/stress/check_large_dataset.py [--images DIR --annotations FILE]
 
-The images of a small dataset (the built-in one) are linked under new names, so that each is a file of its own. Exits 1
-beyond 60 s and beyond 500 MB.
+The images of a small dataset (the built-in one) are linked under new names, so that each is a file
+of its own. Exits 1 beyond 60 s and beyond 500 MB.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Pat
     rows: list[dict] = []
     objects: list[dict] = []
     own = {
-        image["id"]: [one for one in coco["annotations"] if one["image_id"] == image["id"]] for image in coco["images"]
+        image["id"]: [one for one in coco["annotations"] if one["image_id"] == image["id"]]
+        for image in coco["images"]
     }
     (folder / "images").mkdir()
     while len(rows) < IMAGES:
         for image in coco["images"][: IMAGES - len(rows)]:
-            row = {**image, "id": len(rows) + 1, "file_name": f"{len(rows) + 1:012d}{Path(image['file_name']).suffix}"}
+            row = {
+                **image,
+                "id": len(rows) + 1,
+                "file_name": f"{len(rows) + 1:012d}{Path(image['file_name']).suffix}",
+            }
             target, source = folder / "images" / row["file_name"], images / image["file_name"]
             try:
                 os.link(source, target)
@@ -39,9 +44,12 @@ def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Pat
                 target.write_bytes(source.read_bytes())
             rows.append(row)
             objects += (
-                {**one, "image_id": row["id"], "id": len(objects) + n} for n, one in enumerate(own[image["id"]], 1)
+                {**one, "image_id": row["id"], "id": len(objects) + n}
+                for n, one in enumerate(own[image["id"]], 1)
             )
-    (folder / "annotations.json").write_text(json.dumps({**coco, "images": rows, "annotations": objects}))
+    (folder / "annotations.json").write_text(
+        json.dumps({**coco, "images": rows, "annotations": objects})
+    )
     return folder / "images", folder / "annotations.json"
 
 
@@ -82,9 +90,14 @@ def main() -> int:
         seconds = perf_counter() - began_s
         over.set()
         thread.join()
-    print(f"{report.images:,} images, {report.annotations:,} annotations: {seconds:.1f} s, {max(used) / 1e6:.0f} MB")
+    print(
+        f"{report.images:,} images, {report.annotations:,} annotations: {seconds:.1f} s, "
+        f"{max(used) / 1e6:.0f} MB"
+    )
     if report.images != IMAGES or seconds > MAX_SECONDS or max(used) > MAX_BYTES:
-        print(f"error: expected at most {MAX_SECONDS} s and {MAX_BYTES / 1e6:.0f} MB", file=sys.stderr)
+        print(
+            f"error: expected at most {MAX_SECONDS} s and {MAX_BYTES / 1e6:.0f} MB", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -1,10 +1,11 @@
-"""Kill preprocess again and again at random moments: nothing is lost, and nothing looks finished that is not.
+"""Kill preprocess again and again at random moments: nothing is lost, and nothing looks finished
+that is not.
 
     python tests/stress/kill_preprocess.py [--kills 200] [--seed 0] [--folder DIR]
 
-After each kill every finished shard must be byte-identical to that of an undisturbed run, and an index may be there
-only with all of them; the same command goes on. When it ends, all must be identical, and it begins anew. Exits 1
-at the first difference.
+After each kill every finished shard must be byte-identical to that of an undisturbed run, and an
+index may be there only with all of them; the same command goes on. When it ends, all must be
+identical, and it begins anew. Exits 1 at the first difference.
 """
 
 from __future__ import annotations
@@ -28,8 +29,25 @@ SHARD_MB = 0.05
 
 def make_command(data: Path, shards: Path) -> list[str]:
     """Preprocess 60 images into about 20 shards."""
-    files = ["--images", str(data / "images"), "--annotations", str(data / "annotations.json"), "--shards", str(shards)]
-    return [sys.executable, "-m", "colab_utils", "preprocess", *files, "--storage", "keep", "--shard-mb", str(SHARD_MB)]
+    files = [
+        "--images",
+        str(data / "images"),
+        "--annotations",
+        str(data / "annotations.json"),
+        "--shards",
+        str(shards),
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "colab_utils",
+        "preprocess",
+        *files,
+        "--storage",
+        "keep",
+        "--shard-mb",
+        str(SHARD_MB),
+    ]
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -49,8 +67,12 @@ def find_difference(left: dict[str, str], expected: dict[str, str]) -> str:
 
 
 def kill_once(command: list[str], after_s: float, chance: random.Random) -> bool:
-    """Run the command and kill the process, or all of its group, after so many seconds; says whether it was alive."""
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    """Run the command and kill the process, or all of its group, after so many seconds; says
+    whether it was alive.
+    """
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         output = process.communicate(timeout=after_s)[0]
     except subprocess.TimeoutExpired:
@@ -66,7 +88,9 @@ def kill_once(command: list[str], after_s: float, chance: random.Random) -> bool
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
     parser.add_argument("--folder", type=Path, help="folder to work in (a temporary one)")
@@ -74,7 +98,9 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     make_dataset(folder / "data", n=60, width=160, height=128, objects=(1, 4), workers=1)
     began_s = time.perf_counter()
-    subprocess.run(make_command(folder / "data", folder / "undisturbed"), check=True, capture_output=True)
+    subprocess.run(
+        make_command(folder / "data", folder / "undisturbed"), check=True, capture_output=True
+    )
     undisturbed_s = time.perf_counter() - began_s
     expected, chance = snapshot(folder / "undisturbed"), random.Random(options.seed)
     kills = rounds = 0
@@ -90,7 +116,9 @@ def main() -> int:
                 subprocess.run(command, check=True, capture_output=True)
                 break
         if snapshot(shards) != expected:
-            names = [name for name in snapshot(shards) if snapshot(shards)[name] != expected.get(name)]
+            names = [
+                name for name in snapshot(shards) if snapshot(shards)[name] != expected.get(name)
+            ]
             print(f"round {rounds}: not identical to an undisturbed run: {names}")
             return 1
         shutil.rmtree(shards)

@@ -2,10 +2,11 @@
 
     python tests/stress/load_large_index.py [--epochs 10] [--folder /tmp]
 
-Annotations of train2017's size (118,000 images, 7.3 objects each) behind small pictures, two worker processes. It fails
-if a worker's own memory grows by more than 5 MB after its first epoch (Python objects in the index would be copied by
-every touch), or if all processes together take more than 1.2 GB of PSS, which counts what they share once. A worker's
-PSS may rise once, by the share of pages that the training process stops sharing when its garbage is first collected.
+Annotations of train2017's size (118,000 images, 7.3 objects each) behind small pictures, two worker
+processes. It fails if a worker's own memory grows by more than 5 MB after its first epoch (Python
+objects in the index would be copied by every touch), or if all processes together take more than
+1.2 GB of PSS, which counts what they share once. A worker's PSS may rise once, by the share of
+pages that the training process stops sharing when its garbage is first collected.
 """
 
 from __future__ import annotations
@@ -44,12 +45,23 @@ def make_shards(folder: Path) -> Path:
         for _ in range(int(OBJECTS) + int(rng.random() < OBJECTS % 1)):
             x, y, w, h = 4 + rng.integers(0, 20), 4 + rng.integers(0, 10), 12, 9
             corners = [x, y, x + w, y, x + w, y + h, x, y + h]
-            annotations.append({
-                "id": len(annotations) + 1, "image_id": i, "category_id": 1, "iscrowd": 0, "area": w * h,
-                "bbox": [int(x), int(y), w, h], "segmentation": [[int(c) for c in corners]],
-            })  # fmt: skip
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": i,
+                    "category_id": 1,
+                    "iscrowd": 0,
+                    "area": w * h,
+                    "bbox": [int(x), int(y), w, h],
+                    "segmentation": [[int(c) for c in corners]],
+                }
+            )
     images = [{"id": i, "file_name": f"{i}.jpg", "height": 32, "width": 48} for i in range(IMAGES)]
-    content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "box"}]}
+    content = {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "box"}],
+    }
     (folder / "a.json").write_text(json.dumps(content))
     write_shards(pictures, folder / "a.json", shards=folder / "shards")
     index = read_index(folder / "shards")
@@ -68,14 +80,18 @@ def make_shards(folder: Path) -> Path:
 
 
 def measure_mb(process: psutil.Process, *kinds: str) -> float:
-    """Memory of a process by the kernel's names; by default its PSS: its own, and its part of what it shares."""
+    """Memory of a process by the kernel's names; by default its PSS: its own, and its part of what
+    it shares.
+    """
     lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1000 for line in lines}
     return sum(sizes[kind] for kind in kinds or ("Pss",))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=10, help="default: 10")
     parser.add_argument("--folder", type=Path, help="where to make the data; default: the system's")
     options = parser.parse_args()
@@ -87,21 +103,28 @@ def main() -> int:
         for epoch in range(options.epochs):
             started, images = perf_counter(), sum(len(batch) for batch in loader)
             children = psutil.Process().children()
-            workers.append(max(measure_mb(child, "Private_Clean", "Private_Dirty") for child in children))
+            workers.append(
+                max(measure_mb(child, "Private_Clean", "Private_Dirty") for child in children)
+            )
             # without libraries, of which its part grows when any other program ends
             shared = max(measure_mb(child, "Pss_Anon", "Pss_Shmem") for child in children)
             total = measure_mb(psutil.Process()) + sum(map(measure_mb, children))
             seconds = perf_counter() - started
             print(
-                f"epoch {epoch}: {images:,} images, {seconds:.0f} s; the larger worker: {workers[-1]:.1f} MB its own, "
-                f"PSS without libraries {shared:.1f} MB; PSS of all {len(children) + 1} processes {total:.0f} MB",
+                f"epoch {epoch}: {images:,} images, {seconds:.0f} s; the larger worker: "
+                f"{workers[-1]:.1f} MB its own, "
+                f"PSS without libraries {shared:.1f} MB; PSS of all {len(children) + 1} processes "
+                f"{total:.0f} MB",
                 flush=True,
             )
         loader.close()
     finally:
         shutil.rmtree(folder)
     growth = max(workers[1:]) - workers[0]
-    print(f"growth of the larger worker after its first epoch: {growth:.1f} MB (at most {MOST_GROWTH_MB})")
+    print(
+        f"growth of the larger worker after its first epoch: {growth:.1f} MB (at most "
+        f"{MOST_GROWTH_MB})"
+    )
     print(f"PSS in all: {total:.0f} MB (at most {MOST_MB})")
     return int(growth > MOST_GROWTH_MB or total > MOST_MB)
 

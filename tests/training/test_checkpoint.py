@@ -1,4 +1,6 @@
-"""Checkpoints: whole or not at all, the newest two, torn ones set aside, nothing of others touched."""
+"""Checkpoints: whole or not at all, the newest two, torn ones set aside, nothing of others
+touched.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from tests.drive_mount import mount_or_skip
 
 
 def make_state(value: float = 1.0) -> dict:
-    return {"model": {"weight": torch.full((50, 50), value)}, "losses": [1.5, value], "nested": {"a": (1, "b")}}
+    return {
+        "model": {"weight": torch.full((50, 50), value)},
+        "losses": [1.5, value],
+        "nested": {"a": (1, "b")},
+    }
 
 
 def list_names(folder: Path) -> list[str]:
@@ -49,7 +55,11 @@ def test_the_newest_two_stay_and_nothing_else_goes(tmp_path: Path):
     resumed.prepare(anew=False)
     for step in (30, 40):
         resumed.save(make_state(step), step=step)
-    assert list_names(tmp_path) == ["checkpoint-00000030.pt", "checkpoint-00000040.pt", "checkpoint-best.pt"]
+    assert list_names(tmp_path) == [
+        "checkpoint-00000030.pt",
+        "checkpoint-00000040.pt",
+        "checkpoint-best.pt",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +67,14 @@ def test_the_newest_two_stay_and_nothing_else_goes(tmp_path: Path):
     [
         lambda data: data[: len(data) // 2],  # cut short by a full disk
         lambda data: b"",  # Drive made the name but not the content
-        lambda data: data[:4000] + bytes(2000) + data[6000:],  # the right size, a hole in the middle
+        # the right size, a hole in the middle
+        lambda data: data[:4000] + bytes(2000) + data[6000:],
         lambda data: b"not a zip" * 100,  # something else altogether
         lambda data: data[:-9],  # in the middle of the checksum
         lambda data: data[:-30],  # before it
-        lambda data: bytes(200) + struct.pack("<4sLQL4s4H2LH", b"PK\6\7", 1, 0, 1, b"PK\5\6", *[0] * 7),
+        lambda data: (
+            bytes(200) + struct.pack("<4sLQL4s4H2LH", b"PK\6\7", 1, 0, 1, b"PK\5\6", *[0] * 7)
+        ),
     ],
 )
 def test_torn_newest_is_set_aside_and_named(tmp_path: Path, tear):
@@ -91,7 +104,9 @@ def test_a_name_that_is_taken_is_left_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("steps", [(2,), (1, 2)])
 @pytest.mark.parametrize("repair", [False, True])
-def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(tmp_path: Path, steps, repair):
+def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(
+    tmp_path: Path, steps, repair
+):
     for step in steps:
         (tmp_path / f"checkpoint-{step:08d}.pt").write_bytes(b"torn")
     before = list_names(tmp_path)
@@ -108,7 +123,9 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(tmp_pa
 
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize(("change", "times"), [(cut, 1), (cut, 4), (alter, 1), (alter, 2)])
-def test_a_spell_of_bad_reads_condemns_no_checkpoint(tmp_path: Path, monkeypatch, change, times, repair):
+def test_a_spell_of_bad_reads_condemns_no_checkpoint(
+    tmp_path: Path, monkeypatch, change, times, repair
+):
     folder = CheckpointFolder(tmp_path)
     for step in (10, 20):
         folder.save(make_state(step), step=step)
@@ -137,10 +154,12 @@ def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
     folder = CheckpointFolder(tmp_path / "run")
     folder.save(make_state(), step=10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # the kernel refuses to write any further
+    # the kernel refuses to write any further
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         with pytest.raises(
-            ColabUtilsError, match=r"expected to write the checkpoint .*0020.pt.* newest complete one is .*0010.pt"
+            ColabUtilsError,
+            match=r"expected to write the checkpoint .*0020.pt.* newest complete one is .*0010.pt",
         ):
             folder.save(make_state(), step=20)
     finally:
@@ -156,20 +175,27 @@ def mount(tmp_path):
         yield mounted
 
 
-@pytest.mark.parametrize("fault", [{"lost": True}, {"lost_bytes": 500}], ids=["lost", "not stored as written"])
-def test_what_drive_does_not_take_waits_here_and_is_sent_later(mount, tmp_path: Path, fault, monkeypatch):
+@pytest.mark.parametrize(
+    "fault", [{"lost": True}, {"lost_bytes": 500}], ids=["lost", "not stored as written"]
+)
+def test_what_drive_does_not_take_waits_here_and_is_sent_later(
+    mount, tmp_path: Path, fault, monkeypatch
+):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
     folder = CheckpointFolder(mount.folder / "run")
     folder.save(make_state(), step=10)
     mount.fail(**fault)
     for step in (20, 30, 40):
-        with pytest.warns(ColabUtilsWarning, match=rf"checkpoint-000000{step}.pt waits in .*; training goes on"):
+        with pytest.warns(
+            ColabUtilsWarning, match=rf"checkpoint-000000{step}.pt waits in .*; training goes on"
+        ):
             path = folder.save(make_state(step), step=step)
         assert path.parent == folder.waiting
         assert folder.newest == path
     assert list_names(folder.waiting) == ["checkpoint-00000030.pt", "checkpoint-00000040.pt"]
     if "lost" in fault:
-        with pytest.raises(DriveLostError, match="remount"):  # an older one must not be taken for the newest
+        # an older one must not be taken for the newest
+        with pytest.raises(DriveLostError, match="remount"):
             CheckpointFolder(folder.run).read(repair=True)
     mount.fail()
     assert list_names(tmp_path / "backing" / "run") == ["checkpoint-00000010.pt"]
@@ -225,7 +251,9 @@ def test_a_damaged_file_that_waits_is_not_sent(tmp_path):
     assert not folder.run.exists()
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN], ids=["a broken disk", "a lost Drive"])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ENOTCONN], ids=["a broken disk", "a lost Drive"]
+)
 def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch, number):
     folder = CheckpointFolder(tmp_path)
     folder.save(make_state(), step=10)
@@ -234,33 +262,49 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("colab_utils.drive.open_file", fail)
-    with pytest.raises(ColabUtilsError if number == errno.EIO else DriveLostError, match=r"expected to read "):
+    with pytest.raises(
+        ColabUtilsError if number == errno.EIO else DriveLostError, match=r"expected to read "
+    ):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
 
 
 def test_a_file_of_another_program_is_left_alone(tmp_path: Path):
     torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint-00000005.pt")
-    with pytest.raises(ColabUtilsError, match=r"of another program or version\. Move this file away"):
+    with pytest.raises(
+        ColabUtilsError, match=r"of another program or version\. Move this file away"
+    ):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
 
 
-@pytest.mark.parametrize("text", ["CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory"])
+@pytest.mark.parametrize(
+    "text", ["CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory"]
+)
 def test_a_machine_that_is_full_is_no_checkpoint_of_another_version(text):
-    with pytest.raises(RuntimeError, match=text), explain_state({"path": "run/checkpoint-00000005.pt"}):
+    with (
+        pytest.raises(RuntimeError, match=text),
+        explain_state({"path": "run/checkpoint-00000005.pt"}),
+    ):
         raise RuntimeError(text)
 
 
 @pytest.mark.parametrize(
     "put",
-    [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name), lambda path: path.symlink_to("nowhere"),
-     lambda path: path.symlink_to("/dev/zero")],
-)  # fmt: skip
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to(path.name),
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.symlink_to("/dev/zero"),
+    ],
+)
 @pytest.mark.parametrize("repair", [False, True])
 def test_a_checkpoint_that_is_no_file_is_told(tmp_path: Path, put, repair):
     put(tmp_path / "checkpoint-00000005.pt")
-    with pytest.raises(ColabUtilsError, match=r"expected (to read checkpoints in|a file at) .*05\.pt"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected (to read checkpoints in|a file at) .*05\.pt"
+    ):
         CheckpointFolder(tmp_path).read(repair=repair)
 
 
@@ -276,7 +320,9 @@ def test_a_run_whose_name_no_disk_takes_is_told(tmp_path: Path, name):
 def test_a_newer_format_is_refused_in_words(tmp_path: Path):
     path = CheckpointFolder(tmp_path).save(make_state(), step=5)
     path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
-    with pytest.raises(ColabUtilsError, match=r"as this version of colab_utils writes it .* Or update colab_utils"):
+    with pytest.raises(
+        ColabUtilsError, match=r"as this version of colab_utils writes it .* Or update colab_utils"
+    ):
         CheckpointFolder(tmp_path).read(repair=True)
 
 
@@ -338,7 +384,8 @@ def test_loading_runs_no_code(tmp_path: Path):
     torch.save({"step": 5, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match="of another program"):
         CheckpointFolder(tmp_path).read(repair=True)
-    CheckpointFolder(tmp_path).save({"payload": Payload()}, step=5)  # with the checksum of a real one
+    # with the checksum of a real one
+    CheckpointFolder(tmp_path).save({"payload": Payload()}, step=5)
     with pytest.raises(ColabUtilsError, match="expected to load"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
@@ -352,7 +399,10 @@ def test_anew_moves_and_never_deletes(tmp_path: Path):
         folder.save(make_state(), step=10)
         folder.save(make_state(), step=20)
         folder.prepare(anew=True)
-        assert list_names(tmp_path / f"previous-{number}") == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
+        assert list_names(tmp_path / f"previous-{number}") == [
+            "checkpoint-00000010.pt",
+            "checkpoint-00000020.pt",
+        ]
     assert folder.read(repair=True) is None
 
 
@@ -422,7 +472,10 @@ def test_a_damaged_zip_is_torn_and_the_one_before_it_is_taken(tmp_path: Path, da
 @pytest.mark.parametrize(
     "replace",
     [
-        lambda path: zip_parts(path, ("archive/data.pkl", bytes(50_000_000)), kind=zipfile.ZIP_DEFLATED),  # a bomb
+        # a bomb
+        lambda path: zip_parts(
+            path, ("archive/data.pkl", bytes(50_000_000)), kind=zipfile.ZIP_DEFLATED
+        ),
         make_absurd,
         lambda path: path.write_bytes(b"PK\5\6" + bytes(18)),
     ],
@@ -455,13 +508,17 @@ def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(tmp_path: Path,
                 state = folder.read()
             except ColabUtilsError as error:
                 state, said = None, [error]
-        assert state is None or (state["step"] == 10 and torch.equal(state["weight"], torch.arange(6.0)))
+        assert state is None or (
+            state["step"] == 10 and torch.equal(state["weight"], torch.arange(6.0))
+        )
         assert state is not None or said
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path):
     """The steps that follow would count as older than it."""
-    CheckpointFolder(tmp_path).save(make_state(), step=5).rename(tmp_path / "checkpoint-00000009.pt")
+    CheckpointFolder(tmp_path).save(make_state(), step=5).rename(
+        tmp_path / "checkpoint-00000009.pt"
+    )
     with pytest.raises(ColabUtilsError, match="changed or renamed"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000009.pt"]

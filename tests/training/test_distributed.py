@@ -1,4 +1,6 @@
-"""Several processes train one model: each image once, one writer, the same weights; also on two hosts."""
+"""Several processes train one model: each image once, one writer, the same weights; also on two
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,17 @@ def shards(tmp_path_factory):
 
 
 def run_ranks(target, count, folder, *arguments):
-    """Call ``target`` in so many processes, forked from this one, with the settings of torchrun; returns their JSON."""
+    """Call ``target`` in so many processes, forked from this one, with the settings of torchrun;
+    returns their JSON.
+    """
     folder.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=be_rank, args=(target, rank, count, port, folder, arguments)) for rank in range(count)
+        context.Process(target=be_rank, args=(target, rank, count, port, folder, arguments))
+        for rank in range(count)
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
@@ -69,8 +74,13 @@ def run_ranks(target, count, folder, *arguments):
 
 
 def be_rank(target, rank, count, port, folder, arguments):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port)}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     warnings.simplefilter("ignore")
     (folder / f"rank-{rank}.json").write_text(json.dumps(target(*arguments)))
 
@@ -92,11 +102,19 @@ def train_and_look(shards, run, options):
 
 
 def sort_images(reports, steps):
-    return sorted(image for report in reports for step, ids in report["seen"] if step in steps for image in ids)
+    return sorted(
+        image
+        for report in reports
+        for step, ids in report["seen"]
+        if step in steps
+        for image in ids
+    )
 
 
 def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path):
-    """7 images in batches of 4 are two steps, and the second one has an image too few for four processes."""
+    """7 images in batches of 4 are two steps, and the second one has an image too few for four
+    processes.
+    """
     options = {"model": TINY_MODEL, "epochs": 2, "batch_size": 4, "val_shards": shards}
     reports = run_ranks(train_and_look, 4, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
@@ -115,7 +133,8 @@ def test_another_number_of_ranks_goes_on_where_it_was(shards, tmp_path):
     first = run_ranks(train_and_look, 2, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(first, (0, 1)) == every
-    alone = train_and_look(shards, tmp_path / "run", {"steps": 4})  # one process, in the middle of an epoch
+    # one process, in the middle of an epoch
+    alone = train_and_look(shards, tmp_path / "run", {"steps": 4})
     assert sort_images([*first, alone], (2, 3)) == every
     assert alone["losses"][:3] == first[0]["losses"]
 
@@ -128,7 +147,11 @@ class Detector(nn.Module):
         self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
 
     def forward(self, images, targets):
-        return {"loss": torch.stack([(self.weight * image.mean()).square().sum() for image in images]).mean()}
+        return {
+            "loss": torch.stack(
+                [(self.weight * image.mean()).square().sum() for image in images]
+            ).mean()
+        }
 
 
 def take_two_steps(parts):
@@ -136,11 +159,14 @@ def take_two_steps(parts):
     with join_ranks(torch.device("cpu")) as ranks:
         model = Detector()
         model.weight.data += ranks.rank  # each begins with other weights: the first one's are taken
-        step = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks)
+        step = TrainingStep(
+            model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks
+        )
         step.parts = parts
         own = images[:3][ranks.rank :: ranks.count]
         first = step(own, [{}] * len(own), total=3)
-        own = images[3:4][ranks.rank :: ranks.count]  # one image: nothing is left for the second process
+        # one image: nothing is left for the second process
+        own = images[3:4][ranks.rank :: ranks.count]
         second = step(own or None, [{}] * len(own), total=1)
         return [round(value, 4) for value in (*model.weight.tolist(), float(first), float(second))]
 
@@ -158,7 +184,9 @@ def run_out_of_memory():
 
     with join_ranks(torch.device("cpu")) as ranks:
         try:
-            TrainingStep(Greedy(), "cpu", ranks=ranks)([torch.ones(3, 4, 4)] * 2, [{"labels": [1]}] * 2)
+            TrainingStep(Greedy(), "cpu", ranks=ranks)(
+                [torch.ones(3, 4, 4)] * 2, [{"labels": [1]}] * 2
+            )
         except ColabUtilsError as error:
             return str(error)
 
@@ -176,13 +204,18 @@ def tell_starts():
 
 
 def refuse_to_copy(folder, shards):
-    with pytest.raises(ColabUtilsError, match="expected one process to train while its shards are copied, found 2"):
+    with pytest.raises(
+        ColabUtilsError, match="expected one process to train while its shards are copied, found 2"
+    ):
         train(shards, folder / "run", local=folder / "ssd", steps=1, **TINY)
     return [path.name for path in folder.iterdir() if path.is_dir()]
 
 
 def test_several_processes_copy_nothing_while_they_train(shards, tmp_path):
-    assert run_ranks(refuse_to_copy, 2, tmp_path / "ranks", tmp_path, shards) == [["ranks"], ["ranks"]]
+    assert run_ranks(refuse_to_copy, 2, tmp_path / "ranks", tmp_path, shards) == [
+        ["ranks"],
+        ["ranks"],
+    ]
 
 
 def refuse_to_train(folders, run, options):
@@ -219,18 +252,26 @@ def many_shards(tmp_path_factory):
         ({"version": "9.9"}, f"version of colab_utils ({__version__} on rank 0, 9.9 on rank 1)"),
     ],
 )
-def test_ranks_with_other_settings_are_refused_in_all_of_them(shards, tmp_path, options, difference):
+def test_ranks_with_other_settings_are_refused_in_all_of_them(
+    shards, tmp_path, options, difference
+):
     own = [{"batch_size": 4, "steps": 1}, {"batch_size": 4, "steps": 1, **options}]
-    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", own)
+    messages = run_ranks(
+        refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", own
+    )
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"The processes that train together differ in {difference}. ")
     assert not (tmp_path / "run").exists()
 
 
 def test_ranks_with_a_partial_copy_are_refused_in_all_of_them(many_shards, tmp_path):
-    """Their orders are of other images: the losses would look well until the smaller epoch ends, and then all hang."""
+    """Their orders are of other images: the losses would look well until the smaller epoch ends,
+    and then all hang.
+    """
     folders = [many_shards / "full", many_shards / "full", many_shards / "part"]
-    messages = run_ranks(refuse_to_train, 3, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 3)
+    messages = run_ranks(
+        refuse_to_train, 3, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 3
+    )
     assert len(set(messages)) == 1
     left = len(ShardDataset(many_shards / "part"))
     assert f"number of images (9 on ranks 0 and 1, {left} on rank 2)" in messages[0]
@@ -250,39 +291,58 @@ def test_ranks_with_other_images_of_the_same_number_are_refused(many_shards, tmp
         folders.append(folder)
     first, second = (ShardDataset(folder) for folder in folders)
     assert len(first) == len(second)
-    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2)
+    messages = run_ranks(
+        refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2
+    )
     assert messages[0] == messages[1]
     assert "differ in order of the images (" in messages[0]
 
 
 def test_ranks_with_other_datasets_are_refused_in_all_of_them(shards, many_shards, tmp_path):
     folders, other = [shards, shards], many_shards / "full"
-    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", [shards, other], tmp_path / "run", [{"steps": 1}] * 2)
+    messages = run_ranks(
+        refuse_to_train, 2, tmp_path / "out", [shards, other], tmp_path / "run", [{"steps": 1}] * 2
+    )
     assert messages[0] == messages[1]
     fingerprints = [ShardDataset(folder).fingerprint for folder in (shards, other)]
-    assert f"differ in dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)" in messages[0]
+    assert (
+        f"differ in dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)"
+        in messages[0]
+    )
     own = [{"steps": 1, "val_shards": shards}, {"steps": 1, "val_shards": other}]
     messages = run_ranks(refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", own)
     assert messages[0] == messages[1]
-    assert f"differ in validation dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)" in messages[0]
+    assert (
+        f"differ in validation dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)"
+        in messages[0]
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_do_not_wait_for_one_that_cannot_open_its_shards(shards, tmp_path, rank):
     folders = [shards, shards]
     folders[rank] = tmp_path / "none"
-    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2)
+    messages = run_ranks(
+        refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2
+    )
     own = messages.pop(rank)
     assert own.startswith("expected a folder of shards, found nothing at ")
-    assert messages == [f"Rank {rank} stopped before the first step, and so did all others. It says: {own}"]
+    assert messages == [
+        f"Rank {rank} stopped before the first step, and so did all others. It says: {own}"
+    ]
 
 
 def test_ranks_do_not_wait_for_a_checkpoint_that_cannot_be_read(shards, tmp_path):
     (tmp_path / "run").mkdir()
     torch.save({"step": 2}, tmp_path / "run" / "checkpoint-00000002.pt")  # of another program
-    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", [{"steps": 1}] * 2)
+    messages = run_ranks(
+        refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", [{"steps": 1}] * 2
+    )
     assert "found one that was changed or renamed" in messages[0]
-    assert messages[1] == f"Rank 0 stopped before the first step, and so did all others. It says: {messages[0]}"
+    assert (
+        messages[1]
+        == f"Rank 0 stopped before the first step, and so did all others. It says: {messages[0]}"
+    )
 
 
 def test_many_ranks_are_counted():
@@ -290,7 +350,9 @@ def test_many_ranks_are_counted():
         def gather(self, value):
             return [{"seed": 0}] * 9 + [{"seed": 7}] * 2
 
-    with pytest.raises(ColabUtilsError, match=r"seed \(0 on ranks 0, 1, 2, 3 and 5 more, 7 on ranks 9 and 10\)\. "):
+    with pytest.raises(
+        ColabUtilsError, match=r"seed \(0 on ranks 0, 1, 2, 3 and 5 more, 7 on ranks 9 and 10\)\. "
+    ):
         require_same(Pretended(0, 11), {"seed": 0})
 
 
@@ -308,12 +370,38 @@ def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
         "from colab_utils.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
     )
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--", script, "train",
-        "--shards", shards, "--run", tmp_path / "run", "--steps", 1, "--batch-size", 2, "--min-size", 64,
-        "--model", TINY_MODEL, "--json", tmp_path / "out.json",
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_HOME": str(tmp_path)}
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=240)
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--",
+        script,
+        "train",
+        "--shards",
+        shards,
+        "--run",
+        tmp_path / "run",
+        "--steps",
+        1,
+        "--batch-size",
+        2,
+        "--min-size",
+        64,
+        "--model",
+        TINY_MODEL,
+        "--json",
+        tmp_path / "out.json",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "out.json").read_text())["plan"]["ranks"] == 2
     assert done.stdout.count("1 steps, loss") == 1
@@ -338,11 +426,15 @@ def hosts():
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
     commands = [f"ip netns add {name}" for name in names]
     commands.append("ip link add cable-a type veth peer name cable-b")
-    for name, end, address in zip(names, ("cable-a", "cable-b"), ("10.77.0.1", "10.77.0.2"), strict=True):
+    for name, end, address in zip(
+        names, ("cable-a", "cable-b"), ("10.77.0.1", "10.77.0.2"), strict=True
+    ):
         commands += [
-            f"ip link set {end} netns {name}", f"ip -n {name} addr add {address}/24 dev {end}",
-            f"ip -n {name} link set {end} up", f"ip -n {name} link set lo up",
-        ]  # fmt: skip
+            f"ip link set {end} netns {name}",
+            f"ip -n {name} addr add {address}/24 dev {end}",
+            f"ip -n {name} link set {end} up",
+            f"ip -n {name} link set lo up",
+        ]
     for command in commands:
         subprocess.run(command.split(), check=True, capture_output=True)
     yield names
@@ -366,11 +458,24 @@ def test_two_hosts_train_one_model(shards, tmp_path, hosts):
         (tmp_path / name).mkdir()  # each has its own disk
         shutil.copytree(shards, tmp_path / name / "shards")
         command = [
-            "ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}", f"RANK={number}", "WORLD_SIZE=2",
-            "MASTER_ADDR=10.77.0.1", "MASTER_PORT=29555", sys.executable, str(script), str(tmp_path / name),
-        ]  # fmt: skip
+            "ip",
+            "netns",
+            "exec",
+            name,
+            "env",
+            f"GLOO_SOCKET_IFNAME={end}",
+            f"RANK={number}",
+            "WORLD_SIZE=2",
+            "MASTER_ADDR=10.77.0.1",
+            "MASTER_PORT=29555",
+            sys.executable,
+            str(script),
+            str(tmp_path / name),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        )
     for process in processes:
         _, err = process.communicate(timeout=240)
         assert process.returncode == 0, err[-3000:]
@@ -384,7 +489,10 @@ def test_two_hosts_train_one_model(shards, tmp_path, hosts):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
     dataset = ShardDataset(shards)
-    complete = [batch.image_ids.tolist() for batch in make_loader(dataset, batch_size=4, workers=0, deliver="packed")]
+    complete = [
+        batch.image_ids.tolist()
+        for batch in make_loader(dataset, batch_size=4, workers=0, deliver="packed")
+    ]
     parts, totals = [], []
     for rank in range(ranks):
         with join_group(rank, ranks):

@@ -61,9 +61,13 @@ def predict_truth(dataset: ShardDataset) -> list[dict]:
         predictions.append(
             {
                 "boxes": torch.from_numpy(boxes),
-                "labels": torch.tensor([labels[annotation["category_id"]] for annotation in objects]),
+                "labels": torch.tensor(
+                    [labels[annotation["category_id"]] for annotation in objects]
+                ),
                 "scores": torch.ones(len(objects)),
-                "masks": torch.from_numpy(np.stack(masks) if masks else np.zeros(shape))[:, None].float(),
+                "masks": torch.from_numpy(np.stack(masks) if masks else np.zeros(shape))[
+                    :, None
+                ].float(),
             }
         )
     return predictions
@@ -78,7 +82,9 @@ def spoil(predictions: list[dict]) -> list[dict]:
         boxes = p["boxes"][keep] + torch.randn(int(keep.sum()), 4, generator=generator).mul(2)
         masks = p["masks"][keep] * (torch.rand(p["masks"][keep].shape, generator=generator) > 0.1)
         scores = torch.rand(int(keep.sum()), generator=generator)
-        spoiled.append({"boxes": boxes, "labels": p["labels"][keep], "scores": scores, "masks": masks})
+        spoiled.append(
+            {"boxes": boxes, "labels": p["labels"][keep], "scores": scores, "masks": masks}
+        )
     return spoiled
 
 
@@ -145,9 +151,13 @@ def test_images_without_objects_are_refused(dataset, monkeypatch):
 
 
 def build(dataset):
-    """A model that has learned nothing: 100 detections an image, with an average precision that is not zero."""
+    """A model that has learned nothing: 100 detections an image, with an average precision that is
+    not zero.
+    """
     torch.manual_seed(0)
-    model = build_mask_rcnn(TINY_MODEL, num_classes=dataset.num_classes, weights=None, min_size=96, max_size=160)
+    model = build_mask_rcnn(
+        TINY_MODEL, num_classes=dataset.num_classes, weights=None, min_size=96, max_size=160
+    )
     model.roi_heads.score_thresh = 0.0
     return model
 
@@ -180,7 +190,10 @@ def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_d
     model = build(dataset)
     files = evaluate(model, folder)
     assert (files.bbox, files.segm) == pytest.approx((measured.bbox, measured.segm), rel=1e-3)
-    crowds, expected = ([one["iscrowd"] for one in each.to_coco().dataset["annotations"]] for each in (folder, dataset))
+    crowds, expected = (
+        [one["iscrowd"] for one in each.to_coco().dataset["annotations"]]
+        for each in (folder, dataset)
+    )
     assert sum(crowds) == sum(expected)
 
 
@@ -189,7 +202,8 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
     raw = {number: number for number in range(1, dataset.num_classes)}
     monkeypatch.setattr(dataset, "category_ids", raw)
     monkeypatch.setattr(evaluate_module, "_evaluate", lambda *given: "evaluated")
-    assert evaluate(model, dataset) == "evaluated"  # COCO's raw ids, of which the dataset does not have the last
+    # COCO's raw ids, of which the dataset does not have the last
+    assert evaluate(model, dataset) == "evaluated"
     monkeypatch.setattr(dataset, "num_classes", dataset.num_classes + 2)
     with pytest.raises(ColabUtilsError, match="expected a dataset with the classes of the model"):
         evaluate(model, dataset)  # more labels than the model has
@@ -201,12 +215,16 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
     trained.category_ids = {label: 20 * label for label in raw}  # as of `load_trained_model`
     with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
         evaluate(trained, dataset)
-    with pytest.raises(ColabUtilsError, match="expected a ShardDataset or a CocoFolder, found list"):
+    with pytest.raises(
+        ColabUtilsError, match="expected a ShardDataset or a CocoFolder, found list"
+    ):
         evaluate(model, [])
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_a_killed_evaluation_process_is_started_once_more(deaths, dataset, measured, monkeypatch, tmp_path):
+def test_a_killed_evaluation_process_is_started_once_more(
+    deaths, dataset, measured, monkeypatch, tmp_path
+):
     describe = evaluate_module.describe_detections
 
     def die(found, **given):
@@ -217,22 +235,35 @@ def test_a_killed_evaluation_process_is_started_once_more(deaths, dataset, measu
 
     model = build(dataset)
     monkeypatch.setattr(evaluate_module, "describe_detections", die)
-    ends = pytest.raises(EvaluationProcessError, match="killed twice") if deaths == 2 else contextlib.nullcontext()
+    ends = (
+        pytest.raises(EvaluationProcessError, match="killed twice")
+        if deaths == 2
+        else contextlib.nullcontext()
+    )
     with pytest.warns(ColabUtilsWarning, match=r"was killed .* starts once more"), ends:
         assert evaluate(model, dataset) == measured
     assert model.training
 
 
-def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(tiny_shards, monkeypatch, tmp_path):
+def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(
+    tiny_shards, monkeypatch, tmp_path
+):
     def die(found, **given):
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(evaluate_module, "describe_detections", die)
     with pytest.warns(ColabUtilsWarning) as warned:
         report = train(
-            tiny_shards, tmp_path, val_shards=tiny_shards, steps=1, model=TINY_MODEL, weights=None, min_size=64,
-            batch_size=2, device="cpu",
-        )  # fmt: skip
+            tiny_shards,
+            tmp_path,
+            val_shards=tiny_shards,
+            steps=1,
+            model=TINY_MODEL,
+            weights=None,
+            min_size=64,
+            batch_size=2,
+            device="cpu",
+        )
     assert "this evaluation is skipped" in str(warned[-1].message)
     assert (report.steps, report.ap, report.best) == (1, None, None)
 
@@ -247,7 +278,9 @@ def test_an_error_in_the_other_process_is_not_lost(dataset, monkeypatch):
 
 
 def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
-    """torchvision's own boxes would be rounded to bfloat16: 800 pixels have places at every fourth pixel."""
+    """torchvision's own boxes would be rounded to bfloat16: 800 pixels have places at every fourth
+    pixel.
+    """
     monkeypatch.setattr(evaluate_module, "choose_precision", lambda device: torch.bfloat16)
     model = build(dataset)
     with evaluate_module._set_up(model):
@@ -266,9 +299,12 @@ def encode_dense(masks: torch.Tensor) -> list[dict]:
 def test_masks_in_boxes_are_those_that_torchvision_pastes(size):
     height, width = size
     generator = torch.Generator().manual_seed(height)
-    corners = (torch.rand(60, 2, 2, generator=generator) * 1.2 - 0.1) * torch.tensor([width, height])
+    corners = (torch.rand(60, 2, 2, generator=generator) * 1.2 - 0.1) * torch.tensor(
+        [width, height]
+    )
     boxes = torch.cat([corners.amin(1), corners.amax(1)], 1)
-    boxes[:40] = boxes[:40].clamp(min=0).minimum(torch.tensor([width, height] * 2))  # as a model's are
+    # as a model's are
+    boxes[:40] = boxes[:40].clamp(min=0).minimum(torch.tensor([width, height] * 2))
     boxes[0] = torch.tensor([0.0, 0, width, height])
     boxes[1] = torch.tensor([0.2, 0.2, 0.3, 0.3])
     inside = ((boxes[:, :2] < torch.tensor([width, height])) & (boxes[:, 2:] > 0)).all(1)
@@ -288,12 +324,17 @@ def test_detections_are_those_of_torchvision(dataset):
     found = detect(model, images)
     for image, stock, ours in zip(images, expected, found, strict=True):
         assert len(stock["labels"].unique()) > 1
-        left_out = int(stock["labels"][-1])  # the model knows a class that the dataset does not have
+        # the model knows a class that the dataset does not have
+        left_out = int(stock["labels"][-1])
         known = stock["labels"] != left_out
         ids = {label: 10 * label for label in range(dataset.num_classes) if label != left_out}
         results = describe_detections(ours, image_id=7, size=image.shape[1:], category_ids=ids)
-        assert [result["category_id"] for result in results] == (10 * stock["labels"][known]).tolist()
+        assert [result["category_id"] for result in results] == (
+            10 * stock["labels"][known]
+        ).tolist()
         assert [result["score"] for result in results] == stock["scores"][known].tolist()
-        assert [result["segmentation"] for result in results] == encode_dense(stock["masks"][known, 0])
+        assert [result["segmentation"] for result in results] == encode_dense(
+            stock["masks"][known, 0]
+        )
         assert [result["bbox"][:2] for result in results] == stock["boxes"][known, :2].tolist()
         assert {result["image_id"] for result in results} == {7}

@@ -21,7 +21,10 @@ from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 FLIPS = [True, False, False, True]
 SIZES = [(120, 160), (200, 90), (64, 64), (50, 400)]
 
@@ -49,7 +52,10 @@ def flip(image, target):
 def make_batch(samples, flips):
     """The same samples packed, and as torchvision's references pass them to the model."""
     packed = collate_packed([pack_target(*sample) for sample in samples])
-    pairs = [flip(*sample) if mirrored else sample for sample, mirrored in zip(samples, flips, strict=True)]
+    pairs = [
+        flip(*sample) if mirrored else sample
+        for sample, mirrored in zip(samples, flips, strict=True)
+    ]
     return packed, [image.float() / 255 for image, _ in pairs], [target for _, target in pairs]
 
 
@@ -73,7 +79,9 @@ def compute_both(model, packed, images, targets, flips=FLIPS):
 def build(samples, **sizes):
     classes = 1 + int(max(target["labels"].max() for _, target in samples))
     torch.manual_seed(0)
-    return build_mask_rcnn(TINY_MODEL, num_classes=classes, weights=None, **{"min_size": 160, **sizes}).train()
+    return build_mask_rcnn(
+        TINY_MODEL, num_classes=classes, weights=None, **{"min_size": 160, **sizes}
+    ).train()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -91,19 +99,27 @@ def build(samples, **sizes):
 def test_losses_are_those_of_torchvision(real_samples, settings, device):
     packed, images, targets = make_batch(real_samples, FLIPS)
     images = [image.to(device) for image in images]
-    targets = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in target.items()} for target in targets]
+    targets = [
+        {k: v.to(device) if torch.is_tensor(v) else v for k, v in target.items()}
+        for target in targets
+    ]
     model = build(real_samples).to(device)
     vars(model.transform).update(settings)
     expected, found = compute_both(model, packed.to(device), images, targets)
     assert found.keys() == expected.keys()
     for name, loss in expected.items():
         # a GPU adds up in another order each time
-        assert found[name].item() == pytest.approx(loss.item(), rel=1e-4 if device == "cpu" else 0.01), name
+        assert found[name].item() == pytest.approx(
+            loss.item(), rel=1e-4 if device == "cpu" else 0.01
+        ), name
 
 
 def test_an_image_without_objects_is_all_background(real_samples):
     image, target = real_samples[0]
-    empty = {**target, **{key: target[key][:0] for key in ("boxes", "labels", "masks", "area", "iscrowd")}}
+    empty = {
+        **target,
+        **{key: target[key][:0] for key in ("boxes", "labels", "masks", "area", "iscrowd")},
+    }
     packed, images, targets = make_batch([(image, empty), real_samples[1]], [True, False])
     model = build(real_samples)
     expected, found = compute_both(model, packed, images, targets, flips=[True, False])
@@ -115,13 +131,22 @@ def test_an_image_without_objects_is_all_background(real_samples):
 def draw_sample(height, width, count):
     """An image of noise, with so many squares of 3 to 11 pixels."""
     chance = torch.Generator().manual_seed(count)
-    corners = torch.stack([torch.randint(0, side - 12, (count,), generator=chance) for side in (width, height)], 1)
+    corners = torch.stack(
+        [torch.randint(0, side - 12, (count,), generator=chance) for side in (width, height)], 1
+    )
     boxes = torch.cat([corners, corners + torch.randint(3, 12, (count, 1), generator=chance)], 1)
     masks = torch.zeros(count, height, width, dtype=torch.uint8)
     for mask, (x0, y0, x1, y1) in zip(masks, boxes.tolist(), strict=True):
         mask[y0:y1, x0:x1] = 1
     ones = torch.ones(count, dtype=torch.int64)
-    target = {"boxes": boxes.float(), "labels": ones, "masks": masks, "image_id": 1, "area": ones, "iscrowd": 0 * ones}
+    target = {
+        "boxes": boxes.float(),
+        "labels": ones,
+        "masks": masks,
+        "image_id": 1,
+        "area": ones,
+        "iscrowd": 0 * ones,
+    }
     return torch.randint(0, 255, (3, height, width), dtype=torch.uint8, generator=chance), target
 
 
@@ -153,7 +178,9 @@ def test_gradients_point_the_same_way(real_samples):
     for losses in compute_both(model, packed, images, targets):
         model.zero_grad()
         sum(losses.values()).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     expected, found = gradients
     assert torch.linalg.norm(found - expected) < 1e-4 * torch.linalg.norm(expected)
 
@@ -164,15 +191,20 @@ def test_mask_targets_are_close_to_torchvisions(real_samples, monkeypatch):
     seen = []
     project, sample = roi_heads.project_masks_on_boxes, losses_module.sample_masks
     monkeypatch.setattr(
-        roi_heads, "project_masks_on_boxes", lambda *given: seen.append(project(*given).detach()) or seen[-1]
+        roi_heads,
+        "project_masks_on_boxes",
+        lambda *given: seen.append(project(*given).detach()) or seen[-1],
     )
     monkeypatch.setattr(
-        losses_module, "sample_masks", lambda *given, **more: seen.append(sample(*given, **more)) or seen[-1]
+        losses_module,
+        "sample_masks",
+        lambda *given, **more: seen.append(sample(*given, **more)) or seen[-1],
     )
     compute_both(model, packed, images, targets)
     found, *theirs = seen
     expected = torch.cat(theirs)
-    order = [*map(torch.sort, (found.flatten(1).sum(1), expected.flatten(1).sum(1)))]  # each samples in its own order
+    # each samples in its own order
+    order = [*map(torch.sort, (found.flatten(1).sum(1), expected.flatten(1).sum(1)))]
     found, expected = found[order[0].indices], expected[order[1].indices]
     assert found.shape == expected.shape
     assert (found - expected).abs().max() < 1e-4
@@ -193,15 +225,21 @@ def test_input_is_that_of_torchvisions_transform(real_samples):
 
 
 def test_memory_for_masks_follows_the_boxes():
-    """300 objects of 40 x 40 pixels in 1,000 x 1,000: dense masks alone would be 300 MB, as floats four times that."""
+    """300 objects of 40 x 40 pixels in 1,000 x 1,000: dense masks alone would be 300 MB, as floats
+    four times that.
+    """
     corners = torch.randint(0, 960, (300, 2), generator=torch.Generator().manual_seed(0))
     masks = torch.zeros(300, 1000, 1000, dtype=torch.uint8)
     for mask, (x, y) in zip(masks, corners.tolist(), strict=True):
         mask[y : y + 40, x : x + 40] = 1
     target = {
-        "boxes": torch.cat([corners, corners + 40], 1).float(), "labels": torch.ones(300, dtype=torch.int64),
-        "masks": masks, "image_id": 1, "area": torch.full((300,), 1600.0), "iscrowd": torch.zeros(300),
-    }  # fmt: skip
+        "boxes": torch.cat([corners, corners + 40], 1).float(),
+        "labels": torch.ones(300, dtype=torch.int64),
+        "masks": masks,
+        "image_id": 1,
+        "area": torch.full((300,), 1600.0),
+        "iscrowd": torch.zeros(300),
+    }
     batch = collate_packed([pack_target(torch.zeros(3, 1000, 1000, dtype=torch.uint8), target)])
     model = build([(None, target)], min_size=320)
     with LargestTensor() as watched:
@@ -221,9 +259,12 @@ def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
         step.parts = parts
         torch.manual_seed(1)
         step(packed, flips=FLIPS)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     full, halves = gradients
-    assert torch.nn.functional.cosine_similarity(full, halves, dim=0) > 0.9  # other proposals are sampled
+    # other proposals are sampled
+    assert torch.nn.functional.cosine_similarity(full, halves, dim=0) > 0.9
 
 
 def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_samples, monkeypatch):
@@ -231,7 +272,9 @@ def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_sam
     model = build(real_samples)
     real = losses_module.sample_regions
     monkeypatch.setattr(
-        losses_module, "sample_regions", lambda matches, sampler: real(matches.where(matches < 0, -2), sampler)
+        losses_module,
+        "sample_regions",
+        lambda matches, sampler: real(matches.where(matches < 0, -2), sampler),
     )
     assert compute_losses(model, packed)["loss_mask"].item() == 0
 
@@ -241,9 +284,15 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(tiny_dataset):
     samples = [dataset[i] for i in range(len(FLIPS))]
     packed, images, targets = make_batch(samples, FLIPS)
     model = build(samples)
-    boxes_only = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=2)
+    boxes_only = fasterrcnn_mobilenet_v3_large_320_fpn(
+        weights=None, weights_backbone=None, num_classes=2
+    )
     refused = [
-        (DataParallel(model), packed, "found DataParallel around it.* whose forward calls compute_losses"),
+        (
+            DataParallel(model),
+            packed,
+            "found DataParallel around it.* whose forward calls compute_losses",
+        ),
         (boxes_only, packed, "found FasterRCNN.*deliver='dense'"),
         (torch.nn.Identity(), packed, "found Identity"),
         (build(samples).eval(), packed, "evaluation mode: call model.train"),
@@ -264,7 +313,9 @@ def test_coco_mini_has_what_the_tests_stand_on(coco_mini):
     ids=str,
 )
 def test_sizes_are_those_of_torchvision(settings):
-    transform = GeneralizedRCNNTransform(**{"min_size": 100, **settings}, max_size=300, image_mean=[0], image_std=[1])
+    transform = GeneralizedRCNNTransform(
+        **{"min_size": 100, **settings}, max_size=300, image_mean=[0], image_std=[1]
+    )
     torch.manual_seed(0)
     images, _ = transform([torch.zeros(1, *size) for size in SIZES])
     torch.manual_seed(0)

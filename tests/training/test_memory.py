@@ -35,7 +35,9 @@ def dataset(tmp_path_factory):
 
 def make_step(dataset, device="cpu", *, model=TINY_MODEL, min_size=128):
     torch.manual_seed(0)
-    network = build_mask_rcnn(model, num_classes=dataset.num_classes, weights=None, min_size=min_size)
+    network = build_mask_rcnn(
+        model, num_classes=dataset.num_classes, weights=None, min_size=min_size
+    )
     return TrainingStep(network, device)
 
 
@@ -49,7 +51,8 @@ def plan(dataset, monkeypatch, *, limit=4_000_000_000, batch_size=None, min_size
 def test_the_heaviest_batch_is_the_largest_image_and_those_with_most_objects():
     sizes = np.array([[100, 100], [64, 200], [200, 320], [200, 320], [280, 200], [64, 200]])
     counts = np.array([1, 50, 5, 7, 90, 3])
-    # the larger of two as large, then wide ones by their objects; the tall one last, beside which it would be padded
+    # the larger of two as large, then wide ones by their objects; the tall one last, beside which
+    # it would be padded
     assert _find_heaviest(sizes, counts).tolist() == [3, 1, 2, 5, 0, 4]
 
 
@@ -59,7 +62,9 @@ def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
     assert 0 < found.peak_bytes < found.limit_bytes < 4_000_000_000
     assert str(found).startswith("the heaviest batch (2 images) takes ")
     expected = make_step(dataset).model.state_dict()
-    assert all(torch.equal(value.cpu(), expected[name]) for name, value in step.model.state_dict().items())
+    assert all(
+        torch.equal(value.cpu(), expected[name]) for name, value in step.model.state_dict().items()
+    )
     assert step.model.transform.min_size == (128,)
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
@@ -74,7 +79,9 @@ def test_auto_takes_the_largest_batch_that_fits(dataset, monkeypatch):
 
 
 def test_a_named_batch_is_trained_in_more_and_more_parts(dataset, monkeypatch):
-    """The less memory, the more is done for it; every object is still trained on, by the same model."""
+    """The less memory, the more is done for it; every object is still trained on, by the same
+    model.
+    """
     generous, _ = plan(dataset, monkeypatch, batch_size=4)
     seen = []
     for share in (0.9, 0.6):
@@ -86,14 +93,21 @@ def test_a_named_batch_is_trained_in_more_and_more_parts(dataset, monkeypatch):
 
 
 def test_an_image_that_does_not_fit_alone_is_said(dataset, monkeypatch):
-    with pytest.raises(ColabUtilsError, match=r"fit into the GPU's memory one by one, .* Free memory: min") as caught:
+    with pytest.raises(
+        ColabUtilsError, match=r"fit into the GPU's memory one by one, .* Free memory: min"
+    ) as caught:
         plan(dataset, monkeypatch, limit=6_000_000, batch_size=1)
     assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in (LIGHT_MODEL, "frozen stages", "half of the proposals"))
+    assert all(
+        word in str(caught.value)
+        for word in (LIGHT_MODEL, "frozen stages", "half of the proposals")
+    )
 
 
 def test_what_a_try_took_that_failed_is_free_again(dataset, monkeypatch):
-    """Autograd keeps the graph of a backward pass that failed: a smaller batch would find no room beside it."""
+    """Autograd keeps the graph of a backward pass that failed: a smaller batch would find no room
+    beside it.
+    """
     with SimulatedGpu(monkeypatch) as gpu:
         step = make_step(dataset, "cuda")
         batch = collate_packed([dataset.read_packed(i) for i in range(8)]).to("cuda")
@@ -111,10 +125,21 @@ def test_what_a_try_took_that_failed_is_free_again(dataset, monkeypatch):
 
 
 def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path, monkeypatch):
-    """Images of 300 objects: dense masks of one are 300 x 240 x 320 bytes, and four times that as floats."""
-    made = make_dataset(tmp_path / "data", n=2, width=320, height=240, objects=(200, 200), workers=1)
+    """Images of 300 objects: dense masks of one are 300 x 240 x 320 bytes, and four times that as
+    floats.
+    """
+    made = make_dataset(
+        tmp_path / "data", n=2, width=320, height=240, objects=(200, 200), workers=1
+    )
     write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
-    sizes = {"model": TINY_MODEL, "weights": None, "min_size": 320, "max_size": 480, "device": "cuda", "workers": 0}
+    sizes = {
+        "model": TINY_MODEL,
+        "weights": None,
+        "min_size": 320,
+        "max_size": 480,
+        "device": "cuda",
+        "workers": 0,
+    }
     plans = []
     with SimulatedGpu(monkeypatch, limit=150_000_000) as gpu:
         report = train(tmp_path / "shards", tmp_path / "run", epochs=1, log=plans.append, **sizes)
@@ -124,7 +149,9 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path,
         assert gpu.memory.peak <= gpu.memory.limit
         # the same images by torchvision's own path
         dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
-        model = build_mask_rcnn(TINY_MODEL, num_classes=dataset.num_classes, weights=None, min_size=320, max_size=480)
+        model = build_mask_rcnn(
+            TINY_MODEL, num_classes=dataset.num_classes, weights=None, min_size=320, max_size=480
+        )
         image, target = dataset[0]
         target = {name: target[name].to("cuda") for name in ("boxes", "labels", "masks")}
         with pytest.raises(torch.cuda.OutOfMemoryError):

@@ -1,4 +1,6 @@
-"""Models by name: classes, frozen and folded layers, weights from COCO or from a run, half precision."""
+"""Models by name: classes, frozen and folded layers, weights from COCO or from a run, half
+precision.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ from tests.tiny_model import TINY_MODEL
 
 
 def patch_download(monkeypatch, state):
-    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda url, **options: state)
+    monkeypatch.setattr(
+        "torchvision.models._api.load_state_dict_from_url", lambda url, **options: state
+    )
 
 
 def count_outputs(model: MaskRCNN) -> tuple[int, int, int]:
@@ -88,12 +92,17 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
     assert frozen - {"bn1"} == {"conv1", "layer1"}  # torchvision trains three of the five stages
     norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
     assert {norm.eps for norm in norms} == {1e-5 if "v2" in name else 0.0}
-    assert len(norms) == fold_norms(model) == (69 if "v2" in name else 53)  # v2 has them in pyramid and heads, too
-    build(weights=None, weights_backbone=None, num_classes=num_classes).load_state_dict(model.state_dict())
+    # v2 has them in pyramid and heads, too
+    assert len(norms) == fold_norms(model) == (69 if "v2" in name else 53)
+    build(weights=None, weights_backbone=None, num_classes=num_classes).load_state_dict(
+        model.state_dict()
+    )
 
 
 def test_norms_are_trained_where_that_is_wanted(monkeypatch):
-    patch_download(monkeypatch, maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None).state_dict())
+    patch_download(
+        monkeypatch, maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None).state_dict()
+    )
     model = build_mask_rcnn("maskrcnn_resnet50_fpn_v2", num_classes=91, norms="trained")
     assert fold_norms(model) == 0
     assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 69
@@ -127,7 +136,8 @@ def test_light_model_sees_small_and_large_objects():
     [
         urllib.error.URLError("Name or service not known"),  # no network
         TimeoutError("timed out"),  # a network that swallows packets
-        RuntimeError('invalid hash value (expected "73cbd019", got "0000")'),  # another file than published
+        # another file than published
+        RuntimeError('invalid hash value (expected "73cbd019", got "0000")'),
         EOFError("Ran out of input"),  # a cached file that was cut short
     ],
 )
@@ -139,7 +149,9 @@ def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
         raise error
 
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
-    with pytest.warns(ColabUtilsWarning, match=rf"{LIGHT_MODEL} starts from random weights because"):
+    with pytest.warns(
+        ColabUtilsWarning, match=rf"{LIGHT_MODEL} starts from random weights because"
+    ):
         model = build_mask_rcnn(LIGHT_MODEL, num_classes=3, min_size=64, max_size=96)
     assert model.starts_from == "random"
     assert seen == [15.0]
@@ -149,9 +161,11 @@ def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "yolo", "num_classes": 3}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),  # unknown name
+        # unknown name
+        ({"name": "yolo", "num_classes": 3}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),
         ({"num_classes": 1}, "at least 2"),  # no class but the background
-        ({"num_classes": 3, "weights": "imagenet"}, "'coco', None or the folder of a run"),  # unknown weights
+        # unknown weights
+        ({"num_classes": 3, "weights": "imagenet"}, "'coco', None or the folder of a run"),
     ],
 )
 def test_bad_arguments_are_refused_in_words(options, message):
@@ -163,10 +177,14 @@ def build_plain_tiny() -> MaskRCNN:
     """The tiny model for two classes and the background, made of torchvision's parts alone."""
     stages = [Conv2dNormActivation(3, 24, stride=2)]
     for a, b in ((24, 48), (48, 64), (64, 96)):
-        stages.append(nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b)))
+        stages.append(
+            nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b))
+        )
     names = {"1": "0", "2": "1", "3": "2"}
     return MaskRCNN(
-        BackboneWithFPN(nn.Sequential(*stages), names, [48, 64, 96], 32, extra_blocks=LastLevelMaxPool()),
+        BackboneWithFPN(
+            nn.Sequential(*stages), names, [48, 64, 96], 32, extra_blocks=LastLevelMaxPool()
+        ),
         rpn_anchor_generator=AnchorGenerator(((12,), (24,), (48,), (96,)), ((0.5, 1.0, 2.0),) * 4),
         rpn_pre_nms_top_n_test=150,
         rpn_post_nms_top_n_test=75,
@@ -180,15 +198,33 @@ def build_plain_tiny() -> MaskRCNN:
 
 
 def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_path):
-    settings = {"n": 10, "width": 128, "height": 96, "objects": (1, 3), "categories": ("ball", "heart"), "workers": 1}
+    settings = {
+        "n": 10,
+        "width": 128,
+        "height": 96,
+        "objects": (1, 3),
+        "categories": ("ball", "heart"),
+        "workers": 1,
+    }
     made = make_dataset(tmp_path / "data", **settings)
     write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
     report = train(
-        tmp_path / "shards", tmp_path / "run", model=model_module.TINY_MODEL, steps=12, batch_size=4, min_size=96,
-        learning_rate=0.005, workers=0, device="cpu",
-    )  # fmt: skip
-    assert report.plan.starts_from == "random", "there are no weights to download, and none are missed"
-    first, last = (sum(point.loss for point in part) for part in (report.losses[:3], report.losses[-3:]))
+        tmp_path / "shards",
+        tmp_path / "run",
+        model=model_module.TINY_MODEL,
+        steps=12,
+        batch_size=4,
+        min_size=96,
+        learning_rate=0.005,
+        workers=0,
+        device="cpu",
+    )
+    assert report.plan.starts_from == "random", (
+        "there are no weights to download, and none are missed"
+    )
+    first, last = (
+        sum(point.loss for point in part) for part in (report.losses[:3], report.losses[-3:])
+    )
     assert last < 0.9 * first
     trained, plain = load_trained_model(tmp_path / "run"), build_plain_tiny().eval()
     plain.load_state_dict(trained.state_dict())
@@ -199,8 +235,11 @@ def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_p
         results, expected = trained(images), plain(images)
     assert len(results[0]["labels"]) > 10
     for result, other in zip(results, expected, strict=True):
-        assert all(torch.equal(result[key], other[key]) for key in ("boxes", "labels", "scores", "masks"))
-    dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)  # and back: trained by torchvision alone
+        assert all(
+            torch.equal(result[key], other[key]) for key in ("boxes", "labels", "scores", "masks")
+        )
+    # and back: trained by torchvision alone
+    dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
     image, target = dataset[0]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     sum(plain.train()([image / 255], [target]).values()).backward()
@@ -216,7 +255,9 @@ def test_a_resumed_model_has_the_layers_of_the_built_one(weights: str | None, mo
     built = build_mask_rcnn(LIGHT_MODEL, weights=weights, **sizes)
     resumed = assemble_mask_rcnn(LIGHT_MODEL, starts_from=built.starts_from, **sizes)
     resumed.load_state_dict(built.state_dict())
-    assert [p.requires_grad for p in resumed.parameters()] == [p.requires_grad for p in built.parameters()]
+    assert [p.requires_grad for p in resumed.parameters()] == [
+        p.requires_grad for p in built.parameters()
+    ]
 
 
 NAMES = {1: "cat", 2: "dog", 3: "cow"}
@@ -236,9 +277,16 @@ def run(monkeypatch):
     }
     ids = {label: 10 * label for label in NAMES}
     newer = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None)
-    best = {"plan": plan, "model": newer.state_dict(), "ema": model.state_dict(), "class_names": NAMES}
+    best = {
+        "plan": plan,
+        "model": newer.state_dict(),
+        "ema": model.state_dict(),
+        "class_names": NAMES,
+    }
     checkpoints = {"best": {**best, "category_ids": ids, "path": "run/best-00000009.pt"}}
-    monkeypatch.setattr(model_module, "CheckpointFolder", lambda run: SimpleNamespace(read=checkpoints.get))
+    monkeypatch.setattr(
+        model_module, "CheckpointFolder", lambda run: SimpleNamespace(read=checkpoints.get)
+    )
     return model
 
 
@@ -259,11 +307,21 @@ def test_training_starts_from_a_run_with_other_classes(run, tmp_path):
     assert model.starts_from == "random"
     assert torch.equal(model.backbone.body["0"][0].weight, run.backbone.body["0"][0].weight)
     new, old = model.roi_heads, run.roi_heads
-    assert torch.equal(new.box_predictor.cls_score.weight[[0, 1]], old.box_predictor.cls_score.weight[[0, 3]])
-    assert torch.equal(new.box_predictor.bbox_pred.bias[4:8], old.box_predictor.bbox_pred.bias[12:16])
-    assert torch.equal(new.mask_predictor.mask_fcn_logits.bias[1], old.mask_predictor.mask_fcn_logits.bias[3])
-    assert not torch.equal(new.box_predictor.cls_score.weight[2], old.box_predictor.cls_score.weight[2])
-    with pytest.raises(ColabUtilsError, match=r"expected a run of the model .*mobilenet.*, found one of tiny"):
+    assert torch.equal(
+        new.box_predictor.cls_score.weight[[0, 1]], old.box_predictor.cls_score.weight[[0, 3]]
+    )
+    assert torch.equal(
+        new.box_predictor.bbox_pred.bias[4:8], old.box_predictor.bbox_pred.bias[12:16]
+    )
+    assert torch.equal(
+        new.mask_predictor.mask_fcn_logits.bias[1], old.mask_predictor.mask_fcn_logits.bias[3]
+    )
+    assert not torch.equal(
+        new.box_predictor.cls_score.weight[2], old.box_predictor.cls_score.weight[2]
+    )
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a run of the model .*mobilenet.*, found one of tiny"
+    ):
         build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=str(tmp_path))
 
 
@@ -281,24 +339,34 @@ def fill_norms(model, seed):
     for module in model.modules():
         if isinstance(module, FrozenBatchNorm2d):
             for name in ("weight", "bias", "running_mean", "running_var"):
-                getattr(module, name).copy_(torch.rand(len(module.weight), generator=generator) * 0.5 + 0.5)
+                getattr(module, name).copy_(
+                    torch.rand(len(module.weight), generator=generator) * 0.5 + 0.5
+                )
 
 
 @pytest.mark.parametrize(("builder", "layers"), [(resnet18, 20), (resnet50, 53)])
 def test_results_and_gradients_stay(builder, layers):
-    plain = make_resnet(builder).double()  # in float32 a rounding can turn a ReLU, and with it gradients, over
+    # in float32 a rounding can turn a ReLU, and with it gradients, over
+    plain = make_resnet(builder).double()
     folded = copy.deepcopy(plain)
     assert fold_norms(folded) == layers
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     expected, found = plain(images), folded(images)
-    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max()))
+    assert torch.allclose(
+        found, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max())
+    )
     for model, result in ((plain, expected), (folded, found)):
         model.zero_grad()
         (result / expected.detach().abs().max()).square().sum().backward()
-    for (name, theirs), (_, ours) in zip(plain.named_parameters(), folded.named_parameters(), strict=True):
+    for (name, theirs), (_, ours) in zip(
+        plain.named_parameters(), folded.named_parameters(), strict=True
+    ):
         assert (theirs.grad is None) == (ours.grad is None), name
         if theirs.grad is not None:
-            assert torch.linalg.norm(ours.grad - theirs.grad) <= 1e-6 * torch.linalg.norm(theirs.grad) + 1e-12, name
+            assert (
+                torch.linalg.norm(ours.grad - theirs.grad)
+                <= 1e-6 * torch.linalg.norm(theirs.grad) + 1e-12
+            ), name
 
 
 def test_weights_are_compatible_both_ways():
@@ -353,9 +421,13 @@ def test_in_half_precision_it_stays_there():
 
 
 def test_the_light_model_is_folded_where_it_is_frozen():
-    frozen = assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96)
+    frozen = assemble_mask_rcnn(
+        LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96
+    )
     assert fold_norms(frozen) > 30
-    trained = assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="random", min_size=64, max_size=96)
+    trained = assemble_mask_rcnn(
+        LIGHT_MODEL, num_classes=2, starts_from="random", min_size=64, max_size=96
+    )
     assert fold_norms(trained) == 0
 
 
@@ -374,7 +446,9 @@ def test_precision_follows_the_gpu(capability, precision, monkeypatch):
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    made = make_dataset(tmp_path_factory.mktemp("boxes") / "data", n=2, width=480, height=120, workers=1)
+    made = make_dataset(
+        tmp_path_factory.mktemp("boxes") / "data", n=2, width=480, height=120, workers=1
+    )
     dataset = CocoFolder(made.images, made.annotations, contiguous_labels=True)
     return [dataset[i] for i in range(2)]
 
@@ -388,11 +462,15 @@ def tiny():
 def find_losses(model, samples, dtype, *, way):
     """Losses, and the dtype of the proposals' regression."""
     seen = []
-    hook = model.rpn.head.register_forward_hook(lambda head, given, told: seen.append(told[1][0].dtype))
+    hook = model.rpn.head.register_forward_hook(
+        lambda head, given, told: seen.append(told[1][0].dtype)
+    )
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         if way == "packed":
-            losses = compute_losses(model, collate_packed([pack_target(*sample) for sample in samples]))
+            losses = compute_losses(
+                model, collate_packed([pack_target(*sample) for sample in samples])
+            )
         else:
             images = [image / 255 for image, _ in samples]
             losses = model(images, [copy.copy(target) for _, target in samples])
@@ -402,7 +480,9 @@ def find_losses(model, samples, dtype, *, way):
 
 @pytest.mark.parametrize("way", ["packed", "torchvision"])
 def test_boxes_are_exact_in_half_precision(tiny, samples, way):
-    """torchvision's own anchors in bfloat16 are off by pixels, and so is what the proposals learn from."""
+    """torchvision's own anchors in bfloat16 are off by pixels, and so is what the proposals learn
+    from.
+    """
     expected, _ = find_losses(tiny, samples, torch.float32, way=way)
     exact = copy.deepcopy(tiny)
     assert keep_boxes_exact(exact)
@@ -421,7 +501,9 @@ def test_boxes_are_exact_in_half_precision(tiny, samples, way):
 def test_nothing_else_changes(tiny, samples):
     exact = copy.deepcopy(tiny)
     keep_boxes_exact(exact)
-    ours, theirs = (find_losses(each, samples, torch.float32, way="torchvision")[0] for each in (exact, tiny))
+    ours, theirs = (
+        find_losses(each, samples, torch.float32, way="torchvision")[0] for each in (exact, tiny)
+    )
     assert ours == theirs
     assert list(exact.state_dict()) == list(tiny.state_dict())
     assert not keep_boxes_exact(nn.Identity())

@@ -1,4 +1,6 @@
-"""The GPU's side of training, by a GPU's rules: on the simulated one, which every machine has, or on a real one."""
+"""The GPU's side of training, by a GPU's rules: on the simulated one, which every machine has, or
+on a real one.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,22 @@ from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_objects", "few_regions")
 REAL = torch.cuda.is_available()
-simulated = pytest.mark.skipif(REAL, reason="there is a real one, which tells no waits and takes no limit")
+simulated = pytest.mark.skipif(
+    REAL, reason="there is a real one, which tells no waits and takes no limit"
+)
 real = pytest.mark.skipif(not REAL, reason="no GPU")
-HALF = [("cpu", torch.bfloat16), *(pytest.param("cuda", kind, marks=real) for kind in (torch.float16, torch.bfloat16))]
-QUICK = {"model": TINY_MODEL, "weights": None, "min_size": 64, "workers": 0, "batch_size": 4, "device": "cuda"}
+HALF = [
+    ("cpu", torch.bfloat16),
+    *(pytest.param("cuda", kind, marks=real) for kind in (torch.float16, torch.bfloat16)),
+]
+QUICK = {
+    "model": TINY_MODEL,
+    "weights": None,
+    "min_size": 64,
+    "workers": 0,
+    "batch_size": 4,
+    "device": "cuda",
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +85,9 @@ def make_model(shards):
     """As from pretrained weights: with frozen layers, and norms that can be folded."""
     torch.manual_seed(0)
     classes = ShardDataset(shards, contiguous_labels=True).num_classes
-    return assemble_mask_rcnn(LIGHT_MODEL, num_classes=classes, starts_from="imagenet", min_size=96, max_size=160)
+    return assemble_mask_rcnn(
+        LIGHT_MODEL, num_classes=classes, starts_from="imagenet", min_size=96, max_size=160
+    )
 
 
 @simulated
@@ -117,7 +133,9 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
 @simulated
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_step_waits_for_the_gpu_three_times_whatever_the_batch(shards, gpu, count):
-    """Once for the proposals that are kept, once for the masks' boxes, once for the scale of the losses."""
+    """Once for the proposals that are kept, once for the masks' boxes, once for the scale of the
+    losses.
+    """
     step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards, count)
     step(batch.to("cuda"), flips=[True, False] * (count // 2))
     gpu.waits.clear()
@@ -132,7 +150,9 @@ def test_a_step_waits_for_the_gpu_three_times_whatever_the_batch(shards, gpu, co
 def test_batches_arrive_without_waiting(shards, gpu, deliver):
     """Pinned: a copy from other memory would wait for the step before."""
     expected = make_loader(ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1)
-    loader = make_loader(ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1, device="cuda")
+    loader = make_loader(
+        ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1, device="cuda"
+    )
     for there, here in zip(loader, expected, strict=True):
         if deliver == "packed":
             assert there.pixels.is_cuda
@@ -165,12 +185,16 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
         model([image.to("cuda").float() / 255])
     assert sum(gpu.waits.values()) > waits + 4 * len(found["scores"])
     results = describe_detections(found, **facts)
-    assert [result["segmentation"] for result in results] == [result["segmentation"] for result in expected]
+    assert [result["segmentation"] for result in results] == [
+        result["segmentation"] for result in expected
+    ]
 
 
 def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     lines, more = [], {"augment": "none"}
-    first = train(shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, **QUICK, **more)
+    first = train(
+        shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, **QUICK, **more
+    )
     assert first.plan.device == "cuda:0"
     assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 500_000
@@ -206,9 +230,12 @@ def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
     with SimulatedGpu(monkeypatch) as gpu:
         generous = train(shards, tmp_path / "generous", steps=4, log=lines.append, **QUICK)
     assert generous.plan.memory.parts == 1
-    # losses stay there until they are asked for: after the first step, the first epoch, and the last step
+    # losses stay there until they are asked for: after the first step, the first epoch, and the
+    # last step
     assert gpu.waits["tolist", "colab_utils.training.trainer"] <= 3
-    with SimulatedGpu(monkeypatch, limit=int(0.8 * max(line.gpu_bytes for line in lines[1:]))) as gpu:
+    with SimulatedGpu(
+        monkeypatch, limit=int(0.8 * max(line.gpu_bytes for line in lines[1:]))
+    ) as gpu:
         saved = train(shards, tmp_path / "saved", epochs=1, **QUICK)
         assert saved.plan.memory.parts > 1
         assert saved.plan.batch_size == 4  # the same batch, in parts
@@ -234,7 +261,10 @@ def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
 @simulated
 def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(shards, tmp_path, gpu):
     train(shards, tmp_path, steps=1, **(QUICK | {"device": "cpu"}))
-    with pytest.warns(ColabUtilsWarning, match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels"):
+    with pytest.warns(
+        ColabUtilsWarning,
+        match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",
+    ):
         report = train(shards, tmp_path, steps=2, **QUICK)
     assert report.plan.device == "cuda:0"
 
@@ -242,7 +272,9 @@ def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(shards, tmp_path, gpu):
 @simulated
 def test_a_model_that_does_not_fit_is_refused_and_never_swapped(shards, tmp_path, monkeypatch):
     unnamed = {key: value for key, value in QUICK.items() if key != "model"}
-    refused = pytest.raises(ColabUtilsError, match=rf"fit into the GPU's memory.* model='{LIGHT_MODEL}'")
+    refused = pytest.raises(
+        ColabUtilsError, match=rf"fit into the GPU's memory.* model='{LIGHT_MODEL}'"
+    )
     with SimulatedGpu(monkeypatch, limit=230_000_000), refused:  # 184 of them are the weights
         train(shards, tmp_path, steps=1, **unnamed)
 
@@ -256,7 +288,11 @@ def test_a_gpu_that_is_full_is_said(shards, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("device", "precision"), HALF)
 def test_losses_in_half_precision_are_those_of_torchvision(shards, device, precision):
-    if device == "cuda" and precision == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        device == "cuda"
+        and precision == torch.bfloat16
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         pytest.skip("this GPU has no bfloat16")
     batch, model = read_batch(shards, 2), make_model(shards).to(device)
     keep_boxes_exact(model)
@@ -273,7 +309,11 @@ def test_losses_in_half_precision_are_those_of_torchvision(shards, device, preci
 def test_steps_in_float16_train(shards, monkeypatch):
     monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
     step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards).to("cuda")
-    before = [parameter.detach().clone() for parameter in step.model.parameters() if parameter.requires_grad]
+    before = [
+        parameter.detach().clone()
+        for parameter in step.model.parameters()
+        if parameter.requires_grad
+    ]
     losses = torch.stack([step(batch) for _ in range(20)]).tolist()
     assert step.scaler.is_enabled()
     assert all(map(math.isfinite, losses))
@@ -301,7 +341,9 @@ def test_a_step_is_waited_for_three_times(shards):
 def test_workers_and_evaluation_start_after_cuda(shards):
     dataset = ShardDataset(shards, contiguous_labels=True)
     model = make_model(shards).to("cuda")
-    with_workers = make_loader(dataset, batch_size=4, workers=2, deliver="packed", device="cuda", seed=1)
+    with_workers = make_loader(
+        dataset, batch_size=4, workers=2, deliver="packed", device="cuda", seed=1
+    )
     alone = make_loader(dataset, batch_size=4, workers=0, deliver="packed", seed=1)
     for there, here in zip(with_workers, alone, strict=True):
         assert torch.equal(there.pixels.cpu(), here.pixels)
@@ -310,12 +352,17 @@ def test_workers_and_evaluation_start_after_cuda(shards):
 
 @real
 def test_three_hundred_objects_train_where_torchvisions_path_runs_out_of_memory(tmp_path):
-    made = make_dataset(tmp_path / "data", n=4, width=640, height=480, objects=(300, 300), workers=1)
+    made = make_dataset(
+        tmp_path / "data", n=4, width=640, height=480, objects=(300, 300), workers=1
+    )
     write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
     settings = QUICK | {"min_size": 800, "max_size": 1333, "batch_size": 2}
     torch.cuda.reset_peak_memory_stats()
     train(tmp_path / "shards", tmp_path / "free", epochs=1, **settings)
-    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    peak, total = (
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.get_device_properties(0).total_memory,
+    )
     dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
     batch, classes = read_batch(tmp_path / "shards", 2), dataset.num_classes
     torch.cuda.empty_cache()
@@ -324,7 +371,9 @@ def test_three_hundred_objects_train_where_torchvisions_path_runs_out_of_memory(
         report = train(tmp_path / "shards", tmp_path / "tight", epochs=1, **settings)
         assert report.steps == 2
         sizes = {"min_size": 800, "max_size": 1333}
-        model = assemble_mask_rcnn(TINY_MODEL, num_classes=classes, starts_from="random", **sizes).to("cuda")
+        model = assemble_mask_rcnn(
+            TINY_MODEL, num_classes=classes, starts_from="random", **sizes
+        ).to("cuda")
         with pytest.raises(torch.cuda.OutOfMemoryError):
             sum(model(batch.to_images("cuda"), batch.to_targets("cuda")).values()).backward()
     finally:

@@ -1,4 +1,6 @@
-"""What people expect of training: evaluation, the best weights kept, augmentation, clear settings."""
+"""What people expect of training: evaluation, the best weights kept, augmentation, clear
+settings.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,15 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*is finished"),
 ]
-TINY = {"model": TINY_MODEL, "weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu",
-        "batch_size": 2}  # fmt: skip
+TINY = {
+    "model": TINY_MODEL,
+    "weights": None,
+    "min_size": 64,
+    "max_size": 96,
+    "workers": 0,
+    "device": "cpu",
+    "batch_size": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,9 @@ def shards(tmp_path_factory) -> Path:
 
 
 def script_precision(monkeypatch, values):
-    """Evaluations find these average precisions of masks, one after another; returns the steps of the calls."""
+    """Evaluations find these average precisions of masks, one after another; returns the steps of
+    the calls.
+    """
     left = iter(values)
 
     def score(model, dataset, **more):
@@ -65,7 +76,9 @@ def test_the_best_weights_are_kept(shards, tmp_path):
     assert weights["step"] == report.best.step
     assert weights["class_names"] == ShardDataset(shards, contiguous_labels=True).class_names
     model = load_trained_model(tmp_path, which="best")
-    assert evaluate(model, ShardDataset(shards, contiguous_labels=True)).segm == pytest.approx(report.best.segm)
+    assert evaluate(model, ShardDataset(shards, contiguous_labels=True)).segm == pytest.approx(
+        report.best.segm
+    )
 
 
 def test_a_longer_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
@@ -88,7 +101,9 @@ def test_a_finished_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
 
 
 def test_the_best_on_other_images_is_not_compared(shards, tmp_path, monkeypatch):
-    made = make_dataset(tmp_path / "data", n=2, width=96, height=80, objects=(1, 3), seed=5, workers=1)
+    made = make_dataset(
+        tmp_path / "data", n=2, width=96, height=80, objects=(1, 3), seed=5, workers=1
+    )
     write_shards(made.images, made.annotations, shards=tmp_path / "other", workers=1)
     script_precision(monkeypatch, [0.9, 0.1])
     train(shards, tmp_path / "run", steps=2, val_shards=shards, **TINY)
@@ -146,12 +161,17 @@ def test_nothing_is_written_when_train_has_ended(shards, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         train(shards, tmp_path, steps=4, checkpoint_steps=1, **TINY)
     assert running == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000001.pt", "checkpoint-00000002.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-00000001.pt",
+        "checkpoint-00000002.pt",
+    ]
 
 
 def test_boxes_without_an_area_are_said_to_come_from_your_transforms(shards, tmp_path):
     own = v2.RandomCrop((20, 20))
-    with pytest.raises(ColabUtilsError, match=r"from your transforms, found: .* v2\.SanitizeBoundingBoxes"):
+    with pytest.raises(
+        ColabUtilsError, match=r"from your transforms, found: .* v2\.SanitizeBoundingBoxes"
+    ):
         train(shards, tmp_path, steps=6, augment=own, **TINY)
 
 
@@ -170,7 +190,9 @@ def test_no_best_without_validation_images(shards, tmp_path):
 
 
 def test_the_averaged_weights_of_an_earlier_version_are_taken(shards, tmp_path):
-    """A run that was begun with `ema=0.99`: its checkpoints hold both kinds of weights, and its plan the decay."""
+    """A run that was begun with `ema=0.99`: its checkpoints hold both kinds of weights, and its
+    plan the decay.
+    """
     train(shards, tmp_path, steps=2, **TINY)
     state = CheckpointFolder(tmp_path).read()
     averaged = {name: value.clone() for name, value in state["model"].items()}
@@ -198,8 +220,10 @@ def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
 
 
 def test_augmentations_differ(shards, tmp_path):
-    losses = [train(shards, tmp_path / name, steps=2, augment=name, **TINY).losses[1].loss
-              for name in ("none", "flip")]  # fmt: skip
+    losses = [
+        train(shards, tmp_path / name, steps=2, augment=name, **TINY).losses[1].loss
+        for name in ("none", "flip")
+    ]
     assert len(set(losses)) == 2
 
 
@@ -208,7 +232,9 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
 
     class Look(nn.Module):
         def forward(self, image, target):
-            seen.append((image.dtype, type(target["boxes"]).__name__, tuple(target["masks"].shape[1:])))
+            seen.append(
+                (image.dtype, type(target["boxes"]).__name__, tuple(target["masks"].shape[1:]))
+            )
             return image, target
 
     own = v2.Compose([v2.RandomHorizontalFlip(0.5), v2.RandomPhotometricDistort(), Look()])
@@ -224,7 +250,10 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": "mosaic"}, "augment as one of none, flip or transforms of your own, found 'mosaic'"),
+        (
+            {"augment": "mosaic"},
+            "augment as one of none, flip or transforms of your own, found 'mosaic'",
+        ),
         ({"learning_rate": -0.1}, "learning_rate over 0"),
         ({"min_size": 0}, "min_size between 1 and 10,000"),
     ],
@@ -246,8 +275,18 @@ def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
 
 
 def test_a_log_line_with_everything():
-    line = LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024, 9_100_000_000, AveragePrecision(0.3, 0.2, 0.5, 0.4, 9, 30))
+    line = LogLine(
+        40,
+        200,
+        1.9123,
+        0.005,
+        5.31,
+        0.024,
+        9_100_000_000,
+        AveragePrecision(0.3, 0.2, 0.5, 0.4, 9, 30),
+    )
     assert str(line) == (
-        "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%  GPU 9.1 GB  after step 30: AP of boxes 0.300 "
+        "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%  GPU 9.1 GB  after step 30: "
+        "AP of boxes 0.300 "
         "(0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 9 images"
     )

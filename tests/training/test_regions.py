@@ -27,7 +27,9 @@ from tests.training.test_losses import LargestTensor
 def draw_boxes(count, seed, *, side=100.0):
     generator = torch.Generator().manual_seed(seed)
     corners = torch.rand(count, 2, generator=generator) * side
-    return torch.cat([corners, corners + 1 + torch.rand(count, 2, generator=generator) * side / 3], 1)
+    return torch.cat(
+        [corners, corners + 1 + torch.rand(count, 2, generator=generator) * side / 3], 1
+    )
 
 
 def pad_objects(*boxes):
@@ -44,7 +46,11 @@ def pad_objects(*boxes):
 def test_matches_are_those_of_torchvision(monkeypatch, pairs, low_quality, shared):
     monkeypatch.setitem(losses._PAIRS, "cpu", pairs)
     ours = [draw_boxes(40, 2), draw_boxes(1, 3), draw_boxes(7, 4)]
-    boxes = draw_boxes(300, 1)[None] if shared else torch.stack([draw_boxes(300, seed) for seed in (1, 5, 6)])
+    boxes = (
+        draw_boxes(300, 1)[None]
+        if shared
+        else torch.stack([draw_boxes(300, seed) for seed in (1, 5, 6)])
+    )
     ours[0][0] = boxes[0, 17]  # one that fits, and one that nothing overlaps
     ours[0][-1] = torch.tensor([500.0, 500, 510, 510])
     matcher = Matcher(0.6, 0.3, allow_low_quality_matches=low_quality)
@@ -57,12 +63,16 @@ def test_equal_overlaps_go_to_the_same_object():
     boxes = torch.tensor([[0.0, 0, 10, 10]] * 4)
     twins = torch.tensor([[0.0, 0, 10, 5], [0, 5, 10, 10]])
     matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
-    assert torch.equal(match_objects(matcher, pad_objects(twins), boxes[None])[0], matcher(box_iou(twins, boxes)))
+    assert torch.equal(
+        match_objects(matcher, pad_objects(twins), boxes[None])[0], matcher(box_iou(twins, boxes))
+    )
 
 
 def test_an_image_without_objects_matches_nothing():
     matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
-    found = match_objects(matcher, pad_objects(torch.zeros(0, 4), draw_boxes(2, 1)), draw_boxes(9, 2)[None])
+    found = match_objects(
+        matcher, pad_objects(torch.zeros(0, 4), draw_boxes(2, 1)), draw_boxes(9, 2)[None]
+    )
     assert (found[0] == Matcher.BELOW_LOW_THRESHOLD).all()
 
 
@@ -78,7 +88,9 @@ def test_memory_does_not_grow_with_objects_times_anchors():
 @pytest.mark.parametrize("positives", [0, 3, 40])
 @pytest.mark.parametrize("negatives", [0, 10, 60])
 def test_as_many_are_sampled_as_by_torchvision(positives, negatives):
-    labels = torch.tensor([1] * positives + [0] * negatives + [-1] * 9)[torch.randperm(positives + negatives + 9)]
+    labels = torch.tensor([1] * positives + [0] * negatives + [-1] * 9)[
+        torch.randperm(positives + negatives + 9)
+    ]
     expected = BalancedPositiveNegativeSampler(32, 0.25)([labels])
     found = sample_regions(labels[None] - 1, BalancedPositiveNegativeSampler(32, 0.25))
     assert found.positive.sum() == expected[0][0].sum()
@@ -89,7 +101,9 @@ def test_as_many_are_sampled_as_by_torchvision(positives, negatives):
 
 
 def test_every_box_is_as_likely_as_any_other():
-    """The count of each over 4,000 draws lies within five standard deviations of what chance gives."""
+    """The count of each over 4,000 draws lies within five standard deviations of what chance
+    gives.
+    """
     torch.manual_seed(0)
     matches = torch.where(torch.arange(40) < 16, 0, Matcher.BELOW_LOW_THRESHOLD).expand(4000, -1)
     found = sample_regions(matches, BalancedPositiveNegativeSampler(16, 0.25))
@@ -103,12 +117,18 @@ def test_boxes_are_coded_as_by_torchvision(weights):
     coder, boxes, objects = BoxCoder(weights), draw_boxes(50, 1), draw_boxes(50, 2)
     said = torch.randn(50, 4, generator=torch.Generator().manual_seed(3)) * 3
     assert torch.allclose(
-        encode_boxes(coder, objects, boxes), coder.encode([objects], [boxes])[0], rtol=1e-5, atol=1e-5
+        encode_boxes(coder, objects, boxes),
+        coder.encode([objects], [boxes])[0],
+        rtol=1e-5,
+        atol=1e-5,
     )
-    assert torch.allclose(decode_boxes(coder, said, boxes), coder.decode(said, [boxes])[:, 0], rtol=1e-5, atol=1e-4)
+    assert torch.allclose(
+        decode_boxes(coder, said, boxes), coder.decode(said, [boxes])[:, 0], rtol=1e-5, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize("most", [1, 1 << 12])  # boxes of a call of nms: an image at a time, and all together
+# boxes of a call of nms: an image at a time, and all together
+@pytest.mark.parametrize("most", [1, 1 << 12])
 def test_proposals_are_those_of_torchvision(monkeypatch, most):
     monkeypatch.setitem(losses._NMS_BOXES, "cpu", most)
     torch.manual_seed(0)
@@ -135,7 +155,13 @@ def test_proposals_are_those_of_torchvision(monkeypatch, most):
     decoded = rpn.box_coder.decode(said.flatten(0, 1), [anchors, anchors]).view(2, -1, 4)
     expected, _ = rpn.filter_proposals(decoded, scores.flatten(0, 1), sizes, levels)
     found, exists = find_proposals(
-        rpn, scores[..., 0], said, anchors, levels=levels, limits=torch.tensor(sizes)[:, [1, 0, 1, 0]].float(), side=160
+        rpn,
+        scores[..., 0],
+        said,
+        anchors,
+        levels=levels,
+        limits=torch.tensor(sizes)[:, [1, 0, 1, 0]].float(),
+        side=160,
     )
     for mine, there, theirs in zip(found, exists, expected, strict=True):
         assert torch.allclose(mine[there], theirs, atol=1e-3)
@@ -145,11 +171,18 @@ def test_proposals_are_those_of_torchvision(monkeypatch, most):
 def test_regions_are_pooled_as_by_torchvision(levels):
     torch.manual_seed(0)
     names = [str(level) for level in range(levels)]
-    features = {name: torch.randn(2, 5, 64 >> level, 96 >> level) for level, name in enumerate(names)}
+    features = {
+        name: torch.randn(2, 5, 64 >> level, 96 >> level) for level, name in enumerate(names)
+    }
     pooler = MultiScaleRoIAlign(names, 7, 2)
     boxes = [draw_boxes(60, seed, side=250.0) for seed in (1, 2)]
-    boxes = [torch.cat([part, torch.tensor([[0.0, 0, 384, 256], [300, 200, 384, 256]])]) for part in boxes]
+    boxes = [
+        torch.cat([part, torch.tensor([[0.0, 0, 384, 256], [300, 200, 384, 256]])])
+        for part in boxes
+    ]
     expected = pooler(features, [part.clamp(max=256) for part in boxes], [(256, 384)] * 2)
     canvas = join_levels([*features.values()], (256, 384))
-    found = pool_regions(pooler, canvas, torch.cat(boxes).clamp(max=256), torch.arange(2).repeat_interleave(62))
+    found = pool_regions(
+        pooler, canvas, torch.cat(boxes).clamp(max=256), torch.arange(2).repeat_interleave(62)
+    )
     assert torch.allclose(found, expected, atol=1e-4)

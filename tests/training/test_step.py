@@ -19,7 +19,9 @@ from tests.tiny_model import TINY_MODEL
 
 
 class TinyDetector(nn.Module):
-    """Losses as torchvision gives them, from one weight: what a step does to it is known exactly."""
+    """Losses as torchvision gives them, from one weight: what a step does to it is known
+    exactly.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,8 @@ def test_step_sums_the_losses_and_moves_the_weights():
     assert model.weight.item() == pytest.approx(2 - 0.1 * (1 + 2 * 2))
 
 
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])  # float16 goes through the scaler
+# float16 goes through the scaler
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_step_in_half_precision_moves_the_weights_as_far(precision, monkeypatch):
     monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: precision)
     model = TinyDetector()
@@ -50,7 +53,9 @@ def test_step_in_half_precision_moves_the_weights_as_far(precision, monkeypatch)
     monkeypatch.undo()
     reference.scaler = torch.amp.GradScaler("cpu", enabled=False)
     reference.precision = torch.float32
-    assert losses == pytest.approx([reference([torch.ones(3, 4, 4)], [{}]).item() for _ in range(3)], rel=0.01)
+    assert losses == pytest.approx(
+        [reference([torch.ones(3, 4, 4)], [{}]).item() for _ in range(3)], rel=0.01
+    )
     assert model.weight.item() == pytest.approx(expected.weight.item(), rel=0.001)
 
 
@@ -85,7 +90,11 @@ class Greedy(TinyDetector):
 
     def __init__(self, most: int, error: Exception | None = None) -> None:
         super().__init__()
-        self.most, self.seen, self.error = most, [], error or torch.cuda.OutOfMemoryError("CUDA out of memory")
+        self.most, self.seen, self.error = (
+            most,
+            [],
+            error or torch.cuda.OutOfMemoryError("CUDA out of memory"),
+        )
 
     def forward(self, images, targets):
         self.seen.append(len(images))
@@ -94,11 +103,15 @@ class Greedy(TinyDetector):
         return super().forward(images, targets)
 
 
-@pytest.mark.parametrize(("most", "seen"), [(4, [8, 4, 4]), (3, [8, 4, 2, 2, 2, 2]), (1, [8, 4, 2, *[1] * 8])])
+@pytest.mark.parametrize(
+    ("most", "seen"), [(4, [8, 4, 4]), (3, [8, 4, 2, 2, 2, 2]), (1, [8, 4, 2, *[1] * 8])]
+)
 def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, seen):
     images, targets = [torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8
     step, whole = TrainingStep(Greedy(most), "cpu"), TrainingStep(TinyDetector(), "cpu")
-    with pytest.warns(ColabUtilsWarning, match="trained in [248] parts .* The effective batch size stays the same"):
+    with pytest.warns(
+        ColabUtilsWarning, match="trained in [248] parts .* The effective batch size stays the same"
+    ):
         loss = step(images, targets)
     assert step.model.seen == seen
     assert loss.item() == pytest.approx(whole(images, targets).item())
@@ -111,7 +124,8 @@ def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, see
 @pytest.mark.parametrize(
     "text",
     [
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+        "non-contiguous input.",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "Unable to find a valid cuDNN algorithm to run convolution",
         "GET was unable to find an engine to execute this computation",
@@ -131,7 +145,9 @@ def test_out_of_memory_is_said_in_words():
     step = TrainingStep(Greedy(0), "cpu")
     with (
         pytest.warns(ColabUtilsWarning),
-        pytest.raises(ColabUtilsError, match=r"1 of the 2 images of a batch to fit .* a smaller min_size"),
+        pytest.raises(
+            ColabUtilsError, match=r"1 of the 2 images of a batch to fit .* a smaller min_size"
+        ),
     ):
         step([torch.zeros(3, 4, 4)] * 2, [{"labels": torch.ones(1)}, {"labels": torch.ones(2)}])
 
@@ -139,10 +155,17 @@ def test_out_of_memory_is_said_in_words():
 def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
     from colab_utils.training import TrainingStep, compute_losses
 
-    image, target = torch.zeros(3, 64, 64, dtype=torch.uint8), {
-        "boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]), "masks": torch.ones(1, 64, 64).byte(),
-        "image_id": 1, "area": torch.tensor([1024.0]), "iscrowd": torch.tensor([0]),
-    }  # fmt: skip
+    image, target = (
+        torch.zeros(3, 64, 64, dtype=torch.uint8),
+        {
+            "boxes": torch.tensor([[8.0, 8, 40, 40]]),
+            "labels": torch.tensor([1]),
+            "masks": torch.ones(1, 64, 64).byte(),
+            "image_id": 1,
+            "area": torch.tensor([1024.0]),
+            "iscrowd": torch.tensor([0]),
+        },
+    )
     batch = collate_packed([pack_target(image, target)])
     model = build_mask_rcnn(TINY_MODEL, num_classes=2, weights=None, min_size=64)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -153,7 +176,10 @@ def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 90_000])  # shorter than any warm-up, up to a real run
 def test_learning_rate_warms_up_and_falls(steps: int):
-    rates = [compute_rate(step, steps=steps, highest=0.02) for step in range(0, steps, max(1, steps // 500))]
+    rates = [
+        compute_rate(step, steps=steps, highest=0.02)
+        for step in range(0, steps, max(1, steps // 500))
+    ]
     peak = rates.index(max(rates))
     assert all(0 < rate <= 0.02 for rate in rates)
     assert rates[: peak + 1] == sorted(rates[: peak + 1])

@@ -39,8 +39,15 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*is finished"),
 ]
-TINY = {"model": TINY_MODEL, "weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu",
-        "batch_size": 2}  # fmt: skip
+TINY = {
+    "model": TINY_MODEL,
+    "weights": None,
+    "min_size": 64,
+    "max_size": 96,
+    "workers": 0,
+    "device": "cpu",
+    "batch_size": 2,
+}
 
 
 class Killed(BaseException):
@@ -57,7 +64,9 @@ def dataset(tmp_path_factory) -> BuiltinDataset:
 @pytest.fixture(scope="module")
 def tiny_shards(dataset, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    write_shards(dataset.images, dataset.annotations, shards=folder, shard_mb=dataset.bytes / 2e6, workers=1)
+    write_shards(
+        dataset.images, dataset.annotations, shards=folder, shard_mb=dataset.bytes / 2e6, workers=1
+    )
     return folder
 
 
@@ -91,7 +100,9 @@ def test_report_holds_every_step(undisturbed, tiny_shards):
     assert undisturbed.plan.skipped_images == len(ShardDataset(tiny_shards)) - images
     assert undisturbed.plan.objects == ShardDataset(tiny_shards).objects > 0
     assert "objects left out" not in str(dataclasses.replace(undisturbed.plan, skipped_objects=0))
-    assert "2 of 12 objects left out" in str(dataclasses.replace(undisturbed.plan, objects=10, skipped_objects=2))
+    assert "2 of 12 objects left out" in str(
+        dataclasses.replace(undisturbed.plan, objects=10, skipped_objects=2)
+    )
     assert undisturbed.plan.num_classes == 7
     assert undisturbed.plan.starts_from == "random"
     assert undisturbed.images_per_second > 0
@@ -103,7 +114,9 @@ def test_report_holds_every_step(undisturbed, tiny_shards):
 
 
 def test_learns_and_measures(tiny_shards, tmp_path, capsys):
-    report = train(tiny_shards, tmp_path, steps=30, val_shards=tiny_shards, learning_rate=0.02, **TINY)
+    report = train(
+        tiny_shards, tmp_path, steps=30, val_shards=tiny_shards, learning_rate=0.02, **TINY
+    )
     losses = [point.loss for point in report.losses]
     assert sum(losses[-5:]) < sum(losses[:5]) * 2 / 3
     assert 0 <= report.ap.bbox <= 1
@@ -118,13 +131,17 @@ def test_log_line_reads_as_promised():
 
 
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("killed_after", [3, 4])  # the checkpoint before lies in an epoch, and at its end
-def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_path, monkeypatch, killed_after):
+# the checkpoint before lies in an epoch, and at its end
+@pytest.mark.parametrize("killed_after", [3, 4])
+def test_killed_and_resumed_gives_the_same_losses(
+    undisturbed, tiny_shards, tmp_path, monkeypatch, killed_after
+):
     def kill(line: object) -> None:
         if isinstance(line, LogLine) and line.step == killed_after:
             while not (tmp_path / f"checkpoint-{killed_after - 1:08d}.pt").exists():
                 time.sleep(0.01)  # a thread is still writing it
-            monkeypatch.setattr(CheckpointFolder, "save", lambda self, state, **more: self.run)  # nothing after that
+            # nothing after that
+            monkeypatch.setattr(CheckpointFolder, "save", lambda self, state, **more: self.run)
             raise Killed
 
     with pytest.raises(Killed):
@@ -148,7 +165,9 @@ def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path)
             os.kill(os.getpid(), signal.SIGKILL)
 
     options = {**TINY, "steps": 5, "checkpoint_steps": 2, "log": kill}
-    process = multiprocessing.get_context("fork").Process(target=train, args=(tiny_shards, tmp_path), kwargs=options)
+    process = multiprocessing.get_context("fork").Process(
+        target=train, args=(tiny_shards, tmp_path), kwargs=options
+    )
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -208,13 +227,16 @@ def test_interrupt_during_a_log_line_saves(tiny_shards, tmp_path):
 
 
 def test_log_lines_cover_every_step_once(logged):
-    report, (plan, *lines) = logged  # checkpoints fell between the lines and took no losses from them
+    # checkpoints fell between the lines and took no losses from them
+    report, (plan, *lines) = logged
     losses = [point.loss for point in report.losses]
     assert plan == report.plan
     assert isinstance(plan, TrainingPlan)
     assert all(isinstance(line, LogLine) for line in lines)
     assert [line.step for line in lines] == [1, 3, 5]
-    assert [line.loss for line in lines] == pytest.approx([losses[0], sum(losses[1:3]) / 2, sum(losses[3:]) / 2])
+    assert [line.loss for line in lines] == pytest.approx(
+        [losses[0], sum(losses[1:3]) / 2, sum(losses[3:]) / 2]
+    )
 
 
 def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_path, monkeypatch):
@@ -265,7 +287,9 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
             fail()
 
     found = AveragePrecision(0.3, 0.2, 0.5, 0.4, 6)
-    monkeypatch.setattr(trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: found)
+    monkeypatch.setattr(
+        trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: found
+    )
     with pytest.raises(DriveLostError):
         train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, **TINY)
     monkeypatch.undo()
@@ -345,7 +369,9 @@ def test_what_a_run_ends_with_is_sent_patiently(tiny_shards, tmp_path, refusal, 
 
 @pytest.mark.filterwarnings("ignore:Drive does not answer", "ignore:.* waited in ")
 @LAST
-def test_a_run_whose_last_file_lies_here_alone_is_no_success(tiny_shards, tmp_path, refusal, name, options):
+def test_a_run_whose_last_file_lies_here_alone_is_no_success(
+    tiny_shards, tmp_path, refusal, name, options
+):
     folder = CheckpointFolder(tmp_path / "run")
     refusal.times[name] = None
     lies = rf"{name} is not in {folder.run}, and lies in {folder.waiting}"
@@ -354,7 +380,8 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(tiny_shards, tmp_pa
     assert list_names(folder.waiting) == [name]
     assert name not in list_names(folder.run)
     refusal.times.clear()
-    report = train(tiny_shards, folder.run, steps=3, **TINY)  # it is finished, also without validation
+    # it is finished, also without validation
+    report = train(tiny_shards, folder.run, steps=3, **TINY)
     assert report.plan.first_step == 3
     assert {NEWEST, BEST} <= set(list_names(folder.run))
     assert list_names(folder.waiting) == []
@@ -376,7 +403,9 @@ def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, DriveLostError])
 @pytest.mark.parametrize("times", [3, None])
-def test_what_ends_a_run_is_raised_and_what_waits_is_sent(tiny_shards, tmp_path, refusal, error, times):
+def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
+    tiny_shards, tmp_path, refusal, error, times
+):
     folder, name = CheckpointFolder(tmp_path / "run"), "checkpoint-00000002.pt"
     refusal.times[name] = times
 
@@ -394,7 +423,9 @@ def test_what_ends_a_run_is_raised_and_what_waits_is_sent(tiny_shards, tmp_path,
     assert len(named) == (1 if times is None else 0)
 
 
-def test_what_waits_is_sent_where_the_state_itself_is_not_saved(tiny_shards, tmp_path, refusal, monkeypatch):
+def test_what_waits_is_sent_where_the_state_itself_is_not_saved(
+    tiny_shards, tmp_path, refusal, monkeypatch
+):
     """The weights have moved in part; the checkpoint of the step before waits."""
     refusal.times["checkpoint-00000001.pt"] = 1
     real, calls = TrainingStep.apply_gradients, []
@@ -462,11 +493,14 @@ def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, tmp_path
     assert report.losses[:5] == undisturbed.losses
 
 
-def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, tiny_shards, tmp_path, monkeypatch):
+def test_another_batch_size_goes_on_with_the_images_that_are_left(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     seen, real = [], trainer.Trainer._train
     position = CheckpointFolder(run).read(repair=True)["loader"]
-    assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)  # two of six images are left
+    # two of six images are left
+    assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)
 
     def note(self, batch):
         seen.append(batch.image_ids.tolist())
@@ -498,8 +532,16 @@ def test_fewer_images_of_the_same_dataset_are_refused(undisturbed, dataset, tmp_
     images = shutil.copytree(dataset.images, tmp_path / "images")
     next(images.iterdir()).unlink()  # since the first session, preprocessing had to skip one
     write_shards(images, dataset.annotations, shards=tmp_path / "shards", workers=1, max_bad=0.5)
-    with pytest.raises(ColabUtilsError, match=r"expected a checkpoint with images 5, found 6 in .*resume='never'"):
-        train(tmp_path / "shards", Path(undisturbed.checkpoint).parent, steps=6, workers=0, device="cpu")
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a checkpoint with images 5, found 6 in .*resume='never'"
+    ):
+        train(
+            tmp_path / "shards",
+            Path(undisturbed.checkpoint).parent,
+            steps=6,
+            workers=0,
+            device="cpu",
+        )
 
 
 def test_trained_model_is_the_one_of_the_checkpoint(undisturbed, tmp_path):
@@ -511,7 +553,9 @@ def test_trained_model_is_the_one_of_the_checkpoint(undisturbed, tmp_path):
 
 
 def change_checkpoint(report: TrainReport, run: Path, change: dict) -> None:
-    """Save the run's last checkpoint with other values; ``...`` leaves one out, as another version may."""
+    """Save the run's last checkpoint with other values; ``...`` leaves one out, as another version
+    may.
+    """
     state = torch.load(report.checkpoint, weights_only=True)
     for name, value in change.items():
         *holders, key = name.split("/")
@@ -544,9 +588,18 @@ def test_a_checkpoint_of_another_version_or_model_is_refused(undisturbed, tmp_pa
 
 @pytest.mark.parametrize(
     "change",
-    [{"plan": ...}, {"plan/device": ...}, {WEIGHT: ...}, {"scaler": ...}, {"losses": ...}, {"loader": ...}],
+    [
+        {"plan": ...},
+        {"plan/device": ...},
+        {WEIGHT: ...},
+        {"scaler": ...},
+        {"losses": ...},
+        {"loader": ...},
+    ],
 )
-def test_a_checkpoint_of_another_version_is_not_trained_on(undisturbed, tiny_shards, tmp_path, change):
+def test_a_checkpoint_of_another_version_is_not_trained_on(
+    undisturbed, tiny_shards, tmp_path, change
+):
     change_checkpoint(undisturbed, tmp_path, change)
     with pytest.raises(ColabUtilsError, match="this version of colab_utils"):
         train(tiny_shards, tmp_path, steps=6, log=print, workers=0, device="cpu")
@@ -579,7 +632,9 @@ def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monke
 
     monkeypatch.setattr(TrainingStep, "__call__", break_third)
     with pytest.raises(
-        ColabUtilsError, match=r"found nan at step 3, of the images with the ids \d+, \d+\. .*00002.pt.*learning_rate"
+        ColabUtilsError,
+        match=r"found nan at step 3, of the images with the ids \d+, \d+\. "
+        r".*00002.pt.*learning_rate",
     ):
         train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, **TINY)
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
@@ -605,10 +660,12 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
     [
         ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),  # unknown model
         ({"steps": 0}, "steps between 1 and 2,147,483,647 .*found 0"),  # no steps
-        ({"steps": 1, "epochs": 1}, "epochs of at least 1, and no steps beside them, found 1"),  # two lengths
+        # two lengths
+        ({"steps": 1, "epochs": 1}, "epochs of at least 1, and no steps beside them, found 1"),
         ({"resume": "maybe"}, "resume as one of auto, never; found 'maybe'"),  # unknown choice
         ({"batch_size": 0}, "batch_size between 1 and 2,147,483,647 .*found 0"),  # empty batches
-        ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),  # no such device
+        # no such device
+        ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),
         ({"device": "cuda"}, "expected a GPU for device 'cuda', found none"),  # no GPU
         (
             {"model": torch.nn.Linear(2, 2)},
@@ -626,7 +683,8 @@ def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, mess
 def test_a_dataset_in_place_of_its_folder_is_refused_in_words(tiny_shards, tmp_path):
     with pytest.raises(
         ColabUtilsError,
-        match=r"expected shards as the path of a folder, such as dataset\.folder, found <.*ShardDataset",
+        match=r"expected shards as the path of a folder, such as dataset\.folder, found "
+        r"<.*ShardDataset",
     ):
         train(ShardDataset(tiny_shards), tmp_path / "run", **TINY)
 
@@ -669,7 +727,9 @@ def test_checkpoint_of_other_settings_is_refused(undisturbed, tiny_shards, optio
 def other_shards(tmp_path_factory) -> dict[str, Path]:
     """Shards of another dataset, of one without objects, and of one with other categories."""
     folder = tmp_path_factory.mktemp("other")
-    made = make_dataset(folder / "dataset", n=3, width=96, height=96, objects=(1, 2), seed=5, workers=1)
+    made = make_dataset(
+        folder / "dataset", n=3, width=96, height=96, objects=(1, 2), seed=5, workers=1
+    )
     content = json.loads(made.annotations.read_text())
     shifted = [{**category, "id": category["id"] + 1} for category in content["categories"]]
     variants = {
@@ -692,17 +752,23 @@ def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
 
 
 def test_dataset_without_objects_is_refused(other_shards, tmp_path):
-    with pytest.raises(ColabUtilsError, match=r"expected images with objects .* found none in 3 images"):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected images with objects .* found none in 3 images"
+    ):
         train(other_shards["no objects"], tmp_path, **TINY)
 
 
-def test_validation_with_other_categories_is_refused_before_training(tiny_shards, other_shards, tmp_path):
+def test_validation_with_other_categories_is_refused_before_training(
+    tiny_shards, other_shards, tmp_path
+):
     with pytest.raises(ColabUtilsError, match=r"same category ids .*7 and 6 categories"):
         train(tiny_shards, tmp_path, val_shards=other_shards["other categories"], **TINY)
     assert list_names(tmp_path) == []
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(undisturbed, tiny_shards, tmp_path, monkeypatch):
+def test_training_goes_on_while_a_checkpoint_is_written(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
     real_save, real_step = CheckpointFolder.save, TrainingStep.__call__
     later_steps, done, saved = threading.Event(), [], {}
 
@@ -766,13 +832,20 @@ def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
     now_s = [1000.0]
     monkeypatch.setattr(checkpoints, "perf_counter", lambda: now_s[0])
     writer = CheckpointWriter(CheckpointFolder(tmp_path))
-    for since_s, ended, due in ((59, False, False), (60, False, True), (9, True, False), (10, True, True)):
+    for since_s, ended, due in (
+        (59, False, False),
+        (60, False, True),
+        (9, True, False),
+        (10, True, True),
+    ):
         now_s[0] = 1000.0 + since_s
         assert writer.is_due(1, epoch_ended=ended) == due
     writer.close()
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
+    tiny_shards, tmp_path, monkeypatch
+):
     real, steps = TrainingStep.__call__, []
 
     def fail(self, state, *, step, **options):
@@ -799,7 +872,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, t
         ({"PYTORCH_ALLOC_CONF": "x:1"}, None),
     ],
 )
-def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(own, expected, monkeypatch, tmp_path):
+def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(
+    own, expected, monkeypatch, tmp_path
+):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, own.get(name, ""))  # so that it is put back
         if name not in own:
@@ -831,7 +906,9 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
     assert lines[-1].images_per_second < 2 / 0.4
 
 
-def test_an_error_inside_a_batch_saves_what_was_done_before(undisturbed, tiny_shards, tmp_path, monkeypatch):
+def test_an_error_inside_a_batch_saves_what_was_done_before(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
     real, calls = TrainingStep.add_gradients, []
 
     def fail_third(self, *given, **more):
@@ -858,7 +935,9 @@ def test_weights_that_have_moved_in_part_are_not_saved(tiny_shards, tmp_path, mo
     assert list_names(tmp_path) == []
 
 
-def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(undisturbed, tiny_shards, tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     names = list_names(run)
 
@@ -884,16 +963,25 @@ def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards):
     state = {"plan": dataclasses.asdict(undisturbed.plan), "path": "run/checkpoint-00000005.pt"}
     settings = choose_settings(AskedSettings(), read_settings(state["plan"]), on_gpu=True)
     with (
-        open_data(tiny_shards, local=None, limit_gb=None, val_shards=None, seed=0, ranks=Ranks()) as data,
-        pytest.warns(ColabUtilsWarning, match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels"),
+        open_data(
+            tiny_shards, local=None, limit_gb=None, val_shards=None, seed=0, ranks=Ranks()
+        ) as data,
+        pytest.warns(
+            ColabUtilsWarning,
+            match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",
+        ),
     ):
         loop._check_checkpoint(state, settings, data, device=torch.device("cuda:0"), seed=0)
 
 
-def test_weights_of_another_run_are_where_a_run_starts(undisturbed, tiny_shards, other_shards, tmp_path):
+def test_weights_of_another_run_are_where_a_run_starts(
+    undisturbed, tiny_shards, other_shards, tmp_path
+):
     """With other classes: what both datasets name is kept."""
     before = Path(undisturbed.checkpoint).parent
-    report = train(other_shards["other categories"], tmp_path, steps=1, **{**TINY, "weights": before})
+    report = train(
+        other_shards["other categories"], tmp_path, steps=1, **{**TINY, "weights": before}
+    )
     assert report.plan.num_classes == 8
     assert report.plan.first_step == 0
     dataset = ShardDataset(tiny_shards, contiguous_labels=True)
@@ -903,7 +991,9 @@ def test_weights_of_another_run_are_where_a_run_starts(undisturbed, tiny_shards,
     key = "roi_heads.mask_predictor.mask_fcn_logits.weight"
     for label, name in content["class_names"].items():
         if name in names:
-            torch.testing.assert_close(content["model"][key][label], expected[key][names[name]], rtol=0, atol=0.05)
+            torch.testing.assert_close(
+                content["model"][key][label], expected[key][names[name]], rtol=0, atol=0.05
+            )
 
 
 class Bomb:
@@ -936,7 +1026,9 @@ BIAS = "roi_heads.box_predictor.cls_score.bias"
         put("model", BIAS, value=torch.full((7,), torch.nan)),
         put("losses", value="none"),
         put("loader", "epoch", value=10**9),
-        lambda state: next(iter(state["optimizer"]["state"].values())).update(momentum_buffer=torch.zeros(3)),
+        lambda state: next(iter(state["optimizer"]["state"].values())).update(
+            momentum_buffer=torch.zeros(3)
+        ),
     ],
 )
 def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp_path, change):
@@ -945,8 +1037,13 @@ def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp
     change(state)
     torch.save(state, path)
     before = path.read_bytes()
-    for use in (lambda: train(tiny_shards, tmp_path, steps=5, **TINY), lambda: load_trained_model(tmp_path)):
-        with pytest.raises(ColabUtilsError, match=rf"{path.name}, found one that was changed") as error:
+    for use in (
+        lambda: train(tiny_shards, tmp_path, steps=5, **TINY),
+        lambda: load_trained_model(tmp_path),
+    ):
+        with pytest.raises(
+            ColabUtilsError, match=rf"{path.name}, found one that was changed"
+        ) as error:
             use()
         assert "\n" not in str(error.value)
     assert path.read_bytes() == before
@@ -958,7 +1055,9 @@ def two_steps(one_thread, tiny_shards, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("content", ["bomb", "damaged"])
-def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(two_steps, tiny_shards, tmp_path, content):
+def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(
+    two_steps, tiny_shards, tmp_path, content
+):
     shutil.copy(two_steps, tmp_path)
     best = tmp_path / "best-00000002.pt"
     torch.save({"step": 2, "x": Bomb(tmp_path / "was-here")}, best)

@@ -1,7 +1,9 @@
-"""A stand-in for the package that Colab brings, with its rules: googlecolab/colabtools 3c07d77, April 2026.
+"""A stand-in for the package that Colab brings, with its rules: googlecolab/colabtools 3c07d77,
+April 2026.
 
-Nobody sits at a browser here. Whatever asks a person for something writes the question to the file COLAB_ASKED, and
-takes its answer from COLAB_ANSWER: ``granted``, ``declined``, ``timeout`` or ``enterprise``.
+Nobody sits at a browser here. Whatever asks a person for something writes the question to the file
+COLAB_ASKED, and takes its answer from COLAB_ANSWER: ``granted``, ``declined``, ``timeout`` or
+``enterprise``.
 """
 
 from google.colab import drive, errors, files, output, runtime, userdata

@@ -1,4 +1,6 @@
-"""Google Drive: the folder COLAB_DRIVE stands for it. The order of the checks is that of the real ``drive.py``."""
+"""Google Drive: the folder COLAB_DRIVE stands for it. The order of the checks is that of the real
+``drive.py``.
+"""
 
 import os
 import subprocess
@@ -12,12 +14,16 @@ __all__ = ["flush_and_unmount", "mount"]
 def mount(mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
     """Mount Drive, after asking for permission."""
     if not os.path.exists("/var/colab/hostname"):
-        raise NotImplementedError("Mounting drive is unsupported in this environment. Use PyDrive2 instead.")
+        raise NotImplementedError(
+            "Mounting drive is unsupported in this environment. Use PyDrive2 instead."
+        )
     if " " in mountpoint:
         raise ValueError("Mountpoint must not contain a space.")
     if os.environ["COLAB_ANSWER"] == "enterprise":
         raise NotImplementedError("google.colab.drive.mount is not supported in Colab Enterprise.")
-    _message.blocking_request("request_auth", request={"authType": "dfs_ephemeral"}, timeout_sec=int(timeout_ms / 1000))
+    _message.blocking_request(
+        "request_auth", request={"authType": "dfs_ephemeral"}, timeout_sec=int(timeout_ms / 1000)
+    )
     mountpoint = os.path.expanduser(mountpoint)
     if not force_remount and os.path.isdir(os.path.join(mountpoint, "MyDrive")):
         print(
