@@ -29,17 +29,18 @@ import torch
 
 from benchmarks import step as steps
 from benchmarks.command import make_parser, run_to_end
-from benchmarks.operations import make_batch
 from benchmarks.step import (
     CHANGES,
     COMPILED,
     REFERENCES,
+    Batch,
     compare_losses,
     make_model,
     make_step,
     time_steps,
 )
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.runtime import describe_machine, write_file
@@ -49,7 +50,14 @@ from colab_utils.show.table import make_table
 from colab_utils.training.evaluate import evaluate
 from colab_utils.training.model import GPU_MODEL
 
-__all__ = ["main", "make_shards", "measure_real_data", "tabulate_results", "write_table"]
+__all__ = [
+    "main",
+    "make_batch",
+    "make_shards",
+    "measure_real_data",
+    "tabulate_results",
+    "write_table",
+]
 
 MODELS, BATCH_SIZES = ("maskrcnn_resnet50_fpn", GPU_MODEL), (2, 8, 16)
 MARKS = "<!-- gpu: written by benchmarks.gpu -->", "<!-- end of gpu -->"
@@ -57,7 +65,6 @@ README = Path(__file__).with_name("README.md")
 TESTS = (
     "tests/training/test_on_gpu.py",
     "tests/training/test_losses.py",
-    "tests/training/test_regions.py",
     "tests/loading",
 )
 
@@ -69,6 +76,31 @@ def run_tests() -> str:
     lines = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return "; ".join([*failed, lines[-1]])
+
+
+def make_batch(size: int, *, objects: int) -> Batch:
+    """Return images of 640 x 480 pixels with so many square objects each, at places that differ."""
+    samples = []
+    chance = torch.Generator().manual_seed(0)
+    for number in range(size):
+        corners = torch.randint(0, 380, (objects, 2), generator=chance)
+        sides = torch.randint(16, 100, (objects, 1), generator=chance)
+        boxes = torch.cat([corners, corners + sides], 1)
+        drawn = torch.zeros(objects, 480, 640, dtype=torch.uint8)
+        for mask, (x0, y0, x1, y1) in zip(drawn, boxes.tolist(), strict=True):
+            mask[y0:y1, x0:x1] = 1
+        target = {
+            "boxes": boxes.float(),
+            "labels": torch.ones(objects, dtype=torch.int64),
+            "masks": drawn,
+            "image_id": number,
+            "area": drawn.sum((1, 2)).float(),
+            "iscrowd": torch.zeros(objects, dtype=torch.int64),
+        }
+        image = torch.randint(0, 255, (3, 480, 640), dtype=torch.uint8, generator=chance)
+        samples.append(pack_target(image, target))
+    packed = collate_packed(samples)
+    return Batch(packed, packed.to_images("cpu"), packed.to_targets("cpu"))
 
 
 def make_shards(folder: Path, *, images: int) -> ShardDataset:

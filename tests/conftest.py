@@ -46,14 +46,6 @@ def few_objects() -> Iterator[None]:
 
 
 @pytest.fixture
-def few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask head takes no more regions than there are: 32 of them are most of a tiny model's
-    memory.
-    """
-    monkeypatch.setattr("colab_utils.training.losses._REGIONS", 1)
-
-
-@pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training writes a line of its log after each step."""
     monkeypatch.setattr("colab_utils.training.trainer._LOG_STEPS", 1)

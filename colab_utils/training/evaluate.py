@@ -29,8 +29,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.masks import send
 from colab_utils.runtime import fork_pool, show_progress
-from colab_utils.training.losses import Size, choose_sizes, fit_shape
 from colab_utils.training.model import choose_precision, keep_boxes_exact
+from colab_utils.training.sizes import Size, choose_sizes, fit_shape
 
 _RESULT = ("boxes", "labels", "scores", "masks")
 _DECODERS = 2  # threads

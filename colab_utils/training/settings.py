@@ -3,11 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_choice, require_count, require_number
-from colab_utils.training.losses import Augment
 from colab_utils.training.model import (
     BUILDERS,
     GPU_MODEL,
@@ -17,6 +16,8 @@ from colab_utils.training.model import (
     Norms,
 )
 
+Augment = Literal["none", "flip"]
+"""Augmentation by name: nothing, or random flips left to right."""
 LARGEST_COUNT = (1 << 31) - 1
 """The most steps, epochs, or images in a batch."""
 OWN_TRANSFORMS = "own"

@@ -24,7 +24,7 @@ from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
 from colab_utils.training.checkpoint import choose_weights, load_weights
-from colab_utils.training.losses import choose_sizes, compute_losses
+from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import (
     GPU_MODEL,
     LIGHT_MODEL,
@@ -32,6 +32,7 @@ from colab_utils.training.model import (
     choose_precision,
     keep_boxes_exact,
 )
+from colab_utils.training.sizes import choose_sizes
 
 Images = PackedBatch | list[Tensor] | None
 """A packed batch, or images as torchvision takes them; None where a process has none of a batch's

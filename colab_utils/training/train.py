@@ -21,12 +21,12 @@ from colab_utils.training import model as models
 from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state
 from colab_utils.training.data import OpenData, open_data
-from colab_utils.training.losses import Augment
 from colab_utils.training.prepare import PreparedStep, prepare_step
 from colab_utils.training.settings import (
     LARGEST_COUNT,
     OWN_TRANSFORMS,
     AskedSettings,
+    Augment,
     Settings,
     choose_settings,
     read_settings,

@@ -19,7 +19,7 @@ from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "few_objects", "few_regions"),
+    pytest.mark.usefixtures("one_thread", "few_objects"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes no limit"),
 ]
 

@@ -5,12 +5,10 @@ on a real one.
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
 
-from benchmarks.step import record_choices, repeat_choices
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
@@ -31,7 +29,7 @@ from colab_utils.training.train import train
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
 from tests.tiny_model import TINY_MODEL
 
-pytestmark = pytest.mark.usefixtures("one_thread", "few_objects", "few_regions")
+pytestmark = pytest.mark.usefixtures("one_thread", "few_objects")
 REAL = torch.cuda.is_available()
 simulated = pytest.mark.skipif(
     REAL, reason="there is a real one, which tells no waits and takes no limit"
@@ -128,21 +126,6 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
     assert all(isinstance(loss, GpuTensor) for loss in found.values())
     for name, loss in expected.items():
         assert found[name].item() == pytest.approx(loss.item(), rel=1e-4), name
-
-
-@simulated
-@pytest.mark.parametrize("count", [2, 8])
-def test_a_step_waits_for_the_gpu_three_times_whatever_the_batch(shards, gpu, count):
-    """Once for the proposals that are kept, once for the masks' boxes, once for the scale of the
-    losses.
-    """
-    step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards, count)
-    step(batch.to("cuda"), flips=[True, False] * (count // 2))
-    gpu.waits.clear()
-    step(batch.to("cuda"), flips=[False, True] * (count // 2))
-    ours = {call: number for call, number in gpu.waits.items() if call[1].startswith("colab_utils")}
-    assert ours == {("cpu", "colab_utils.training.losses"): 1}
-    assert sum(gpu.waits.values()) <= 3
 
 
 @pytest.mark.parametrize("deliver", ["packed", "dense"])
@@ -297,10 +280,10 @@ def test_losses_in_half_precision_are_those_of_torchvision(shards, device, preci
     batch, model = read_batch(shards, 2), make_model(shards).to(device)
     keep_boxes_exact(model)
     with torch.autocast(device, precision), torch.no_grad():
-        with record_choices() as choices:
-            found = compute_losses(model, batch.to(device))
-        with repeat_choices(model, choices, batch.counts.tolist()):
-            expected = model(batch.to_images(device), batch.to_targets(device))
+        torch.manual_seed(1)
+        found = compute_losses(model, batch.to(device))
+        torch.manual_seed(1)
+        expected = model(batch.to_images(device), batch.to_targets(device))
     for name, loss in expected.items():
         assert found[name].item() == pytest.approx(loss.item(), rel=0.05), name
 
@@ -319,22 +302,6 @@ def test_steps_in_float16_train(shards, monkeypatch):
     assert all(map(math.isfinite, losses))
     moved = (parameter for parameter in step.model.parameters() if parameter.requires_grad)
     assert any(not torch.equal(a, b) for a, b in zip(before, moved, strict=True))
-
-
-@real
-def test_a_step_is_waited_for_three_times(shards):
-    step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards).to("cuda")
-    for _ in range(3):
-        step(batch)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waits = [str(one.message) for one in found if "synchronizing" in str(one.message)]
-    assert 1 <= len(waits) <= 3, waits
 
 
 @real
