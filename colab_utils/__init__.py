@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from colab_utils.data.checks import check_dataset
     from colab_utils.diagnosis.diagnose import diagnose
     from colab_utils.diagnosis.simulator import simulate
-    from colab_utils.diagnosis.watchdog import watch
+    from colab_utils.diagnosis.watch import watch
     from colab_utils.errors import ColabUtilsError
     from colab_utils.loading.arriving import ArrivingShards
     from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -69,7 +69,7 @@ _MODULES = {
     "simulate": "colab_utils.diagnosis.simulator",
     "train": "colab_utils.training.train",
     "verify_shards": "colab_utils.shards.copy",
-    "watch": "colab_utils.diagnosis.watchdog",
+    "watch": "colab_utils.diagnosis.watch",
     "write_shards": "colab_utils.shards.write",
 }
 

@@ -11,7 +11,7 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.data.sources import convert_masks, unpack_dataset
 from colab_utils.diagnosis.diagnose import read_run
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.watch import watch
 from colab_utils.drive import slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_local_path

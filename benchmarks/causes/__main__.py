@@ -27,9 +27,9 @@ from benchmarks.causes import CAUSES, get_cause
 from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import run_loop
 from benchmarks.command import make_parser, run_to_end
+from colab_utils.diagnosis.causes import Cause
 from colab_utils.diagnosis.diagnose import diagnose
-from colab_utils.diagnosis.summary import Cause
-from colab_utils.diagnosis.watchdog import WatchedLoader
+from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 from colab_utils.show.table import make_table

@@ -31,9 +31,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
 from colab_utils.require import require_local_path
-from colab_utils.runtime import format_bytes, write_file
-from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
-from colab_utils.shards.format import ShardIndex, hash_bytes, read_index, write_index
+from colab_utils.runtime import format_bytes, hash_bytes, write_file
+from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
+from colab_utils.shards.format import ShardIndex, has_size, read_index, write_index
 from colab_utils.shards.lock import remove_leftovers
 
 # in the target: marks the folder, and tells all processes what has arrived

@@ -42,7 +42,8 @@ from colab_utils.drive import (
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.require import require_local_path
-from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
+from colab_utils.runtime import hash_bytes
+from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, read_index
 from colab_utils.shards.records import ShardArrays, convert_boxes, load_arrays, rebuild_arrays
 
 OPEN_FILES = 512

@@ -31,7 +31,8 @@ from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import DriveLostError, Retries, open_file, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards.format import ShardInfo, SkippedImage, hash_bytes, hash_file, split_member
+from colab_utils.runtime import hash_bytes
+from colab_utils.shards.format import ShardInfo, SkippedImage, hash_file, split_member
 
 Storage = Literal["keep", "shrink", "pixels"]
 """How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw

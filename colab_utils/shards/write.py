@@ -25,6 +25,7 @@ from colab_utils.runtime import (
     count_cores,
     fork_pool,
     format_bytes,
+    hash_bytes,
     pop_done,
     require_space,
     show_progress,
@@ -35,7 +36,6 @@ from colab_utils.shards.format import (
     ShardIndex,
     SkippedImage,
     has_size,
-    hash_bytes,
     read_index,
     write_index,
 )

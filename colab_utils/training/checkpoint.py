@@ -33,8 +33,7 @@ from colab_utils.drive import (
 )
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.require import require_local_path
-from colab_utils.runtime import COLAB_ROOT, write_file
-from colab_utils.shards.format import hash_bytes
+from colab_utils.runtime import COLAB_ROOT, hash_bytes, write_file
 
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""

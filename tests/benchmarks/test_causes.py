@@ -15,8 +15,8 @@ from benchmarks import causes
 from benchmarks.causes import CAUSES, get_cause, too_many_workers
 from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import Step, Truth, run_loop
-from colab_utils.diagnosis.timing import time_dataset_stages
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.stages import time_dataset_stages
+from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 
 PLANTED = {  # what the clocks say where a cause is there

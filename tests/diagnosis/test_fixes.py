@@ -18,9 +18,18 @@ from torch.utils.data import (
 )
 
 from colab_utils import CocoFolder, ShardDataset, make_loader
-from colab_utils.diagnosis import diagnose as fixes
-from colab_utils.diagnosis.diagnose import Situation, _copy_files, diagnose, find_fixes, open_like
-from colab_utils.diagnosis.timing import BatchTimes, time_batches, time_stages
+from colab_utils.diagnosis import fixes
+from colab_utils.diagnosis.diagnose import diagnose
+from colab_utils.diagnosis.fixes import (
+    Fix,
+    Situation,
+    _copy_files,
+    find_fixes,
+    open_like,
+    rank_fixes,
+)
+from colab_utils.diagnosis.stages import time_stages
+from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -250,3 +259,23 @@ def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, t
     copied = options["dataset"]
     assert [copied.find_path(i).parent for i in range(2)] == [tmp_path / "files"] * 2
     assert np.array_equal(copied[1][0], dataset[3][0])
+
+
+def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
+    rates = {
+        "resize": 100.0,
+        "workers": 96.0,
+        "packed_masks": 97.0,
+        "shards": 60.0,
+        "prefetch": 59.0,
+        "local_files": 0,
+    }
+    found = [Fix(id, id, "", rate or None) for id, rate in rates.items()]
+    assert [fix.id for fix in rank_fixes(found)] == [
+        "workers",
+        "packed_masks",
+        "resize",
+        "prefetch",
+        "shards",
+        "local_files",
+    ]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.watch import watch
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "same_environment"),
@@ -255,7 +255,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.watch import watch
 
 def train(around):
     loader = around(DataLoader(range(16), batch_size=2, sampler=DistributedSampler(range(16))))

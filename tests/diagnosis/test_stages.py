@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from colab_utils import CocoFolder, ShardDataset
-from colab_utils.diagnosis import timing as module
-from colab_utils.diagnosis.timing import (
+from colab_utils.diagnosis import stages as module
+from colab_utils.diagnosis.stages import (
     LoadingStages,
+    time_calls,
     time_dataset_stages,
     time_handoff,
     time_samples,
@@ -224,3 +225,24 @@ def test_a_stream_that_fails_a_second_time_is_told():
         DataLoader(Once(3), batch_size=2, num_workers=1), torch.zeros(2), images=2, seconds=0.5
     )
     assert "the stream is used up" in found.unseen
+
+
+def _burn(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.clock
+def test_time_calls_caps_its_time_and_counts_cpu():
+    calls = []
+
+    def call(number):
+        calls.append(number)
+        time.sleep(0.005)
+
+    slept = time_calls("sleep", call, range(100), max_s=0.03)
+    assert 1 <= len(calls) <= 7
+    assert 5 <= slept.median_ms <= slept.p95_ms
+    assert slept.cpu_ms < slept.mean_ms
+    assert time_calls("burn", _burn, [0.005] * 3, max_s=2).cpu_ms >= 5

@@ -11,12 +11,11 @@ import pytest
 
 from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import write_file
+from colab_utils.runtime import hash_bytes, write_file
 from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,
     SkippedImage,
-    hash_bytes,
     hash_file,
     read_index,
     split_member,

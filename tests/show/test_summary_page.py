@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.report import write_summary
 

@@ -23,7 +23,8 @@ from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.step import TrainingStep
-from colab_utils.training.train import LogLine, train
+from colab_utils.training.train import train
+from colab_utils.training.trainer import LogLine
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [

@@ -153,7 +153,8 @@ def test_out_of_memory_is_said_in_words():
 
 
 def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
-    from colab_utils.training import TrainingStep, compute_losses
+    from colab_utils.training.losses import compute_losses
+    from colab_utils.training.step import TrainingStep
 
     image, target = (
         torch.zeros(3, 64, 64, dtype=torch.uint8),

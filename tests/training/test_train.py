@@ -32,7 +32,8 @@ from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
 from colab_utils.training.step import Ranks, TrainingStep
-from colab_utils.training.train import LogLine, TrainingPlan, TrainReport, train
+from colab_utils.training.train import train
+from colab_utils.training.trainer import LogLine, TrainingPlan, TrainReport
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""The watchdog: what it says of each kind of stall, that it ends a wait, and that nothing stays."""
+"""The watch: what it says of each kind of stall, that it ends a wait, and that nothing stays."""
 
 import gc
 import inspect
@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
-from colab_utils.diagnosis import processes, watchdog
-from colab_utils.diagnosis.watchdog import WatchedLoader, watch
+from colab_utils.diagnosis import processes
+from colab_utils.diagnosis import watch as module
+from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -163,7 +164,7 @@ def test_a_read_that_hangs(tmp_path, kind):
     assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     here = kind.endswith("alone")
     assert here == any(
-        line.endswith(" __getitem__") and "test_watchdog.py:" in line for line in stall.seen.stack
+        line.endswith(" __getitem__") and "test_watch.py:" in line for line in stall.seen.stack
     )
     assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == here
     assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5  # within 1 s, but for a busy machine
@@ -181,7 +182,7 @@ def test_raise_ends_the_waiting(tmp_path, kind):
     ):
         _list_ids(watched)
     assert [stall.verdict for stall in watched.stalls] == ["read"]
-    assert signal.getsignal(watchdog._INTERRUPT) == signal.SIG_DFL
+    assert signal.getsignal(module._INTERRUPT) == signal.SIG_DFL
     _end_workers()
 
 
@@ -201,10 +202,10 @@ def test_an_interrupt_that_is_not_ours_goes_to_its_own_handler():
     is called.
     """
     pressed = []
-    before = signal.signal(watchdog._INTERRUPT, lambda *_: pressed.append(1))
+    before = signal.signal(module._INTERRUPT, lambda *_: pressed.append(1))
 
     def interrupt_and_wait():
-        signal.raise_signal(watchdog._INTERRUPT)
+        signal.raise_signal(module._INTERRUPT)
         yield time.sleep(30)
 
     inner = watch(interrupt_and_wait(), timeout_s=30, on_stall="raise")
@@ -213,7 +214,7 @@ def test_an_interrupt_that_is_not_ours_goes_to_its_own_handler():
         with pytest.raises(ColabUtilsError, match="this process waits in clock_nanosleep"):
             list(outer)
     finally:
-        signal.signal(watchdog._INTERRUPT, before)
+        signal.signal(module._INTERRUPT, before)
     assert pressed == [1]
     assert (len(outer.stalls), inner.stalls) == (1, [])
 
@@ -328,8 +329,8 @@ def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
 
 def test_nothing_of_torch_is_used():
     """So nothing that torch renames can break it; but for the class that a watched loader is of."""
-    for module in (watchdog, processes):
-        text = inspect.getsource(module).replace("from torch.utils.data import DataLoader\n", "")
+    for source in (module, processes):
+        text = inspect.getsource(source).replace("from torch.utils.data import DataLoader\n", "")
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", text)
 
 
@@ -561,9 +562,9 @@ def test_a_pass_that_is_broken_off(tmp_path):
 
 def test_files_of_our_datasets(tiny_dataset: BuiltinDataset, tiny_shards):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    assert Path(watchdog.find_file(folder, 2)).is_file()
-    assert Path(watchdog.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
-    assert watchdog.find_file(folder, None) == watchdog.find_file([1, 2], 0) == ""
+    assert Path(module.find_file(folder, 2)).is_file()
+    assert Path(module.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
+    assert module.find_file(folder, None) == module.find_file([1, 2], 0) == ""
 
 
 @pytest.mark.clock

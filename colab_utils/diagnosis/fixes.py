@@ -1,0 +1,354 @@
+"""What would cure a stall: each fix is forecast by a short trial, and measured by a long one."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
+
+from colab_utils.data.coco import write_subset
+from colab_utils.data.sizes import plan_size
+from colab_utils.diagnosis.stages import Stage
+from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
+from colab_utils.diagnosis.watch import WatchedLoader
+from colab_utils.drive import find_profile, is_on_drive, read_at_full_speed, read_file
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.emulated_step import EmulatedStep
+from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.runtime import count_cores, quiet_fork
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.write import write_shards
+
+FIXES = {  # the name of each fix, and what it is; those that cost you least come first
+    "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
+    "workers": ("more workers", "Use workers"),
+    "local_files": ("image files on the local SSD", "Copy the files"),
+    "shards": ("shards on the local SSD", "Run preprocess, then copy"),
+    "packed_masks": ("packed masks", "Load those shards with make_loader: masks stay packed"),
+    "resize": (
+        "resize once offline",
+        "Preprocess shrinks images that are larger than training needs",
+    ),
+    "data_and_workers": ("other data, with more workers", "Both together"),
+}
+_Prepare = partial[dict[str, Any]]  # gives the options of `open_like`
+# in pixels: what training needs, as `write_shards` has it
+_SIDES = {"min_size": 800, "max_size": 1333}
+_SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
+_SAME = 0.95  # of the best rate: as good
+TIMEOUT_S = 60.0  # for a batch
+_EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
+_MANY = 1_000_000
+_LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
+_LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
+_LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
+_TRIAL_SHARE, _VERIFY_SHARE = 0.3, 0.5  # of the seconds of a diagnosis, for each fix
+# batches, or of the seconds: until the memory of each process has grown
+_WARMUP, _WARMUP_SHARE = 150, 0.15
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One cure and what it would bring."""
+
+    id: str
+    """A key of `FIXES`."""
+    name: str
+    sentence: str
+    """What to do and what it brings; or why it was not tried."""
+    forecast_images_per_second: float | None = None
+    """By a short trial; None where it was not tried."""
+    measured_images_per_second: float | None = None
+    """By a longer one with your own step (``verify=True``); else None."""
+
+    @property
+    def images_per_second(self) -> float:
+        """What was measured, else the forecast, else 0."""
+        return self.measured_images_per_second or self.forecast_images_per_second or 0.0
+
+    def __str__(self) -> str:
+        measured = self.measured_images_per_second
+        return f"{self.name}: {self.sentence}" + (
+            "" if measured is None else f" Measured: {measured:.1f} images/s."
+        )
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What was measured before any fix."""
+
+    loader: Any
+    step: Callable[..., Any] | None
+    loop: BatchTimes
+    """Your loader with your step."""
+    cached: BatchTimes
+    """Your step on batches that lie ready."""
+    stages: dict[str, Stage]
+    """Of loading, by name."""
+    indices: Sequence[int]
+    """Of the images that these were timed on."""
+    seconds: float
+    """Of the whole diagnosis."""
+    verify: bool
+    """Whether to measure each fix for longer, with your own step."""
+    began_s: float
+    """When the diagnosis began, by `time.perf_counter`."""
+
+    @property
+    def prefetch(self) -> int:
+        """Batches ahead for each worker."""
+        return (
+            getattr(self.loader, "prefetch", None)
+            or getattr(self.loader, "prefetch_factor", None)
+            or 2
+        )
+
+    def make_placeholder(self) -> EmulatedStep | None:
+        """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
+        if self.step is None or isinstance(self.step, EmulatedStep):
+            return self.step
+        wall_s, cpu_s = sum(self.cached.step_s), self.cached.step_cpu_s
+        return EmulatedStep(
+            1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0)
+        )
+
+    def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
+        """How many workers to try where one takes so long for an image: the fewest, more than now,
+        that keep the step busy, or all cores.
+        """
+        step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
+        needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
+        counts = [count for count in (1, 2, 4, 8) if count > count_workers(self.loader)]
+        return next((count for count in counts if count >= needed), counts[-1] if counts else 16)
+
+
+@contextmanager
+def open_like(
+    now: Situation,
+    dataset: Any = None,
+    *,
+    workers: int | None = None,
+    prefetch: int | None = None,
+    packs: bool = False,
+) -> Iterator[Any]:
+    """A loader like yours, for a trial: over other data, with other workers, more batches ahead, or
+    by `make_loader`.
+
+    Raises:
+        ColabUtilsError: your dataset deals its work to the workers itself.
+    """
+    loader, same = now.loader, dataset is None
+    data = loader.dataset if same else dataset
+    if same and isinstance(data, IterableDataset):
+        raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
+    workers, prefetch = (
+        count_workers(loader) if workers is None else workers,
+        prefetch or now.prefetch,
+    )
+    batch_size = round(now.loop.images / len(now.loop.wait_s))
+    if packs or isinstance(loader, Loader):
+        # the masks of other people's loaders are expanded on the GPU, too, where there is one
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+        endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
+        rebuilt: Any = make_loader(
+            endless,
+            batch_size=batch_size,
+            workers=workers,
+            prefetch=prefetch,
+            device=getattr(loader, "device", device),
+            deliver=getattr(loader, "deliver", "dense"),
+        )
+    else:
+        names = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context")
+        settings = {name: getattr(loader, name) for name in names}
+        if workers:
+            settings |= {"prefetch_factor": prefetch, "persistent_workers": True}
+        if same and loader.batch_sampler is not None:
+            settings["batch_sampler"] = loader.batch_sampler
+        else:
+            settings["batch_size"] = None if loader.batch_sampler is None else batch_size
+            # the same images in the same order in each pass, all of them before one comes again
+            order = torch.Generator().manual_seed(0)
+            settings["sampler"] = (
+                loader.sampler if same else RandomSampler(data, num_samples=_MANY, generator=order)
+            )
+        with quiet_fork():
+            rebuilt = DataLoader(data, num_workers=workers, **settings)
+    try:
+        yield rebuilt
+    finally:
+        getattr(rebuilt, "close", int)()
+
+
+def find_fixes(now: Situation) -> list[Fix]:
+    """Every fix that applies: its forecast by a short trial and, where that is wanted, its measured
+    rate.
+
+    Those of the data are tried first, on a sample of it in a temporary folder. A fix that cannot be
+    tried, or for which there is no time left, has no forecast: its sentence says why.
+
+    Returns:
+        The best first; of those within 5 %, the one that costs you least.
+    """
+    workers, prefetch = count_workers(now.loader), 2 * now.prefetch
+    count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
+    with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
+        plans = _plan_data(now, Path(folder))
+        plans.append(
+            (_make_fix("workers", f"={count}, not {workers}"), partial(dict, workers=count))
+        )
+        if workers:
+            plans.append(
+                (
+                    _make_fix("prefetch", f": {prefetch}, not {now.prefetch}"),
+                    partial(dict, prefetch=prefetch),
+                )
+            )
+        return rank_fixes([_try_out(now, *plan) for plan in plans])
+
+
+def _make_fix(id: str, more: str = "") -> Fix:
+    """A fix that was not tried yet."""
+    name, sentence = FIXES[id]
+    return Fix(id, name, f"{sentence}{more}")
+
+
+def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
+    """The best first; those within 5 % are one group, in the order of what they cost you."""
+    rest = sorted(fixes, key=lambda fix: -fix.images_per_second)
+    ranked: list[Fix] = []
+    while rest:
+        group = [fix for fix in rest if fix.images_per_second >= _SAME * rest[0].images_per_second]
+        ranked += sorted(group, key=lambda fix: [*FIXES].index(fix.id))
+        rest = rest[len(group) :]
+    return ranked
+
+
+def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
+    """Forecast a fix by a short trial beside a placeholder for the step; measure it for longer, if
+    that is wanted.
+    """
+    why = "there is no time left, raise seconds"
+    if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
+        try:
+            with read_at_full_speed():  # what was timed lies in Drive's cache
+                options = prepare()
+            rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
+            measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
+            gain = (
+                f"about {rate:.1f} images/s"
+                if rate > 1.05 * now.loop.images_per_second
+                else "wins nothing"
+            )
+            return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
+        except Exception as error:  # what was found out so far is worth more
+            why = describe_error(error).removesuffix(".")
+    return replace(fix, sentence=f"{fix.sentence}. Not tried: {why}.")
+
+
+def _time(
+    now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
+) -> float:
+    """Images a second; each time from the same batch on, because images of a slow Drive differ in
+    their times.
+    """
+    with open_like(now, **options) as loader:
+        watched = WatchedLoader(loader, TIMEOUT_S, "raise")
+        return time_loop(watched, step, now.seconds, share, least=_LEAST_BATCHES).images_per_second
+
+
+def time_loop(
+    watched: WatchedLoader, step: Any, seconds: float, share: float, **options: Any
+) -> BatchTimes:
+    """Time a loop for its share of the seconds of a diagnosis: today's loader warms up as those of
+    the trials do.
+    """
+    return time_batches(
+        watched,
+        step,
+        batches=500,
+        warmup=_WARMUP,
+        warmup_s=_WARMUP_SHARE * seconds,
+        max_s=share * seconds,
+        **options,
+    )
+
+
+def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
+    """Other forms and places of the data; what costs you most is tried first."""
+    dataset, by_shards = now.loader.dataset, dict[str, str]()  # id to what else is to be told
+    if not isinstance(dataset, CocoFolder | ShardDataset):
+        return []
+    if isinstance(dataset, CocoFolder):
+        had = dataset.coco.sizes[[*now.indices]]
+        planned = [plan_size(*size, **_SIDES) for size in had.tolist()]
+        share = np.prod(planned, axis=-1).sum() / max(had.prod(axis=-1).sum(), 1)
+        if share <= _SMALLER:
+            by_shards["resize"] = f" to {share:.0%} of the pixels"
+    if not isinstance(now.loader, Loader):
+        by_shards["packed_masks"] = ""
+    if isinstance(dataset, CocoFolder) or _is_slow(dataset):
+        by_shards["shards"] = ""
+    # No folder is slowed any more while a fix is prepared.
+    make = partial(_prepare_shards, now, folder, is_slow=_is_slow(dataset))
+    plans = [(_make_fix(id, more), partial(make, id)) for id, more in by_shards.items()]
+    if plans:
+        cpu_ms = sum(
+            stage.cpu_ms
+            for stage in now.stages.values()
+            if stage.name in ("read", "decode", "masks")
+        )
+        workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
+        first, prepare = plans[0]
+        both = replace(first, id="data_and_workers", name=f"{first.name}, and workers={workers}")
+        plans.insert(0, (both, partial(prepare, workers=workers)))
+    if isinstance(dataset, CocoFolder) and _is_slow(dataset):
+        plans.append((_make_fix("local_files"), partial(_copy_files, now, folder / "files")))
+    return plans
+
+
+def _is_slow(dataset: CocoFolder | ShardDataset) -> bool:
+    return find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
+
+
+def _prepare_shards(
+    now: Situation, folder: Path, id: str, *, is_slow: bool, **options: Any
+) -> dict[str, Any]:
+    """Return a loader's options for shards of the images that were timed, as they are or resized.
+
+    They lie on the local disk; shards are copied to it where they lie on a slow one (``is_slow``).
+    """
+    dataset, shards = now.loader.dataset, folder / ("resized" if id == "resize" else "shards")
+    if isinstance(dataset, CocoFolder):
+        annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
+        limits = _SIDES if id == "resize" else {"storage": "keep"}
+        write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
+        os.sync()  # it is written now, and not during the trial
+    elif is_slow:
+        first = dataset.index.shards[0]
+        copy_shards(
+            dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9)
+        )
+    sample = ShardDataset(shards if shards.exists() else dataset.folder)
+    return {"dataset": sample, "packs": id == "packed_masks", **options}
+
+
+def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
+    """The image files as they are, on the local disk."""
+    dataset: CocoFolder = now.loader.dataset
+    for index in now.indices:
+        path = folder / dataset.find_path(index).relative_to(dataset.folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(read_file(dataset.find_path(index)))
+    local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
+    os.sync()  # what was copied is written now, and not during the trial
+    return {"dataset": local}

@@ -1,0 +1,263 @@
+"""Each stage of loading, timed alone: what it takes per image, in wall time and in CPU time."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from itertools import repeat
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from colab_utils.data.masks import unpack_masks
+from colab_utils.diagnosis.timing import fetch_batches, time_batches
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.loader import Loader
+
+_IMAGES = 64  # that are timed at most
+_HANDED_BATCHES = 40
+_TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
+# attributes of torchvision's datasets
+_TRANSFORMS = ("transforms", "transform", "target_transform")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of loading, or of training, takes **per image**, milliseconds."""
+
+    name: str
+    median_ms: float
+    """Wall time: half of the calls take no longer."""
+    p95_ms: float
+    """Wall time: 95 % of the calls take no longer."""
+    cpu_ms: float
+    """Mean CPU time."""
+    mean_ms: float = 0.0
+    """Mean wall time: what decides how many images a second come through."""
+
+    @classmethod
+    def from_calls(
+        cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float
+    ) -> "Stage":
+        """From the wall time of each call, milliseconds [calls]."""
+        median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
+        return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.median_ms:.1f} ms an image (p95 {self.p95_ms:.1f} ms, CPU "
+            f"{self.cpu_ms:.1f} ms)"
+        )
+
+
+def time_calls(
+    name: str,
+    call: Callable[[Any], Any],
+    arguments: Iterable[Any],
+    *,
+    max_s: float,
+    images: float = 1,
+) -> Stage:
+    """Time ``call(argument)`` for each of ``arguments`` (one at least), in this thread, for about
+    ``max_s`` seconds.
+
+    A call handles so many ``images``: the stage is per image.
+    """
+    wall_ms = []
+    began_s, cpu_began_s = perf_counter(), thread_time()
+    for argument in arguments:
+        call_began_s = perf_counter()
+        try:
+            call(argument)
+        except StopIteration:  # of a stream that is over
+            break
+        ended_s = perf_counter()
+        wall_ms.append((ended_s - call_began_s) * 1000 / images)
+        if ended_s - began_s > max_s:
+            break
+    return Stage.from_calls(
+        name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000
+    )
+
+
+class LoadingStages(NamedTuple):
+    """What `time_stages` found; all of it is empty where a loader does not let itself be taken
+    apart.
+    """
+
+    stages: dict[str, Stage]
+    """By name: of an image's way to a sample, then of a whole batch."""
+    indices: list[int]
+    """Of the images that were timed."""
+    unseen: str
+    """Why samples could not be timed."""
+
+
+def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> LoadingStages:
+    """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many
+    ``images``.
+
+    Samples are loaded in a worker of its own: a file that a dataset opens, or a thread that it
+    starts, would else be inherited by all later workers.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    stages, unseen, indices = dict[str, Stage](), "", list[int]()
+    has_samples = (
+        isinstance(dataset, CocoFolder | ShardDataset)
+        or getattr(loader, "batch_sampler", None) is not None
+    )
+    streams = isinstance(dataset, IterableDataset) and isinstance(loader, DataLoader)
+    if streams or (
+        has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    ):
+        indices = (
+            [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
+        )
+        dense, collate = not isinstance(loader, Loader), getattr(loader, "collate_fn", None)
+        # an item of a stream may be a batch
+        count = 1 if streams and loader.batch_size is not None else images
+        in_worker = partial(
+            _time_in_worker, indices, images=count, dense=dense, collate=collate, seconds=seconds
+        )
+        names = ("worker_init_fn", "multiprocessing_context")
+        settings: dict[str, Any] = {name: getattr(loader, name, None) for name in names}
+        settings |= {
+            "batch_sampler": None if streams else [indices[-1:]],
+            "timeout": _TIMEOUT_S + 3 * seconds,
+        }
+        worker = DataLoader(dataset, collate_fn=in_worker, num_workers=1, **settings)
+        try:
+            with closing(fetch_batches(worker)) as batches:
+                stages = next(batches)
+        except ColabUtilsError as error:  # whatever somebody's own dataset does
+            indices, unseen = [], str(error).partition("found ")[2]
+    tensors = find_tensors(batch)
+    if (
+        isinstance(loader, DataLoader)
+        and loader.num_workers
+        and {one.device.type for one in tensors} == {"cpu"}
+    ):
+        stages["hand-off"] = time_handoff(batch, images=images, seconds=0.2 * seconds)
+    return LoadingStages(stages, indices, unseen)
+
+
+def _time_in_worker(
+    indices: list[int],
+    _: Any,
+    *,
+    images: int,
+    dense: bool,
+    collate: Callable[[Any], Any] | None,
+    seconds: float,
+) -> dict[str, Stage]:
+    """A ``collate_fn`` that times the stages of the dataset as the worker has it that calls
+    this.
+    """
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    if isinstance(dataset, IterableDataset):
+        return {
+            "sample": time_calls(
+                "sample", next, repeat(iter(dataset)), max_s=seconds / 2, images=images
+            )
+        }
+    if isinstance(dataset, CocoFolder | ShardDataset):
+        stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
+    else:
+        stages = time_samples(dataset, indices, seconds=seconds / 2)
+    if collate and len(indices) >= images:
+        samples = [dataset[index] for index in indices[:images]]
+        stages["collate"] = time_calls(
+            "collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images
+        )
+    return stages
+
+
+def time_dataset_stages(
+    dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float
+) -> dict[str, Stage]:
+    """Time each stage of loading an image alone, in about ``seconds``: ``read``, ``decode`` and
+    ``masks``.
+
+    Takes a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold dense masks.
+    """
+    blobs: list[bytes] = []
+
+    def load_masks(index: int) -> None:
+        masks = dataset.read_masks(index)
+        if dense and isinstance(dataset, ShardDataset):
+            unpack_masks(masks, *dataset.sizes[index].tolist())
+
+    # no warm-up: it would put the first file into memory
+    read = time_calls(
+        "read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2
+    )
+    dataset.decode(blobs[0])
+    load_masks(indices[0])
+    decode = time_calls("decode", dataset.decode, blobs, max_s=seconds / 4)
+    masks = time_calls("masks", load_masks, indices[: len(blobs)], max_s=seconds / 4)
+    return {stage.name: stage for stage in (read, decode, masks)}
+
+
+def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dict[str, Stage]:
+    """Time anybody's map-style dataset: ``sample``, and ``transform`` where it has torchvision's
+    attributes for it.
+
+    The second is the difference to a shallow copy of the dataset without transforms.
+    """
+    whole = time_calls("sample", dataset.__getitem__, indices, max_s=seconds / 2)
+    if has := [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]:
+        with suppress(Exception):  # it may not do without its transforms
+            bare = copy.copy(dataset)
+            vars(bare).update(dict.fromkeys(has))
+            without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
+            wall_ms, cpu_ms = (
+                max(whole.mean_ms - without.mean_ms, 0.0),
+                max(whole.cpu_ms - without.cpu_ms, 0.0),
+            )
+            return {
+                "sample": without,
+                "transform": Stage.from_calls("transform", [wall_ms], cpu_ms),
+            }
+    return {"sample": whole}
+
+
+def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
+    """A batch that lies ready, through one worker and torch's own queue.
+
+    It is copied each time, as shared memory that was handed over once is not handed over anew; the
+    copy is taken off.
+    """
+    copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
+    batches: Any = [batch] * 1000
+    through = DataLoader(batches, batch_size=None, num_workers=1, collate_fn=copy.deepcopy)
+    times = time_batches(through, batches=_HANDED_BATCHES, max_s=seconds)
+    wall_ms = np.array(times.wait_s) * 1000 / images - copying.mean_ms
+    cpu_ms = times.cpu_s * 1000 / len(wall_ms) / images - copying.cpu_ms
+    return Stage.from_calls("hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
+
+
+def find_tensors(batch: Any) -> list[Tensor]:
+    """Every tensor in lists, tuples, dicts and dataclasses.
+
+    Example:
+        >>> import torch
+        >>> [tensor.nbytes for tensor in find_tensors(({"image": torch.zeros(2)}, [torch.zeros(3)], 4))]
+        [8, 12]
+    """
+    if isinstance(batch, Tensor):
+        return [batch]
+    columns = vars(batch) if is_dataclass(batch) else batch
+    values = (
+        columns.values()
+        if isinstance(columns, Mapping)
+        else columns
+        if isinstance(columns, list | tuple)
+        else ()
+    )
+    return [tensor for value in values for tensor in find_tensors(value)]
