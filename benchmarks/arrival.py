@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import BATCH_SIZE, collate
-from colab_utils.drive import read_at_full_speed, slow_down
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -28,6 +27,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
+from colab_utils.slow_drive import read_at_full_speed, slow_down
 
 __all__ = ["main", "run_once", "tabulate_runs"]
 

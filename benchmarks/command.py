@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import describe_machine, write_file
+from colab_utils.files import write_file
+from colab_utils.machine import describe_machine
 
 __all__ = ["format_spread", "make_parser", "measure_in_turns", "run_to_end"]
 

@@ -29,7 +29,7 @@ from benchmarks.memory import CountedMemory
 from benchmarks.step import make_model
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.runtime import fork_pool
+from colab_utils.processes import fork_pool
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
 from colab_utils.training.evaluate import describe_detections, detect

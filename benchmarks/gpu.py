@@ -40,10 +40,11 @@ from benchmarks.step import (
     time_steps,
 )
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import write_file
 from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.runtime import describe_machine, write_file
+from colab_utils.machine import describe_machine
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table

@@ -26,7 +26,9 @@ from benchmarks.systems import SYSTEMS, get_system
 from benchmarks.systems.base import BATCH_SIZE, Crew
 from benchmarks.worker import Job
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import describe_machine, format_bytes, write_file
+from colab_utils.files import write_file
+from colab_utils.machine import describe_machine
+from colab_utils.units import format_bytes
 
 __all__ = ["main", "run_apart", "run_scenario"]
 

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader
 from benchmarks.causes.loop import Photos
 from benchmarks.command import make_parser, run_to_end
 from colab_utils.diagnosis.watch import WatchedLoader
-from colab_utils.runtime import describe_machine, write_file
+from colab_utils.files import write_file
+from colab_utils.machine import describe_machine
 from colab_utils.show.table import make_table
 
 __all__ = ["ClockedLoader", "main", "tabulate", "time_loop"]

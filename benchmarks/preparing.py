@@ -30,14 +30,14 @@ from pycocotools import mask as coco_mask
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from colab_utils.data.coco import CocoDataset, read_coco
-from colab_utils.drive import DRIVE_PROFILES
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores
+from colab_utils.machine import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, PIECE_BYTES, copy_shards
 from colab_utils.shards.format import read_index
 from colab_utils.shards.records import Storage, StoredImage, read_image, store_image
 from colab_utils.shards.write import plan_shards, write_shards
 from colab_utils.show.table import make_table
+from colab_utils.slow_drive import DRIVE_PROFILES
 
 __all__ = ["main"]
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from benchmarks.scenarios import SCENARIOS
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import format_bytes, write_file
+from colab_utils.files import write_file
 from colab_utils.show.table import Table, make_table
+from colab_utils.units import format_bytes
 
 __all__ = ["format_scenario", "summarise", "write_readme"]
 

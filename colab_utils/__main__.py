@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
-from colab_utils.drive import find_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
+from colab_utils.files import require_new, write_file
 from colab_utils.require import require_local_path
-from colab_utils.runtime import require_new, write_file
+from colab_utils.slow_drive import find_profile
 
 _JSON_START = b'{\n "command": '
 

@@ -19,8 +19,12 @@ from colab_utils.data.decoding import guard_pillow
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import write_file
+from colab_utils.machine import count_cores
+from colab_utils.processes import fork_pool
+from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
-from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
+from colab_utils.units import format_bytes
 
 # width and height of a photo; it is painted at a fourth of them, then enlarged
 _PHOTO, _SCALE = (4000, 3000), 4

@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from colab_utils.data.sources import is_archive, unpack_dataset
-from colab_utils.drive import (
-    DriveProfile,
-    get_profile,
-    guard_drive,
-    is_on_drive,
-    read_at_full_speed,
-    slow_down,
-)
+from colab_utils.drive import guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.files import hash_bytes, write_file
+from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.require import require_choice, require_local_path
-from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_recipe, write_shards
+from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
 """What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive,

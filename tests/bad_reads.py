@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from colab_utils import drive
+from colab_utils import files
 
 __all__ = ["BadReads", "alter", "cut"]
 
@@ -41,11 +41,11 @@ class BadReads:
         self.suffix = suffix
         self.change = change
         self.times = times
-        self._open = drive.open_file
-        monkeypatch.setattr(drive, "open_file", self.open)
+        self._open = files.open_file
+        monkeypatch.setattr(files, "open_file", self.open)
 
     def open(self, path: str | Path, **options: Any) -> Any:
-        """Open a file, as `drive.open_file` does."""
+        """Open a file, as `files.open_file` does."""
         file = self._open(path, **options)
         if not self.times or Path(path).suffix != self.suffix:
             return file

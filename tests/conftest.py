@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils import drive
-from colab_utils.runtime import count_cores
+from colab_utils import drive, slow_drive
+from colab_utils.machine import count_cores
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 
@@ -60,14 +60,22 @@ def short_waits() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def own_link(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests in other processes do not take the link to the slowed Drive."""
-    drive._LINK = str(tmp_path_factory.mktemp("link") / "link")
+    slow_drive._LINK = str(tmp_path_factory.mktemp("link") / "link")
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_slow() -> Iterator[None]:
     """No test slows down the folders of the next one."""
     yield
-    os.environ.pop(drive._SLOWED, None)
+    os.environ.pop(slow_drive._SLOWED, None)
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    """A file of 1000 bytes."""
+    path = tmp_path / "photo.jpg"
+    path.write_bytes(bytes(range(200)) * 5)
+    return path
 
 
 @pytest.fixture(scope="module")

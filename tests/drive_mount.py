@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from colab_utils.drive import DriveProfile
+from colab_utils.slow_drive import DriveProfile
 
 __all__ = ["DriveMount", "Faults", "can_mount", "mount_drive", "mount_or_skip"]
 

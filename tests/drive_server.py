@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colab_utils.drive import DriveProfile, get_profile
+from colab_utils.slow_drive import DriveProfile, get_profile
 
 # a stream goes on for so long while nobody reads it, into the buffers of its connection
 BUFFERED_S = 0.01

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from colab_utils.__main__ import main
-from colab_utils.drive import DriveProfile
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import lock
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile
 from colab_utils.training import train as loop
 from tests.drive_mount import DriveMount, mount_or_skip
 

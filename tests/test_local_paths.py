@@ -12,7 +12,6 @@ from colab_utils.data.repair import repair_annotations
 from colab_utils.data.sources import convert_masks, unpack_dataset
 from colab_utils.diagnosis.diagnose import read_run
 from colab_utils.diagnosis.watch import watch
-from colab_utils.drive import slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_local_path
 from colab_utils.sample_data import make_dataset
@@ -20,6 +19,7 @@ from colab_utils.shards.format import read_index
 from colab_utils.shards.write import find_recipe, plan_shards, write_shards
 from colab_utils.show.charts import read_receipts
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt, write_summary
+from colab_utils.slow_drive import slow_down
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.workspace import Workspace, ensure_dataset

@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils import ShardDataset, drive
+from colab_utils import ShardDataset, drive, files, slow_drive
 from colab_utils import workspace as module
 from colab_utils.__main__ import main
 from colab_utils.data.checks import check_dataset
-from colab_utils.drive import DRIVE_PROFILES, find_profile, read_file, slow_down
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import read_file
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import read_index
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DRIVE_PROFILES, find_profile, slow_down
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
 from tests.data.test_sources import write_zip
@@ -425,7 +426,7 @@ def test_a_second_run_all_does_nothing_twice(tmp_path, tiny_dataset, monkeypatch
             if path.suffix in (".tar", ".jpg")
         }
 
-    monkeypatch.setattr(drive, "sleep", lambda seconds: None)
+    monkeypatch.setattr(slow_drive, "sleep", lambda seconds: None)
     assert run_all() == run_all()
 
 
@@ -440,7 +441,7 @@ def waits(tmp_path, monkeypatch):
             with open(log, "a") as file:
                 file.write(f"{Path(path).name}\n")
 
-    monkeypatch.setattr(drive, "_wait", wait)
+    monkeypatch.setattr(files, "wait_as_drive", wait)
     return lambda: set(log.read_text().split())
 
 

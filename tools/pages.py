@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colab_utils.runtime import write_file
+from colab_utils.files import write_file
 from colab_utils.show import render
 from colab_utils.show.charts import plot_cold_start, plot_comparison
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison

@@ -19,7 +19,8 @@ from time import perf_counter
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import show_progress, write_file
+from colab_utils.files import write_file
+from colab_utils.progress import show_progress
 from tools.pages import PageLink, write_demo_index, write_notebook_page
 
 __all__ = ["DemoReport", "NotebookRun", "inject_parameters", "main", "run_demo"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
-from colab_utils.runtime import count_cores
+from colab_utils.machine import count_cores
 
 EXPECTED = "contention"
 NEXT = r"(?i)num_threads|fewer (workers|threads)"

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader
-from colab_utils.runtime import end_with_parent
+from colab_utils.processes import end_with_parent
 
 EXPECTED = "hang"
 NEXT = r"(?i)leave .*out|local disk|mount"

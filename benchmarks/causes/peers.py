@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks.causes import CAUSES, get_cause
 from benchmarks.causes.loop import Loop, run_loop
 from benchmarks.command import make_parser, run_to_end
-from colab_utils.runtime import write_file
+from colab_utils.files import write_file
 from colab_utils.show.table import make_table
 
 __all__ = ["TOOLS", "main"]

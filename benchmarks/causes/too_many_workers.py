@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
-from colab_utils.runtime import count_cores
+from colab_utils.machine import count_cores
 
 EXPECTED = "too_many_workers"
 NEXT = r"(?i)fewer workers"

@@ -26,12 +26,14 @@ from colab_utils.comparison.strategies import (
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
-from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.files import drop_cached
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.emulated_step import EmulatedStep
+from colab_utils.machine import Machine, describe_machine
+from colab_utils.progress import show_progress
 from colab_utils.require import require_count
-from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
+from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed
 
 _MAX_RUN_S = 30.0  # for one repeat of one strategy
 _CHECKED_IMAGES = 32  # of an epoch

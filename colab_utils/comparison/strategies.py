@@ -26,22 +26,21 @@ from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.data.decoding import guard_pillow
-from colab_utils.drive import DriveProfile, is_on_drive, read_at_full_speed, read_file, slow_down
+from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import read_file
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import BatchSampler, Loader, make_loader
+from colab_utils.machine import find_free_memory, require_space
+from colab_utils.processes import quiet_fork
+from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
-from colab_utils.runtime import (
-    find_free_memory,
-    format_bytes,
-    quiet_fork,
-    require_space,
-    show_progress,
-)
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down
+from colab_utils.units import format_bytes
 
 _CURE = "or compare fewer images"  # where the disk is full
 _STREAMS = 4  # files read at the same time: as many as `copy_shards` reads

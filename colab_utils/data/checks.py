@@ -26,10 +26,13 @@ from colab_utils.data.decoding import (
 )
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.data.sizes import MODEL_SIZES, find_scale
-from colab_utils.drive import DriveLostError, Retries, read_file
+from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.files import read_file
+from colab_utils.machine import count_cores
+from colab_utils.processes import fork_pool
+from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
-from colab_utils.runtime import count_cores, fork_pool, show_progress
 
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 _MODES = {"CMYK": "CMYK image", "L": "grey image", "1": "grey image"}

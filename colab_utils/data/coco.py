@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.masks import encode_segmentation, measure_mask
-from colab_utils.drive import guard_drive, read_file
+from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
+from colab_utils.files import read_file, write_file
+from colab_utils.machine import find_free_memory
 from colab_utils.require import require_local_path
-from colab_utils.runtime import find_free_memory, write_file
 
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")

@@ -15,8 +15,8 @@ from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, wr
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.files import require_new
 from colab_utils.require import require_local_path
-from colab_utils.runtime import require_new
 
 
 class _LostObjectError(Exception):

@@ -24,10 +24,12 @@ from PIL import Image
 from colab_utils.data.coco import read_coco, take_base_name, write_coco
 from colab_utils.data.decoding import guard_pillow, open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
-from colab_utils.drive import DriveLostError, Retries, explain_write, open_file
+from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.files import open_file, require_new, write_file
+from colab_utils.machine import require_space
+from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
-from colab_utils.runtime import require_new, require_space, show_progress, write_file
 
 _DOWNLOADS = ("http://", "https://", "ftp://")
 _SILENT_S = 60.0  # after which a server that sends nothing is given up

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.stages import Stage
-from colab_utils.runtime import count_cores, format_bytes
+from colab_utils.machine import count_cores
+from colab_utils.units import format_bytes
 
 _Array = NDArray[Any]
 _LEAST_SHARE, _LEAST_S = 0.1, 0.5  # of the loop, and of all of it: less is not worth a cure
@@ -20,7 +21,8 @@ _RARE = 0.25  # of the batches
 _HOLDS = 0.6  # of what a part of the loop takes, by rare batches
 _TIMES_SLOWER = 8  # than the mean of the others: a slow sample
 _LEAST_SLOW_S = 0.05
-_SENDS_MB_PER_S = 20  # a third of what Drive gives where it is reached (`drive.DRIVE_PROFILES`)
+# a third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`)
+_SENDS_MB_PER_S = 20
 _ALL_CORES = 0.85  # of the cores are busy
 _SLOWER = 1.3  # times, for a step beside a loader
 _STAGES = {  # what takes most: the cause, and what to do

@@ -28,8 +28,8 @@ from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader
+from colab_utils.machine import find_free_memory
 from colab_utils.require import require_local_path, require_number
-from colab_utils.runtime import find_free_memory
 
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take

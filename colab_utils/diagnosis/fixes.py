@@ -19,14 +19,17 @@ from colab_utils.data.sizes import plan_size
 from colab_utils.diagnosis.stages import Stage
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader
-from colab_utils.drive import find_profile, is_on_drive, read_at_full_speed, read_file
+from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.files import read_file
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.runtime import count_cores, quiet_fork
+from colab_utils.machine import count_cores
+from colab_utils.processes import quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import find_profile, read_at_full_speed
 
 FIXES = {  # the name of each fix, and what it is; those that cost you least come first
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from colab_utils.runtime import find_free_memory, list_processes
+from colab_utils.machine import find_free_memory
+from colab_utils.processes import list_processes
 
 # Seconds between two readings; or this part of the time so far, if that is longer.
 _PAUSE_S = 0.25

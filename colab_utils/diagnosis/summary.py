@@ -19,9 +19,11 @@ from colab_utils.diagnosis.causes import Cause, find_causes
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
+from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
+from colab_utils.progress import is_notebook
 from colab_utils.require import require_local_path
-from colab_utils.runtime import format_seconds, is_notebook, write_file
+from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
 _WORST = 10  # batches

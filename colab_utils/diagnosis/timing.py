@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.runtime import list_processes, quiet_fork
+from colab_utils.processes import list_processes, quiet_fork
 
 _ROUNDS = 3  # of a batch from each worker
 

@@ -25,8 +25,8 @@ from colab_utils.loading.workers import (
     seed_random,
     tune_workers,
 )
+from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count
-from colab_utils.runtime import count_cores, require_linux
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 Delivery = Literal["dense", "packed"]

@@ -47,14 +47,10 @@ from colab_utils.loading.batch import (
 )
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
-from colab_utils.runtime import (
-    count_cores,
-    end_with_parent,
-    find_free_memory,
-    format_bytes,
-    quiet_fork,
-    show_progress,
-)
+from colab_utils.machine import count_cores, find_free_memory
+from colab_utils.processes import end_with_parent, quiet_fork
+from colab_utils.progress import show_progress
+from colab_utils.units import format_bytes
 
 PREFETCH = 2
 """Batches ahead for each worker."""

@@ -13,10 +13,13 @@ from time import perf_counter
 
 import xxhash
 
-from colab_utils.drive import DriveFile, Retries, explain_write, guard_drive, is_on_drive
+from colab_utils.drive import Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import DriveFile, name_temporary
+from colab_utils.machine import require_space
+from colab_utils.processes import pop_done
+from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
-from colab_utils.runtime import format_bytes, name_temporary, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
     ShardIndex,
@@ -27,6 +30,7 @@ from colab_utils.shards.format import (
     write_index,
 )
 from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
+from colab_utils.units import format_bytes
 
 COPY_STREAMS = 4
 """Files that are copied at the same time."""

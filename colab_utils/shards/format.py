@@ -11,10 +11,10 @@ from typing import Any
 
 import xxhash
 
-from colab_utils.drive import DriveFile, Retries, parse_file, read_file
+from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import DriveFile, hash_bytes, parse_file, read_file, write_file
 from colab_utils.require import require_local_path
-from colab_utils.runtime import hash_bytes, write_file
 
 FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2

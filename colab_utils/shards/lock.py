@@ -15,9 +15,10 @@ from time import time
 
 import psutil
 
-from colab_utils.drive import Retries, explain_write, open_file
+from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import hash_bytes, require_linux, write_file
+from colab_utils.files import hash_bytes, open_file, write_file
+from colab_utils.machine import require_linux
 
 WRITER_NAME = "writer.txt"
 _OURS = (

@@ -29,9 +29,9 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, read_npy_header, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles
 from colab_utils.data.sizes import plan_size
-from colab_utils.drive import DriveLostError, Retries, open_file, read_file
+from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import hash_bytes
+from colab_utils.files import hash_bytes, open_file, read_file
 from colab_utils.shards.format import ShardInfo, SkippedImage, hash_file, split_member
 
 Storage = Literal["keep", "shrink", "pixels"]

@@ -18,19 +18,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, open_coco
-from colab_utils.drive import Retries, explain_write, read_whole
+from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes, read_whole, write_file
+from colab_utils.machine import count_cores, require_space
+from colab_utils.processes import fork_pool, pop_done
+from colab_utils.progress import show_progress
 from colab_utils.require import require_choice, require_count, require_local_path, require_number
-from colab_utils.runtime import (
-    count_cores,
-    fork_pool,
-    format_bytes,
-    hash_bytes,
-    pop_done,
-    require_space,
-    show_progress,
-    write_file,
-)
 from colab_utils.shards.format import (
     INDEX_NAME,
     ShardIndex,
@@ -48,6 +42,7 @@ from colab_utils.shards.records import (
     read_image,
     try_sample,
 )
+from colab_utils.units import format_bytes
 
 READ_STREAMS = 4  # files that a process reads at the same time
 _TRIED_IMAGES = 16  # from which the images of a shard, and a plan, are worked out

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from colab_utils.diagnosis.simulator import Simulation, Trace, simulate
+from colab_utils.progress import is_notebook
 from colab_utils.require import require_number
-from colab_utils.runtime import format_bytes, is_notebook
 from colab_utils.show import render
 from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.pictures import PALETTE, embed_figure
+from colab_utils.units import format_bytes
 
 _DRAWING_S = 1.0  # between two drawings of a run; one takes about a millisecond
 _POINTS = 240  # of a curve, at most: as many as it has pixels

@@ -25,8 +25,8 @@ from pycocotools import mask as coco_mask
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, resize_rles
-from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import read_file
 
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")

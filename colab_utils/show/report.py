@@ -16,8 +16,9 @@ from colab_utils.data.checks import DatasetReport, Problem
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
 from colab_utils.errors import escape
+from colab_utils.files import require_new, write_file
+from colab_utils.machine import Machine
 from colab_utils.require import require_local_path
-from colab_utils.runtime import Machine, require_new, write_file
 from colab_utils.show import charts, render
 from colab_utils.show.pictures import draw_annotations, embed_figure
 from colab_utils.show.table import Table, make_table

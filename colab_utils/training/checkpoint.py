@@ -22,18 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from colab_utils.drive import (
-    DriveLostError,
-    Retries,
-    explain_write,
-    find_mount,
-    guard_drive,
-    parse_file,
-    read_whole,
-)
+from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import hash_bytes, parse_file, read_whole, write_file
+from colab_utils.machine import COLAB_ROOT
 from colab_utils.require import require_local_path
-from colab_utils.runtime import COLAB_ROOT, hash_bytes, write_file
 
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""

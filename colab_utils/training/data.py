@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.runtime import hash_bytes
 from colab_utils.training.step import Ranks
 
 

@@ -28,7 +28,8 @@ from torchvision.models.detection.transform import resize_boxes
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.masks import send
-from colab_utils.runtime import fork_pool, show_progress
+from colab_utils.processes import fork_pool
+from colab_utils.progress import show_progress
 from colab_utils.training.model import choose_precision, keep_boxes_exact
 from colab_utils.training.sizes import Size, choose_sizes, fit_shape
 

@@ -33,8 +33,8 @@ from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.runtime import is_watched
 from colab_utils.training.checkpoint import (
     CheckpointFolder,
     choose_weights,

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.runtime import format_bytes
 from colab_utils.training.checkpoint import choose_weights, load_weights
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import (
@@ -33,6 +32,7 @@ from colab_utils.training.model import (
     keep_boxes_exact,
 )
 from colab_utils.training.sizes import choose_sizes
+from colab_utils.units import format_bytes
 
 Images = PackedBatch | list[Tensor] | None
 """A packed batch, or images as torchvision takes them; None where a process has none of a batch's

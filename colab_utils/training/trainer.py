@@ -24,7 +24,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
-from colab_utils.runtime import format_bytes, show_progress
+from colab_utils.progress import show_progress
 from colab_utils.training.checkpoint import (
     CheckpointFolder,
     CheckpointWriter,
@@ -33,6 +33,7 @@ from colab_utils.training.checkpoint import (
 )
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
+from colab_utils.units import format_bytes
 
 _LOG_STEPS = 10  # between two lines of the log
 _AGREE_STEPS = 10  # after which several processes ask each other whether to stop

@@ -25,10 +25,10 @@ from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
 from colab_utils.comparison.strategies import STRATEGIES, PreparedData, Setting, Strategy, deliver
 from colab_utils.diagnosis.timing import BatchTimes
-from colab_utils.drive import DriveProfile, find_profile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.sample_data import make_dataset
+from colab_utils.slow_drive import DriveProfile, find_profile, slow_down
 
 QUICK = {
     "step": EmulatedStep(2),
@@ -370,7 +370,7 @@ def test_a_strategy_that_fails_leaves_a_note(race):
 def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset, monkeypatch):
     """Preparing and checking 12 images at half a second each would take a minute."""
     waits = []
-    monkeypatch.setattr("colab_utils.drive.sleep", lambda seconds: waits.append(seconds))
+    monkeypatch.setattr("colab_utils.slow_drive.sleep", lambda seconds: waits.append(seconds))
     slow_down(
         tiny_dataset.images,
         DriveProfile("endless", open_s=500.0, bytes_per_s=50e6, source="made up"),

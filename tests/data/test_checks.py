@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from colab_utils import drive
+from colab_utils import files
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
@@ -699,21 +699,21 @@ def test_a_lost_drive_is_not_a_folder_of_bad_images(dataset, monkeypatch, number
     def fail(*_, **__):
         raise OSError(number, "gone")
 
-    monkeypatch.setattr("colab_utils.drive.open_file", fail)
+    monkeypatch.setattr("colab_utils.files.open_file", fail)
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     with pytest.raises(DriveLostError):
         dataset.check()
 
 
 def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
-    real = drive.open_file
+    real = files.open_file
 
     def fail(path, **options):
         if path == dataset.file(4):
             raise OSError(errno.EIO, "Input/output error")
         return real(path, **options)
 
-    monkeypatch.setattr(drive, "open_file", fail)
+    monkeypatch.setattr(files, "open_file", fail)
     report = dataset.check()
     assert [one.count for one in report.problems if one.kind == "bad image"] == [1]
 

@@ -458,7 +458,7 @@ def test_a_broken_disk_is_not_a_lost_drive(path, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("colab_utils.drive._open_at_once", fail)
+    monkeypatch.setattr("colab_utils.files._open_at_once", fail)
     with pytest.raises(ColabUtilsError, match="Input/output error") as caught:
         read_coco(path)
     assert not isinstance(caught.value, DriveLostError)
@@ -491,7 +491,7 @@ def test_lost_drive_is_no_bad_file(path, monkeypatch):
     def fail(*_):
         raise OSError(107, "Transport endpoint is not connected")
 
-    monkeypatch.setattr("colab_utils.drive._open_at_once", fail)
+    monkeypatch.setattr("colab_utils.files._open_at_once", fail)
     with pytest.raises(DriveLostError):
         read_coco(path)
 

@@ -30,9 +30,9 @@ from colab_utils.diagnosis.fixes import (
 )
 from colab_utils.diagnosis.stages import time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
-from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.emulated_step import EmulatedStep
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
 

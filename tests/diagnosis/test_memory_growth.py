@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.diagnosis.memory_growth import MemoryLog, Reading, find_growth
-from colab_utils.runtime import find_free_memory
+from colab_utils.machine import find_free_memory
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -20,7 +20,7 @@ from colab_utils.diagnosis.stages import (
     time_samples,
     time_stages,
 )
-from colab_utils.drive import DriveProfile, slow_down
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from colab_utils.runtime import count_cores
+from colab_utils.machine import count_cores
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.originals import Originals, make_originals
 from tests.fuzz.pool import Result, pick_case, run_cases

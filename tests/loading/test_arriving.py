@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils import make_loader
 from colab_utils.data.decoding import load_jpeg_decoder
-from colab_utils.drive import DriveLostError, DriveProfile, slow_down
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import arriving
 from colab_utils.loading.arriving import ArrivingShards
@@ -28,6 +28,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.copy import Copying, copy_shards, verify_shards
 from colab_utils.shards.format import read_index
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.drive_mount import mount_or_skip
 
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")

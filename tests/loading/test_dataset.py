@@ -31,7 +31,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from colab_utils.data.masks import unpack_masks
-from colab_utils.drive import DriveLostError, DriveProfile, slow_down
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import dataset as files
 from colab_utils.loading.arriving import ArrivingShards
@@ -40,6 +40,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
@@ -276,7 +277,7 @@ def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, 
 
 def test_a_slowed_folder_is_paid_for_what_is_read(tiny_shards, monkeypatch):
     waits = []
-    monkeypatch.setattr("colab_utils.drive.sleep", waits.append)
+    monkeypatch.setattr("colab_utils.slow_drive.sleep", waits.append)
     slow_down(tiny_shards, DriveProfile("mine", open_s=10.0, bytes_per_s=1e9, source="a test"))
     dataset = ShardDataset(tiny_shards)
     shards = len(dataset.index.shards)
@@ -608,7 +609,7 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
         return real(path, *mode, **options)
 
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
-    monkeypatch.setattr("colab_utils.drive.open", open_badly, raising=False)
+    monkeypatch.setattr("colab_utils.files.open", open_badly, raising=False)
     assert torch.equal(folder[3][0], whole[0])
     assert folder.retries.count == 2
     copied = pickle.loads(pickle.dumps(folder))  # a worker counts its own

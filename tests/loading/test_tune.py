@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import loader as loader_module
 from colab_utils.loading import workers as tune
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import BatchSampler, make_loader
 from colab_utils.loading.workers import Fetcher, tune_workers
-from colab_utils.runtime import count_cores
+from colab_utils.machine import count_cores
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 
 class Small(torch.utils.data.Dataset):

@@ -25,12 +25,12 @@ from torchvision.transforms import v2
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import hash_bytes
 from colab_utils.loading import workers
 from colab_utils.loading.batch import apply_transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool, WorkerDiedError
-from colab_utils.runtime import hash_bytes
 from colab_utils.shards.format import read_index, split_member, write_index
 from colab_utils.shards.records import ArraysBuilder, describe_shard, dump_arrays, load_record
 

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, slow_down
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import DriveFile
 from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import (
@@ -33,6 +34,7 @@ from colab_utils.shards.format import (
     write_index,
 )
 from colab_utils.shards.lock import WRITER_NAME
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 RECIPE = {
     "storage": "keep",
@@ -434,8 +436,9 @@ def running(tmp_path):
 
     def stop(number):
         script = (
-            "import sys; from colab_utils.drive import DriveProfile, slow_down; from "
-            "colab_utils.shards import copy\n"
+            "import sys\n"
+            "from colab_utils.shards import copy\n"
+            "from colab_utils.slow_drive import DriveProfile, slow_down\n"
             "copy.PIECE_BYTES, copy.COPY_STREAMS = 2000, 2\n"
             "slow_down(sys.argv[1], DriveProfile('test', 0.001, 4e5, ''))\n"
             "copy.copy_shards(*sys.argv[1:])"

@@ -11,7 +11,7 @@ import pytest
 
 from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import hash_bytes, write_file
+from colab_utils.files import hash_bytes, write_file
 from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,

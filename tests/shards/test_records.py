@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import PackedMasks, encode_segmentation, unpack_masks
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import hash_bytes
+from colab_utils.files import hash_bytes
 from colab_utils.shards.format import read_index, split_member
 from colab_utils.shards.records import (
     ArraysBuilder,

@@ -323,7 +323,7 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
 
 
 def test_too_little_space_is_told_before_the_first_byte(tiny_dataset, folder, monkeypatch):
-    monkeypatch.setattr("colab_utils.runtime.find_free_space", lambda folder: 1000)
+    monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
     with pytest.raises(ColabUtilsError, match=r"of free disk for .* found 1\.0 kB.*--min-size"):
         run((tiny_dataset.images, tiny_dataset.annotations), folder)
     assert not folder.exists()

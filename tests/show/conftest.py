@@ -8,7 +8,7 @@ import pytest
 
 from colab_utils.comparison.compare import Comparison, StrategyTiming
 from colab_utils.comparison.strategies import STRATEGIES
-from colab_utils.runtime import describe_machine
+from colab_utils.machine import describe_machine
 
 MS_PER_IMAGE = {"once_ms_per_image": 0.0, "session_ms_per_image": 0.0}
 CONVERTED = {"once_ms_per_image": 150.0, "session_ms_per_image": 2.0}

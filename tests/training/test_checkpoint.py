@@ -261,7 +261,7 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
     def fail(path, *args, **options):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("colab_utils.drive.open_file", fail)
+    monkeypatch.setattr("colab_utils.files.open_file", fail)
     with pytest.raises(
         ColabUtilsError if number == errno.EIO else DriveLostError, match=r"expected to read "
     ):

@@ -1,0 +1,287 @@
+"""Files: read whole or in pieces at the speed of their folder, and written so that a failure leaves
+nothing behind.
+"""
+
+import errno
+import hashlib
+import io
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any, BinaryIO, TypeVar
+
+import xxhash
+
+from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, ShortReadError, guard_drive
+from colab_utils.errors import ColabUtilsError
+from colab_utils.machine import require_linux
+from colab_utils.slow_drive import find_profile, wait_as_drive
+from colab_utils.units import format_bytes
+
+_Result = TypeVar("_Result")
+
+MOST_BYTES = 4e8  # of a file that is read as a whole: no photo is larger
+
+
+def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
+    """Open a file to read it, at once and whatever lies there.
+
+    Raises:
+        ColabUtilsError: it is a named pipe, a socket or a device, or larger than ``most_bytes``.
+        OSError: as Python raised it.
+
+    Example:
+        >>> open_file("/dev/zero")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, found a device ...
+    """
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    if not os.path.isfile(file.fileno()):
+        found = "a device or a pipe: put the file there"
+    elif (size := os.path.getsize(file.fileno())) > most_bytes:
+        found = (
+            f"{format_bytes(size)}, more than {format_bytes(most_bytes)}: split it, or save "
+            "it smaller"
+        )
+    else:
+        return file
+    file.close()
+    raise ColabUtilsError(f"expected a file at {path} that memory holds, found {found}")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # else a named pipe waits for its writer
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_file(
+    path: str | Path, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
+) -> bytes:
+    """Read a file, no faster than the slowed folder that it lies in allows.
+
+    Where Drive fails it is tried again by ``retries``; without them the first error is raised, but
+    a file of which fewer bytes came than it holds is always read again.
+
+    Raises:
+        ColabUtilsError: it is none to read: see `open_file`.
+        DriveLostError: Drive got disconnected, or its storage failed.
+        OSError: anything else, a missing file included, as Python raised it.
+
+    Example:
+        >>> len(read_file(__file__)) > 1000
+        True
+    """
+    started = perf_counter()
+    read = partial(read_whole, path, most_bytes=most_bytes)
+    if retries:
+        content = retries.run(read)
+    else:
+        try:
+            content = read()
+        except ShortReadError:
+            content = Retries().run(read)
+    wait_as_drive(find_profile(path), path, 0, len(content), started)
+    return content
+
+
+def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
+    """Read a file once, at full speed.
+
+    Raises:
+        ColabUtilsError: it is none to read: see `open_file`.
+        ShortReadError: fewer bytes came than the file holds: this says nothing about the file.
+        DriveLostError: Drive got disconnected, or its storage failed.
+        OSError: anything else, as Python raised it.
+
+    Example:
+        >>> read_whole(__file__) == read_file(__file__)
+        True
+    """
+    with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read()
+    if len(content) < size:
+        raise ShortReadError(
+            f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: "
+            "what is "
+            "done is safe. If it stays so, put the file there again."
+        )
+    return content
+
+
+def parse_file(
+    path: str | Path,
+    read: Callable[[], bytes],
+    parse: Callable[[bytes], _Result],
+) -> _Result:
+    """Return what ``parse`` makes of a file that ``read`` reads; what it refuses is read again.
+
+    Drive gives wrong bytes at times. So an error of ``parse`` is raised only when the same bytes
+    came twice.
+
+    Raises:
+        DriveLostError: other bytes came each time.
+
+    Example:
+        >>> contents = iter([b"", b"5"])
+        >>> parse_file("a.txt", lambda: next(contents), int)
+        5
+    """
+    refused = ""
+    for wait_s in (*RETRY_WAITS_S, 0):
+        content = read()
+        try:
+            return parse(content)
+        except Exception:
+            checksum = xxhash.xxh3_128_hexdigest(content)
+            if checksum == refused:
+                raise
+            refused = checksum
+        sleep(wait_s)
+    raise DriveLostError(
+        f"Each time that {path} was read, other bytes came: Drive fails. Run the same again "
+        "later: what "
+        "is done is safe."
+    )
+
+
+class DriveFile(io.IOBase):
+    """A file read in pieces, no faster than the slowed folder that it lies in allows; Linux only.
+
+    The first read waits ``open_s``, and so does each later one that does not start where the last
+    one ended. Close it when you are done, or use it as a context manager. Raises what `read_file`
+    raises; where Drive fails, ``retries`` open the file anew and go on where they were.
+
+    Example:
+        >>> with DriveFile(__file__) as file:
+        ...     file.pread(3, 0) == read_file(__file__)[:3]
+        True
+    """
+
+    def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
+        # the last one is read, the others belong to a mount that was lost
+        self._descriptors: list[int] = []
+        require_linux("read files in pieces")
+        self.path = Path(path)
+        self.profile = find_profile(path)
+        self.retries = retries
+        retries.run(self._open) if retries else self._open()
+        self._next: int | None = None  # where a contiguous read would start
+
+    def pread(self, n: int, offset: int) -> bytes:
+        """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
+        content = bytearray(n)
+        return bytes(memoryview(content)[: self.readinto(content, offset)])
+
+    def readinto(self, buffer: Any, offset: int) -> int:
+        """Fill a writable buffer of bytes from ``offset``; returns how many came, fewer only at the
+        end of the file.
+        """
+        started = perf_counter()
+        view, got, failed = memoryview(buffer).cast("B"), 0, False
+
+        def fill() -> None:
+            nonlocal got, failed
+            if failed:
+                self._open()  # a descriptor of a mount that was lost stays lost
+            failed = True
+            with guard_drive(self.path):
+                # a network file may give less than was asked for
+                while got < len(view) and (
+                    count := os.preadv(self._descriptors[-1], [view[got:]], offset + got)
+                ):
+                    got += count
+
+        self.retries.run(fill) if self.retries else fill()
+        wait_as_drive(
+            self.profile, self.path, None if offset == self._next else offset, got, started
+        )
+        self._next = offset + got
+        return got
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        while self._descriptors:
+            with suppress(OSError):  # of a mount that was lost; the descriptor is gone all the same
+                os.close(self._descriptors.pop())
+        super().close()
+
+    def _open(self) -> None:
+        with guard_drive(self.path):
+            self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
+
+
+def name_temporary(path: Path) -> Path:
+    """The name under which this thread writes a file until the file is complete; it tells the
+    process and the thread.
+
+    Example:
+        >>> name_temporary(Path("index.json"))
+        PosixPath('.index.json...part')
+    """
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
+
+
+def write_file(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file under a temporary name, read it back, then rename it; a failure leaves nothing
+    behind.
+
+    The file is the parts, one after the other.
+
+    Raises:
+        OSError: what Python raised, or EIO where the file reads back differently.
+    """
+    temporary = name_temporary(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        drop_cached(temporary)  # or it would be read from memory, which proves nothing
+        with open(temporary, "rb", buffering=0) as file:
+            if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
+                raise OSError(errno.EIO, "what was written reads back differently")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def require_new(path: Path, mark: bytes = b"") -> Path:
+    """The path of a file to write: nothing is there yet, or an earlier result, which holds
+    ``mark``, or an empty file.
+
+    Raises:
+        ColabUtilsError: something else is there.
+    """
+    is_ours = mark and path.is_file() and mark in (path.read_bytes() or mark)
+    if path.exists() and not is_ours:
+        raise ColabUtilsError(
+            f"expected a new file, found {path}: name another: nothing of yours is overwritten"
+        )
+    return path
+
+
+def hash_bytes(*parts: Any) -> str:
+    """XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
+
+    Example:
+        >>> hash_bytes(b"")
+        '2d06800538d394c2'
+    """
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def drop_cached(path: Path) -> None:
+    """Drop what Linux keeps of a written file in memory; elsewhere, and where there is no file, do
+    nothing.
+    """
+    # reading it will say what is wrong
+    with suppress(OSError, AttributeError), path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

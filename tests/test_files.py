@@ -1,0 +1,114 @@
+"""Files that are read: what comes, what is refused, and what stays open."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from colab_utils.drive import DriveLostError, Retries, ShortReadError
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import DriveFile, parse_file, read_file
+from colab_utils.slow_drive import (
+    slow_down,
+)
+from tests.bad_reads import BadReads, cut
+
+
+@pytest.mark.parametrize("read", [read_file, lambda path: DriveFile(path).pread(1, 0)])
+def test_a_pipe_is_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises((ColabUtilsError, OSError), match=r"found a device or a pipe|Illegal seek"):
+        read(tmp_path / "pipe")
+
+
+def test_what_no_memory_holds_is_not_read(tmp_path):
+    with open(tmp_path / "photo.jpg", "wb") as file:
+        file.truncate(10**9 + 1)
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a file at .*photo.jpg that memory holds, found 1.0 GB"
+    ):
+        read_file(tmp_path / "photo.jpg")
+    with pytest.raises(IsADirectoryError):
+        read_file(tmp_path)
+
+
+def test_pread_gives_the_bytes_and_stops_at_the_end(photo):
+    content = photo.read_bytes()
+    with DriveFile(photo) as file:
+        assert file.pread(50, 10) == content[10:60]
+        assert file.pread(500, 900) == content[900:]
+        assert file.pread(10, 5000) == b""
+
+
+def test_short_reads_are_completed(photo, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:7]], offset)
+    )
+    with DriveFile(photo) as file:
+        assert file.pread(100, 50) == photo.read_bytes()[50:150]
+
+
+def test_a_file_of_a_lost_mount_closes_without_an_error(photo, monkeypatch):
+    def lose(*arguments):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    file, close = DriveFile(photo), os.close
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", lambda descriptor: (close(descriptor), lose()))
+        file.close()
+    file.close()
+
+
+def test_a_closed_file_frees_its_descriptor(photo):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        file = DriveFile(photo)
+        file.close()
+        file.close()
+    for _ in range(20):
+        DriveFile(photo)  # forgotten: collected with the object
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_missing_file_stays_an_os_error(tmp_path):
+    slow_down(tmp_path, "bad")
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none.jpg")
+    with pytest.raises(FileNotFoundError):
+        DriveFile(tmp_path / "none.jpg")
+
+
+@pytest.mark.parametrize("retries", [None, Retries()])
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_file_of_which_too_few_bytes_came_is_read_again(photo, monkeypatch, retries, times):
+    reads = BadReads(monkeypatch, ".jpg", cut, times)
+    assert read_file(photo, retries) == photo.read_bytes()
+    assert reads.times == 0
+
+
+@pytest.mark.parametrize("retries", [None, Retries()])
+def test_too_few_bytes_are_never_taken_for_the_file(photo, monkeypatch, retries):
+    BadReads(monkeypatch, ".jpg", cut, 1000)
+    with pytest.raises(ShortReadError, match=r"Only 500 of the 1,000 bytes of .*photo\.jpg came"):
+        read_file(photo, retries)
+    assert read_file("/proc/self/stat")  # the system gives no size of it
+
+
+def test_what_is_refused_is_read_again_until_the_same_bytes_came_twice(photo):
+    contents = [b"a", b"b", b"b", b"5"]
+
+    def read():
+        return contents.pop(0)
+
+    with pytest.raises(ValueError, match="'b'"):
+        parse_file(photo, read, int)
+    assert contents == [b"5"]
+    contents[:] = [b"a", b"b", b"c", b"d", b"e", b"5"]
+    with pytest.raises(
+        DriveLostError, match=r"Each time that .*photo\.jpg was read, other bytes came"
+    ):
+        parse_file(photo, read, int)
+    assert parse_file(photo, read, int) == 5

@@ -1,0 +1,194 @@
+"""The slowed folder: which files it slows, and how long it asks to wait."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from colab_utils import files, slow_drive
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import DriveFile, read_file
+from colab_utils.slow_drive import (
+    DRIVE_PROFILES,
+    DriveProfile,
+    find_profile,
+    get_profile,
+    read_at_full_speed,
+    slow_down,
+)
+
+SLOW = DriveProfile("slow", open_s=10.0, bytes_per_s=100.0, source="a test")
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """A clock that only sleeping and the real reads move; ``clock.slept`` lists the waits in
+    seconds.
+    """
+
+    class Clock:
+        def __init__(self):
+            self.now, self.slept = 0.0, []
+
+        def sleep(self, seconds):
+            self.slept.append(seconds)
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(slow_drive, "sleep", clock.sleep)
+    for module in (files, slow_drive):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(slow_drive, "_LINK", str(tmp_path / "link"))  # it holds times of this clock
+    return clock
+
+
+def test_read_file_waits_for_opening_and_for_every_byte(photo, clock, tmp_path):
+    slow_down(tmp_path, SLOW)
+    assert read_file(photo) == photo.read_bytes()
+    assert clock.slept == [pytest.approx(10.0 + 1000 / 100)]
+
+
+def test_without_a_slowed_folder_nothing_waits(photo, clock):
+    assert read_file(photo) == photo.read_bytes()
+    with DriveFile(photo) as file:
+        assert file.pread(10, 500) == photo.read_bytes()[500:510]
+    assert clock.slept == []
+
+
+def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch, tmp_path):
+    slow_down(tmp_path, SLOW)
+
+    def slow_preadv(descriptor, buffers, offset):
+        clock.now += 3.0
+        return len(buffers[0])
+
+    with DriveFile(photo) as file:
+        file.pread(100, 0)
+        clock.slept.clear()
+        monkeypatch.setattr(os, "preadv", slow_preadv)
+        file.pread(400, 100)
+        assert clock.slept == [pytest.approx(1.0)]  # 4 s asked, 3 s spent
+        clock.slept.clear()
+        file.pread(100, 500)
+        assert clock.slept == []  # the real read was slower than the profile
+
+
+def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clock, tmp_path):
+    slow_down(tmp_path, SLOW)
+    with DriveFile(photo) as file:
+        for offset in (300, 400, 500, 200, 300):  # one jump: back to 200
+            file.pread(100, offset)
+    assert clock.slept == pytest.approx([11, 1, 1, 11, 1])
+
+
+class TestSlowDown:
+    def test_what_lies_below_waits(self, photo, clock, tmp_path):
+        slow_down(tmp_path, SLOW)
+        read_file(photo)
+        with DriveFile(photo) as file:
+            file.pread(1000, 0)
+        assert clock.slept == [20, 20]
+        (tmp_path.parent / "other.jpg").write_bytes(b"x")
+        read_file(tmp_path.parent / "other.jpg")
+        slow_down(tmp_path, None)
+        read_file(photo)
+        assert len(clock.slept) == 2
+
+    def test_the_inner_folder_counts_and_links_are_followed(self, tmp_path):
+        slow_down(tmp_path, "bad")
+        slow_down(tmp_path / "ssd", None)
+        slow_down(tmp_path / "ssd" / "unpacked", SLOW)
+        (tmp_path.parent / "link").symlink_to(tmp_path)
+        found = [find_profile(tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
+        assert found == [DRIVE_PROFILES["bad"], None, SLOW]
+        assert find_profile(tmp_path.parent / "link" / "a") == DRIVE_PROFILES["bad"]
+        with read_at_full_speed():
+            assert find_profile(tmp_path / "a") is None
+        assert find_profile(tmp_path / "a") == DRIVE_PROFILES["bad"]
+        with pytest.raises(ColabUtilsError, match="slowish"):
+            slow_down(tmp_path, "slowish")
+
+    def test_what_is_slowed_within_a_block_at_full_speed_is_slow_until_its_end(self, tmp_path):
+        @read_at_full_speed()
+        def fail():
+            slow_down(tmp_path / "within", SLOW)
+            assert find_profile(tmp_path / "within" / "a") == SLOW
+            assert find_profile(tmp_path / "before" / "a") is None
+            raise ColabUtilsError("stopped")
+
+        slow_down(tmp_path / "before", "bad")
+        with pytest.raises(ColabUtilsError, match="stopped"):
+            fail()
+        assert find_profile(tmp_path / "within" / "a") is None
+        assert find_profile(tmp_path / "before" / "a") == DRIVE_PROFILES["bad"]
+
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_worker_processes_are_slowed_too(self, tmp_path, method):
+        slow_down(tmp_path, SLOW)
+        with ProcessPoolExecutor(1, get_context(method)) as pool:
+            assert pool.submit(find_profile, tmp_path / "a").result() == SLOW
+
+    def test_a_command_is_slowed_too(self, tmp_path):
+        slow_down(tmp_path, SLOW)
+        code = (
+            "import sys; from colab_utils.slow_drive import find_profile; "
+            "print(find_profile(sys.argv[1]).open_s)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True
+        )
+        assert float(run.stdout) == SLOW.open_s
+
+
+@pytest.mark.parametrize("pool", ["threads", "processes"])
+def test_all_streams_together_have_one_link(photo, pool, tmp_path):
+    """Each would take 0.1 s alone; no slower limit is asserted, because the machine may be busy."""
+    slow_down(tmp_path, DriveProfile("narrow", 0.0, 10_000, "a test"))
+    started = perf_counter()
+    with (
+        ThreadPoolExecutor(4)
+        if pool == "threads"
+        else ProcessPoolExecutor(4, get_context("fork")) as workers
+    ):
+        for content in workers.map(read_file, [photo] * 4):
+            assert content == photo.read_bytes()
+    assert perf_counter() - started >= 0.4
+
+
+def test_a_bad_day_has_a_heavy_tail_that_is_the_same_for_everybody():
+    bad, typical = DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"]
+    drawn = np.array([bad.draw_open_s(f"images/{number:012d}.jpg") for number in range(20_000)])
+    assert drawn.mean() == pytest.approx(bad.open_s, rel=0.05)
+    assert 2.2 < np.percentile(drawn, 95) / drawn.mean() < 3.0
+    assert 0.1 < np.percentile(drawn, 5) / drawn.mean() < 0.3
+    assert bad.draw_open_s("images/1.jpg") == bad.draw_open_s("/another/place/images/1.jpg")
+    assert bad.draw_open_s("images/1.jpg") != bad.draw_open_s("images/1.jpg", 512)
+    assert {typical.draw_open_s(f"{number}.jpg") for number in range(9)} == {typical.open_s}
+
+
+def test_get_profile_knows_names_profiles_and_none():
+    assert get_profile("bad") is DRIVE_PROFILES["bad"]
+    assert get_profile(SLOW) is SLOW
+    assert get_profile(None) is None
+    assert get_profile("none") is None
+    with pytest.raises(ColabUtilsError, match=r"fast, typical, bad, none.*'slowish'"):
+        get_profile("slowish")
+
+
+def test_profiles_say_where_they_come_from_and_travel_to_workers():
+    assert list(DRIVE_PROFILES) == ["fast", "typical", "bad"]
+    opens = [profile.open_s for profile in DRIVE_PROFILES.values()]
+    assert opens == sorted(opens)
+    for name, profile in DRIVE_PROFILES.items():
+        assert profile.name == name
+        assert profile.source
+        assert pickle.loads(pickle.dumps(profile)) == profile
+    assert 1 / DRIVE_PROFILES["bad"].open_s == pytest.approx(1.65, rel=0.01)
