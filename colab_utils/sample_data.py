@@ -1,8 +1,9 @@
-"""The built-in dataset: pictures that weigh what photos weigh, with COCO annotations, made by
-code.
+"""The built-in dataset: simple shapes on noise that weighs what photos weigh, with COCO
+annotations, made by code.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 
 import numpy as np
 from numpy.random import Generator, default_rng
-from PIL import Image, ImageDraw, ImageFilter
+from numpy.typing import NDArray
+from PIL import Image, ImageChops, ImageDraw
 
 from colab_utils.data.decoding import guard_pillow
-from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, unpack_masks
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
@@ -26,23 +28,52 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 from colab_utils.units import format_bytes
 
-# width and height of a photo; it is painted at a fourth of them, then enlarged
-_PHOTO, _SCALE = (4000, 3000), 4
-_FIRST = 2  # the number of the first object in a picture; 0 is outside, 1 is the ground
-_ANGLE = np.linspace(-np.pi, np.pi, 72)
-_SHAPES = {  # how far the outline is from the middle, by the angle
-    "ball": np.ones(72),
-    "tile": 0.75 / np.maximum(abs(np.cos(_ANGLE)), abs(np.sin(_ANGLE))),
-    "pennant": 0.5 / np.max([np.cos(_ANGLE + turn) for turn in (0.0, 2.1, 4.2)], axis=0),
-    "starfish": 0.38 + 0.66 * np.abs(np.cos(2.5 * _ANGLE)) ** 2.2,
-    "heart": 1 - 0.8 * np.exp(-1.4 * _ANGLE**2),
-    "pebble": 0.85 + 0.1 * np.cos(2 * _ANGLE + 1) + 0.08 * np.cos(3 * _ANGLE),
-}
-_OUTLINES = np.exp(1j * _ANGLE) * [*_SHAPES.values()]  # x + iy
+_Points = list[tuple[float, float]]
+_Circle = tuple[float, float, float]
+_Colour = tuple[float, float, float]
+_Annotation = dict[str, Any]
 
-# ids have gaps, as in COCO
+_PHOTO_SIZE = (4000, 3000)
+_SMALLEST_RADIUS = 3.5
+_CROWD_SHAPES = 24
+_PLACES_TRIED = 200
+
+
+def _make_ring(radii: Sequence[float]) -> _Points:
+    """Return one corner for each radius, at equal angles, beginning at the top."""
+    corners = []
+    for number, radius in enumerate(radii):
+        angle = 2 * math.pi * number / len(radii)
+        corners.append((radius * math.sin(angle), -radius * math.cos(angle)))
+    return corners
+
+
+# The corners of each kind of object lie in a circle of radius 1 around (0, 0). The y axis points
+# down.
+_SHAPES: dict[str, _Points] = {
+    "ball": _make_ring([1.0] * 24),
+    "tile": [(-0.7, -0.7), (0.7, -0.7), (0.7, 0.7), (-0.7, 0.7)],
+    "pennant": [(0.0, -1.0), (0.6, 0.7), (-0.6, 0.7)],
+    "starfish": _make_ring([1.0, 0.45] * 5),
+    "heart": [
+        (0.0, 0.95),
+        (-0.8, 0.1),
+        (-0.9, -0.35),
+        (-0.7, -0.65),
+        (-0.35, -0.65),
+        (0.0, -0.3),
+        (0.35, -0.65),
+        (0.7, -0.65),
+        (0.9, -0.35),
+        (0.8, 0.1),
+    ],
+    "kite": [(0.0, -1.0), (0.6, -0.3), (0.0, 1.0), (-0.6, -0.3)],
+}
+
+# The ids have gaps, as in COCO.
 CATEGORIES = tuple(
-    {"id": 7 * k + 1, "name": name, "supercategory": "toy"} for k, name in enumerate(_SHAPES)
+    {"id": 7 * number + 1, "name": name, "supercategory": "toy"}
+    for number, name in enumerate(_SHAPES)
 )
 
 
@@ -62,10 +93,8 @@ class BuiltinDataset:
     """Size of all images."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.n} images, {self.objects} objects, {format_bytes(self.bytes)} in "
-            f"{self.images.parent}"
-        )
+        size = format_bytes(self.bytes)
+        return f"{self.n} images, {self.objects} objects, {size} in {self.images.parent}"
 
 
 def make_dataset(
@@ -83,9 +112,9 @@ def make_dataset(
     """Make a dataset with code, without a download: ``folder/images`` and
     ``folder/annotations.json``.
 
-    The pictures cost what photos cost to read and decode (640x480: 100 to 200 kB). They show kinds
-    of object that overlap. Polygons outline what is *visible* of an object, as in COCO; ``area``
-    and ``bbox`` are those of the polygons' mask. Of every 50 images one has a crowd region
+    The pictures cost what photos cost to read and decode (640x480: 100 to 200 kB). They show simple
+    shapes that do not overlap. A polygon has the corners that the shape was drawn with; ``area``
+    and ``bbox`` are those of the polygon's mask. Of every 50 images one has a crowd region
     (``iscrowd`` 1, uncompressed RLE) and one has no object.
 
     The same arguments give the same bytes on one machine, with any number of ``workers``. A folder
@@ -98,8 +127,8 @@ def make_dataset(
         width: pixels.
         height: pixels.
         objects: fewest and most objects in an image; the more there are, the smaller they are.
-        categories: names of the kinds of object, of ball, tile, pennant, starfish, heart and
-            pebble. Default: all.
+        categories: names of the kinds of object, of ball, tile, pennant, starfish, heart and kite.
+            Default: all.
         photos: so many of the images, evenly spread, are photos of 12 megapixels, 4000x3000, of a
             few MB each: what a phone takes, and what training has no use for.
         seed: another seed gives other pictures.
@@ -122,25 +151,16 @@ def make_dataset(
         "categories": list(categories),
         "photos": photos,
         "seed": seed,
-        "version": 3,
+        "version": 4,
     }
-    fits = 0 <= photos <= n > 0 and 32 <= min(width, height) <= max(width, height) <= 65_500
-    if not (fits and 0 <= objects[0] <= objects[1] and set() != set(categories) <= set(_SHAPES)):
-        numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
-        raise ColabUtilsError(
-            f"expected {numbers}, categories of {', '.join(_SHAPES)}, found {recipe}: change it"
-        )
+    _check_recipe(recipe)
     root = require_local_path(folder)
     images = root / "images"
     annotations = root / "annotations.json"
     with explain_write(root):
         if not annotations.exists():
-            _make_files(
-                images,
-                annotations,
-                recipe,
-                count_cores() if workers == "auto" else max(1, int(workers)),
-            )
+            processes = count_cores() if workers == "auto" else max(1, int(workers))
+            _make_files(images, annotations, recipe, processes)
         text = annotations.read_bytes()
     if json.dumps(recipe).encode() not in text:
         raise ColabUtilsError(
@@ -155,6 +175,27 @@ def make_dataset(
     return BuiltinDataset(images, annotations, n, len(content["annotations"]), size)
 
 
+def _check_recipe(recipe: dict[str, Any]) -> None:
+    """Raise an error that lists the allowed values where one of them is out of range."""
+    fewest, most = recipe["objects"]
+    sides = (recipe["width"], recipe["height"])
+    is_allowed = (
+        recipe["n"] > 0
+        and 0 <= recipe["photos"] <= recipe["n"]
+        and min(sides) >= 32
+        and max(sides) <= 65_500
+        and 0 <= fewest <= most
+        and len(recipe["categories"]) > 0
+        and set(recipe["categories"]) <= set(_SHAPES)
+    )
+    if not is_allowed:
+        numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
+        names = ", ".join(_SHAPES)
+        raise ColabUtilsError(
+            f"expected {numbers}, categories of {names}, found {recipe}: change it"
+        )
+
+
 def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers: int) -> None:
     """Make every image and, last, the JSON."""
     images.parent.mkdir(parents=True, exist_ok=True)
@@ -162,18 +203,21 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
         folder = Path(unfinished) / "images"
         folder.mkdir()
         with fork_pool(workers) as pool:
-            making = pool.map(partial(_make_image, folder, recipe), range(recipe["n"]))
-            made = list(show_progress("making images", making, total=recipe["n"], unit="img"))
-        info = {"made_with": recipe, "bytes": sum(path.stat().st_size for path in folder.iterdir())}
+            results = pool.map(partial(_make_image, folder, recipe), range(recipe["n"]))
+            made = list(show_progress("making images", results, total=recipe["n"], unit="img"))
+        size = sum(path.stat().st_size for path in folder.iterdir())
         folder.rename(images)
-    found = [{"image_id": image["id"], **one} for image, found in made for one in found]
-    objects = [{"id": number, **one} for number, one in enumerate(found, 1)]
-    categories = [category for category in CATEGORIES if category["name"] in recipe["categories"]]
+    objects: list[_Annotation] = []
+    for image, image_objects in made:
+        for annotation in image_objects:
+            objects.append({"id": len(objects) + 1, "image_id": image["id"], **annotation})
     content = {
-        "info": info,
-        "images": [one for one, _ in made],
+        "info": {"made_with": recipe, "bytes": size},
+        "images": [image for image, _ in made],
         "annotations": objects,
-        "categories": categories,
+        "categories": [
+            category for category in CATEGORIES if category["name"] in recipe["categories"]
+        ],
     }
     write_file(annotations, json.dumps(content).encode())
 
@@ -181,184 +225,211 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
 @guard_pillow()
 def _make_image(
     folder: Path, recipe: dict[str, Any], index: int
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Paint and save one image; returns its COCO record and its annotations, without their ids."""
-    rng = default_rng([recipe["seed"], index])  # one stream per image, whichever worker makes it
+) -> tuple[dict[str, Any], list[_Annotation]]:
+    """Draw and save one image, and return its COCO record and its annotations without ids."""
+    # Each image has a stream of random numbers of its own, so that it does not matter which worker
+    # makes it.
+    rng = default_rng([recipe["seed"], index])
     is_photo = (index * recipe["photos"] + recipe["n"] // 2) % recipe["n"] < recipe["photos"]
-    width, height = _PHOTO if is_photo else (recipe["width"], recipe["height"])
-    scale, (fewest, most) = _SCALE if is_photo else 1, recipe["objects"]
-    # one of 50 is empty
-    objects = int(rng.integers(fewest, most, endpoint=True)) if index % 50 != 9 else 0
-    crowd = index % 50 == 4 and most > 0  # and one has a crowd
-    allowed = [kind for kind, name in enumerate(_SHAPES) if name in recipe["categories"]]
-    picture, ids, kinds = _paint(
-        rng, width // scale, height // scale, objects, crowd, allowed, scale
-    )
-    number = 1000 * index + int(rng.integers(1000))  # with gaps, as in COCO
-    image: dict[str, Any] = {
-        "id": number,
-        "file_name": f"{number:012d}.jpg",
-        "width": width,
-        "height": height,
-    }
-    picture.save(folder / image["file_name"], "JPEG", quality=int(rng.integers(88, 94)))
-    numbers = [k for k in np.unique(ids).tolist() if k >= _FIRST]
-    return image, [_annotate(ids == k, kinds[k], crowd and k == _FIRST, scale) for k in numbers]
+    width, height = _PHOTO_SIZE if is_photo else (recipe["width"], recipe["height"])
+    fewest, most = recipe["objects"]
+    count = int(rng.integers(fewest, most, endpoint=True))
+    if index % 50 == 9:
+        count = 0
+    has_crowd = index % 50 == 4 and most > 0
+    names = [name for name in _SHAPES if name in recipe["categories"]]
+
+    scene = _Scene(rng, width, height)
+    annotations = []
+    if has_crowd:
+        annotations.append(scene.add_crowd(str(rng.choice(names))))
+    for _ in range(count):
+        annotation = scene.add_object(str(rng.choice(names)), count)
+        if annotation is not None:
+            annotations.append(annotation)
+    picture = _add_grain(rng, scene.picture)
+
+    number = 1000 * index + int(rng.integers(1000))
+    file_name = f"{number:012d}.jpg"
+    picture.save(folder / file_name, "JPEG", quality=int(rng.integers(88, 94)))
+    return {"id": number, "file_name": file_name, "width": width, "height": height}, annotations
 
 
-def _annotate(mask: np.ndarray, kind: int, crowd: bool, scale: int = 1) -> dict[str, Any]:
-    """A mask, bool [H, W], enlarged, as a COCO annotation: a crowd as uncompressed RLE, any other
-    as polygons.
+class _Scene:
+    """A picture to which shapes are added, each in a circle of its own, so that none hides another.
+
+    Attributes:
+        picture: what was drawn so far, RGB.
+        circles: x, y and radius of the circle around each shape, in pixels.
     """
-    height, width = mask.shape[0] * scale, mask.shape[1] * scale
-    if crowd:
-        mask = mask.repeat(scale, 0).repeat(scale, 1)
-        edges = np.flatnonzero(
-            np.diff(mask.ravel(order="F"), prepend=False, append=not mask[-1, -1])
-        )
-        segmentation: Any = {"counts": np.diff(edges, prepend=0).tolist(), "size": [height, width]}
-    else:
-        segmentation = [[scale * at for at in polygon] for polygon in _trace_polygons(mask)]
-    box, pixels = measure_mask(encode_segmentation(segmentation, height, width))
-    found = {"area": pixels, "bbox": box, "iscrowd": int(crowd)}
-    return {"category_id": CATEGORIES[kind]["id"], "segmentation": segmentation, **found}
+
+    def __init__(self, rng: Generator, width: int, height: int) -> None:
+        self.rng = rng
+        self.width = width
+        self.height = height
+        self.picture = _paint_ground(rng, width, height)
+        self.circles: list[_Circle] = []
+        # The side of a square as large as the picture.
+        self._side = math.sqrt(width * height)
+
+    def add_object(self, name: str, count: int) -> _Annotation | None:
+        """Draw one of ``count`` objects and return its annotation, or None where there is no room
+        for it.
+        """
+        share = 0.05 * (0.2 / 0.05) ** self.rng.random()
+        if count > 10:
+            share *= math.sqrt(10 / count)
+        middle = self.rng.uniform((0, 0), (self.width, self.height))
+        circle = self._find_room(share * self._side, middle, spread=self._side)
+        if circle is None:
+            return None
+        polygon = self._draw_shape(name, circle, self._choose_colour(name))
+        return self._annotate(name, _to_segmentation(polygon), is_crowd=False)
+
+    def add_crowd(self, name: str) -> _Annotation:
+        """Draw many small shapes of one kind and return one annotation of them all."""
+        colour = self._choose_colour(name)
+        middle = self.rng.uniform((0.2, 0.2), (0.8, 0.8)) * (self.width, self.height)
+        segmentation = []
+        for _ in range(_CROWD_SHAPES):
+            circle = self._find_room(0.0225 * self._side, middle, spread=0.1 * self._side)
+            if circle is not None:
+                polygon = self._draw_shape(name, circle, colour)
+                segmentation += _to_segmentation(polygon)
+        runs = _to_runs(_draw_mask(segmentation, self.width, self.height))
+        return self._annotate(name, runs, is_crowd=True)
+
+    def _find_room(
+        self, radius: float, middle: NDArray[np.float64], spread: float
+    ) -> _Circle | None:
+        """Return a free circle; where there is no room, look elsewhere, for a little less of it."""
+        radius = min(radius, 0.4 * min(self.width, self.height))
+        taken = np.array(self.circles).reshape(-1, 3)
+        place = middle
+        for _ in range(_PLACES_TRIED):
+            radius = max(radius, _SMALLEST_RADIUS)
+            farthest = np.subtract((self.width, self.height), radius + 1)
+            x, y = np.clip(place, radius + 1, farthest).tolist()
+            distances = np.hypot(taken[:, 0] - x, taken[:, 1] - y)
+            # Two pixels lie between two circles, so that rounding to pixels joins none.
+            if (distances > taken[:, 2] + radius + 2).all():
+                return x, y, radius
+            place = self.rng.normal(middle, spread) % (self.width, self.height)
+            radius *= 0.97
+        return None
+
+    def _choose_colour(self, name: str) -> _Colour:
+        """Return hue, saturation and value: mostly the kind's own hue, so that colour is only a
+        hint.
+        """
+        hue = self.rng.normal(list(_SHAPES).index(name) / len(_SHAPES), 0.05)
+        if self.rng.random() < 0.25:
+            hue = self.rng.random()
+        return hue % 1, self.rng.uniform(0.5, 0.8), self.rng.uniform(0.75, 1.0)
+
+    def _draw_shape(self, name: str, circle: _Circle, colour: _Colour) -> _Points:
+        """Draw a shape with a darker edge, exactly on the pixels of its mask, and return its
+        corners.
+        """
+        self.circles.append(circle)
+        x, y, radius = circle
+        angle = self.rng.uniform(0, 2 * math.pi)
+        narrowing = self.rng.uniform(0.75, 1.0)
+        corners = [(narrowing * across, down) for across, down in _SHAPES[name]]
+        polygon = _turn_shape(corners, angle, x, y, radius)
+        inner_polygon = _turn_shape(corners, angle, x, y, 0.88 * radius)
+        left, top, shape = _draw_polygon(polygon, self.width, self.height)
+        inside = Image.new("L", shape.size)
+        inner_corners = [(x - left, y - top) for x, y in inner_polygon]
+        ImageDraw.Draw(inside).polygon(inner_corners, fill=255)
+        inside = ImageChops.darker(shape, inside)
+        hue, saturation, value = colour
+        self.picture.paste(_to_rgb(hue, saturation, 0.55 * value), (left, top), shape)
+        self.picture.paste(_to_rgb(hue, saturation, value), (left, top), inside)
+        return polygon
+
+    def _annotate(self, name: str, segmentation: Any, *, is_crowd: bool) -> _Annotation:
+        """Return a COCO annotation with the area and the box of its mask."""
+        box, area = measure_mask(encode_segmentation(segmentation, self.height, self.width))
+        return {
+            "category_id": CATEGORIES[list(_SHAPES).index(name)]["id"],
+            "segmentation": segmentation,
+            "area": area,
+            "bbox": box,
+            "iscrowd": int(is_crowd),
+        }
 
 
-def _trace_polygons(mask: np.ndarray) -> list[list[float]]:
-    """A mask, bool [H, W], as COCO polygons ``[x, y, x, y, ...]`` of about 60 corners.
+def _turn_shape(corners: _Points, angle: float, x: float, y: float, radius: float) -> _Points:
+    """Return the corners of a shape, turned, and enlarged around (x, y)."""
+    turned = []
+    for across, down in corners:
+        corner_x = x + radius * (across * math.cos(angle) - down * math.sin(angle))
+        corner_y = y + radius * (across * math.sin(angle) + down * math.cos(angle))
+        turned.append((round(corner_x, 2), round(corner_y, 2)))
+    return turned
 
-    COCO polygons have no holes: holes are filled, as annotators do it.
+
+def _to_segmentation(polygon: _Points) -> list[list[float]]:
+    """Return a polygon as COCO writes it: one list of x, y, x, y, ... for each part."""
+    return [[coordinate for corner in polygon for coordinate in corner]]
+
+
+def _draw_polygon(polygon: _Points, width: int, height: int) -> tuple[int, int, Image.Image]:
+    """Return left, top and a picture, white on black, of the pixels that readers of COCO give a
+    polygon.
     """
-    inside, loops = np.pad(mask, 1), list[np.ndarray]()
-    # pixels with nothing above them
-    starts = {complex(x, y + 1) for y, x in np.argwhere(inside[1:] > inside[:-1])}
-    while starts:
-        pixel, step, line = next(iter(starts)), 1 + 0j, list[complex]()
-        while step != 1 or pixel in starts:  # round a part or a hole, with the mask on the right
-            starts -= {pixel} if step == 1 else set()
-            line.append(pixel - 0.5 - 0.5j - step * 0.5j)
-            ahead, left = (
-                inside[int(at.imag), int(at.real)]
-                for at in (pixel + step, pixel + step - step * 1j)
-            )
-            pixel += (step - step * 1j * left) * ahead
-            step *= (-1j if left else 1) if ahead else 1j
-        loops.append(np.array(line))
-    # holes go the other way round
-    parts = [loop for loop in loops if (loop.conj() * np.roll(loop, -1)).imag.sum() > 0]
-    return [loop[:: 1 + len(loop) // 60].copy().view(float).tolist() for loop in parts]
+    packed = pack_masks([encode_segmentation(_to_segmentation(polygon), height, width)])
+    left, top, right, bottom = packed.crops[0].tolist()
+    # A photo is not drawn in full for each of its objects.
+    moved = packed._replace(crops=packed.crops - (left, top, left, top))
+    mask = unpack_masks(moved, bottom - top, right - left)[0]
+    return left, top, Image.fromarray(255 * mask)
 
 
-def _paint(
-    rng: Generator,
-    width: int,
-    height: int,
-    objects: int,
-    crowd: bool,
-    allowed: Sequence[int],
-    scale: int = 1,
-) -> tuple[Image.Image, np.ndarray, list[int]]:
-    """Paint a picture back to front; with ``crowd`` its first object is 24 small ones of a kind.
+def _draw_mask(polygons: list[list[float]], width: int, height: int) -> NDArray[np.uint8]:
+    """Return the pixels of all polygons together, uint8 [H, W]."""
+    packed = pack_masks([encode_segmentation(polygons, height, width)])
+    return unpack_masks(packed, height, width)[0]
 
-    Returns:
-        The picture, ``scale`` times as large; what each pixel shows, int32 [height, width]: 1 for
-        the ground, `_FIRST` and up for objects; the kind of each number. An object for which there
-        is no room is left out.
+
+def _to_runs(mask: NDArray[np.uint8]) -> dict[str, Any]:
+    """Return a mask without its first pixel as uncompressed RLE: runs outside and inside, column by
+    column.
     """
-    # the way light falls
-    side, light, spot = (width * height) ** 0.5, np.exp(6.28j * rng.random()), rng.random(2)
-    picture, ids = _paint_ground(rng, width, height), Image.new("I", (width, height), 1)
-    kinds = [allowed[k] for k in rng.integers(len(allowed), size=_FIRST + crowd + objects)]
-    pixels = np.zeros((2, len(kinds)), np.int64)  # of each object: painted, and visible now
-    for number in [_FIRST] * (24 * crowd) + [*range(_FIRST + crowd, len(kinds))]:
-        # 8 to 35 % of the picture's side, less if there are more than ten
-        single = number >= _FIRST + crowd
-        size = side * (
-            0.08 * (0.35 / 0.08) ** rng.random() * min(1.0, (10 / objects) ** 0.5)
-            if single
-            else 0.045
-        )
-        for k in range(200):  # where there is no room: elsewhere, and a little smaller
-            spot = (rng.random(2) if single and rng.random() < 0.5 else rng.normal(spot, 0.1)).clip(
-                0.03, 0.97
-            )
-            # from its middle to its rim
-            axis = max(size * 0.97**k, 7.0) / 2 * np.exp(6.28j * rng.random())
-            reach = int(1.8 * abs(axis)) + 3
-            outline = _OUTLINES[kinds[number]] * axis + complex(reach, reach)
-            stencil = Image.new("L", (2 * reach, 2 * reach))
-            ImageDraw.Draw(stencil).polygon(outline.view(float).tolist(), fill=255)
-            left, top = (int(at) - reach for at in spot * (width, height))
-            # 0 outside the picture
-            under = np.asarray(ids.crop((left, top, left + 2 * reach, top + 2 * reach)))
-            hidden = np.bincount(under[np.asarray(stencil) > 0], minlength=len(kinds))
-            if hidden[1:].sum() >= 12 and (pixels[1] - hidden >= 0.4 * pixels[0])[_FIRST:].all():
-                pixels[1] -= hidden
-                pixels[:, number] += hidden[1:].sum()
-                ids.paste(number, (left, top), stencil)
-                soft, fall = (
-                    stencil.filter(ImageFilter.GaussianBlur(0.08 * reach + 0.5)),
-                    0.11 * reach * light,
-                )
-                shadow = left + round(fall.real), top + round(fall.imag)
-                picture.paste((0, 0, 0), shadow, soft.point(lambda level: 0.65 * level))
-                surface = _draw_surface(rng, kinds[number], soft, axis, light)
-                picture.paste(surface, (left, top), stencil.filter(ImageFilter.BoxBlur(0.5)))
-                break
-    # a small picture is noisy at every pixel; a large one has been smoothed by its camera
-    picture = picture.resize((scale * width, scale * height))
-    most = max(2, round(rng.uniform(9, 17) * min(1.0, 1e6 / (scale**2 * width * height)) ** 0.25))
-    shape = (2, scale * height, scale * width, 1)
-    grain = rng.integers(-most, most, shape, np.int8, endpoint=True).sum(0, dtype=np.int16)
-    return _to_image((np.asarray(picture) + grain) / np.float32(255)), np.asarray(ids), kinds
-
-
-def _draw_surface(
-    rng: Generator, kind: int, soft: Image.Image, axis: complex, light: complex
-) -> Image.Image:
-    """Colour, texture and light of an object; ``soft`` falls from 255 in its middle to 0
-    outside.
-    """
-    steps = (np.arange(soft.width) - soft.width / 2) / abs(axis)
-    at = steps + 1j * steps[:, None]  # of each pixel, x + iy, 0 in the middle and 1 at the rim
-    # only a hint
-    hue = rng.normal(kind / len(_SHAPES), 0.05) if rng.random() < 0.75 else rng.random()
-    first, second = np.array(
-        [hsv_to_rgb(hue + k, *rng.uniform((0.2, 0.4), (0.8, 0.95))) for k in (0, 0.1)]
-    )
-    waves = np.sin((at / axis).real * abs(axis) * rng.uniform(4, 11)) * rng.choice([0, 2, 5])
-    mix = np.clip(0.4 + waves + 0.3 * _make_noise(rng, soft.width, soft.width, 4), 0, 1)[..., None]
-    gleam = 0.6 * np.exp(-22 * np.abs(at + 0.4 * light) ** 2) * (kind == 0)  # of a ball
-    shade = 0.3 + np.asarray(soft) / np.float32(340) - 0.22 * (at / light).real + gleam
-    return _to_image((first + (second - first) * mix) * shade[..., None])
+    pixels = mask.ravel(order="F")
+    changes = np.flatnonzero(pixels[1:] != pixels[:-1]) + 1
+    counts = np.diff([0, *changes.tolist(), pixels.size]).tolist()
+    return {"counts": counts, "size": list(mask.shape)}
 
 
 def _paint_ground(rng: Generator, width: int, height: int) -> Image.Image:
-    """Smooth spots of two colours with straws and twigs, a little out of focus."""
-    w, h, hue = round(width / 1.7), round(height / 1.7), rng.random()
-    tone = np.clip(0.6 + 0.2 * _make_noise(rng, h, w, 8), 0.2, 1)[..., None]
-    dark, light = np.array(
-        [hsv_to_rgb(hue, rng.uniform(0.3, 0.6), 0.4), hsv_to_rgb(hue + 0.08, 0.25, 0.95)]
-    )
-    picture = _to_image((dark + (light - dark) * tone) * tone)
-    for _ in range(rng.integers(40, 200)):
-        bends = rng.random(2) * (w, h) + np.cumsum(
-            rng.normal(0, 0.02 * (w * h) ** 0.5, (3, 2)), axis=0
-        )
-        ink = tuple((255 * rng.uniform(0.4, 1.4) * dark).astype(int).tolist())
-        ImageDraw.Draw(picture).line(bends.ravel().tolist(), fill=ink, width=max(1, w // 300))
-    return picture.resize((width, height))
+    """Return soft spots of a dark and a light colour of one hue."""
+    coarse = _make_spots(rng, 6, width, height)
+    fine = _make_spots(rng, 48, width, height)
+    hue = rng.random()
+    dark = Image.new("RGB", (width, height), _to_rgb(hue, rng.uniform(0.1, 0.4), 0.25))
+    light = Image.new("RGB", (width, height), _to_rgb(hue, rng.uniform(0.1, 0.3), 0.7))
+    return Image.composite(light, dark, Image.blend(coarse, fine, 0.4))
 
 
-def _make_noise(rng: Generator, height: int, width: int, octaves: int) -> np.ndarray:
-    """Smooth noise of about -1 to 1, float32 [H, W]: the sum of grids that grow finer."""
-    grids = [
-        0.8**k * rng.uniform(-1, 1, (2 + 2**k, 2 + 2**k)).astype(np.float32) for k in range(octaves)
-    ]
-    return np.sum(
-        [np.asarray(Image.fromarray(grid).resize((width, height))) for grid in grids], axis=0
-    )
+def _make_spots(rng: Generator, cells: int, width: int, height: int) -> Image.Image:
+    """Return a grey picture of random spots, ``cells`` across and down."""
+    grid = rng.integers(0, 256, (cells, cells), np.uint8)
+    return Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _to_image(colours: np.ndarray) -> Image.Image:
-    return Image.fromarray(np.clip(colours * 255, 0, 255).astype(np.uint8))
+def _add_grain(rng: Generator, picture: Image.Image) -> Image.Image:
+    """Return the picture with the noise of a camera, which makes a JPEG of a photo large."""
+    # A small picture is noisy at every pixel. A large one has been smoothed by its camera.
+    megapixels = picture.width * picture.height / 1e6
+    strength = rng.uniform(15, 24) * min(1.0, megapixels**-0.22)
+    most = max(2, round(strength))
+    grain = rng.integers(-most, most, (picture.height, picture.width, 1), np.int8, endpoint=True)
+    pixels = np.asarray(picture, np.int16) + grain
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+
+
+def _to_rgb(hue: float, saturation: float, value: float) -> tuple[int, int, int]:
+    red, green, blue = hsv_to_rgb(hue, saturation, value)
+    return round(255 * red), round(255 * green), round(255 * blue)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +41,6 @@ def hash_folder(folder: Path) -> dict[str, str]:
 
 def draw_polygons(polygons, height, width):
     return coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(polygons, height, width))) > 0
-
-
-def measure_iou(first, second):
-    return (first & second).sum() / (first | second).sum()
 
 
 def test_dataset_is_what_pycocotools_reads(made, capsys):
@@ -88,91 +83,57 @@ def test_one_image_shows_a_crowd_and_one_nothing(content):
     assert sum(crowd["segmentation"]["counts"][1::2]) == crowd["area"]
 
 
-def paint(seed=0, width=320, height=240, objects=15, crowd=False):
-    return module._paint(
-        np.random.default_rng(seed), width, height, objects, crowd, range(len(CATEGORIES))
-    )
+def make_scene(seed=0, width=320, height=240):
+    return module._Scene(np.random.default_rng(seed), width, height)
 
 
-def test_annotations_cover_the_visible_pixels():
-    overlaps, parted = [], 0
-    for seed in range(6):
-        _, ids, kinds = paint(seed, crowd=True)
-        for number in np.unique(ids)[1:].tolist():
-            visible, crowd = ids == number, number == module._FIRST
-            annotation = module._annotate(visible, kinds[number], crowd)
-            assert annotation["category_id"] == CATEGORIES[kinds[number]]["id"]
-            if crowd:
-                rle = coco_mask.frPyObjects(annotation["segmentation"], 240, 320)
-                assert np.array_equal(coco_mask.decode(rle) > 0, visible)
-            elif visible.sum() >= 150:
-                drawn = draw_polygons(annotation["segmentation"], 240, 320)
-                overlaps.append(measure_iou(drawn, visible))
-                parted += len(annotation["segmentation"]) > 1
-    assert len(overlaps) > 50
-    assert parted > 0, "some objects are visible in several parts"
-    assert np.median(overlaps) >= 0.97
-    assert min(overlaps) >= 0.8, "holes are filled"
+def annotate_all(content, folder):
+    """Return (image, annotation, mask) of every annotation, as pycocotools reads them."""
+    coco = COCO(folder / "annotations.json")
+    images = {image["id"]: image for image in content["images"]}
+    return [
+        (images[each["image_id"]], each, coco.annToMask(each) > 0)
+        for each in content["annotations"]
+    ]
 
 
-def test_two_fifths_of_every_object_stay_visible(monkeypatch):
-    painted = {}
-    paste = Image.Image.paste
-
-    def count(image, colour, box=None, mask=None):
-        if image.mode == "I":  # the numbers, painted back to front
-            before = np.bincount(np.asarray(image).ravel(), minlength=colour + 1)
-            paste(image, colour, box, mask)
-            painted[colour] = np.bincount(np.asarray(image).ravel())[colour] - before[colour]
-        else:
-            paste(image, colour, box, mask)
-
-    monkeypatch.setattr(Image.Image, "paste", count)
-    _, ids, _ = paint(3)
-    visible = np.bincount(ids.ravel())
-    assert len(painted) == 15
-    assert all(visible[number] >= 0.4 * pixels for number, pixels in painted.items())
-    assert any(visible[number] < 0.8 * pixels for number, pixels in painted.items()), (
-        "objects hide each other"
-    )
+def test_no_object_hides_another(tmp_path, capsys):
+    made = make_dataset(tmp_path, n=10, width=160, height=120, objects=(8, 30), workers=1)
+    content = json.loads(made.annotations.read_text())
+    covered = {image["id"]: np.zeros((120, 160), int) for image in content["images"]}
+    for image, _, mask in annotate_all(content, tmp_path):
+        covered[image["id"]] += mask
+    capsys.readouterr()
+    assert max(count.max() for count in covered.values()) == 1
+    assert made.objects > 100
 
 
-@pytest.mark.parametrize(
-    ("rows", "parts"),
-    [
-        (["#"], 1),  # one pixel
-        (["#.", ".#"], 2),  # two pixels that touch at a corner are two parts
-        (["####.....####"] * 6, 2),  # a hidden middle
-        (["#########"] * 3 + ["###.#####"] * 2 + ["#########"] * 3, 1),  # a hole: filled
-        (["########."] * 6 + [".........", "........#"], 2),  # a pixel beside a large part
-    ],
-)
-def test_tracing_parts_and_holes(rows, parts):
-    mask = np.array([[c == "#" for c in row] for row in rows])
-    polygons = module._trace_polygons(mask)
-    assert len(polygons) == parts
-    assert all(len(polygon) >= 6 for polygon in polygons)
-    height, width = mask.shape
-    assert measure_iou(draw_polygons(polygons, height, width), mask) >= 0.9
+@pytest.mark.parametrize("name", [category["name"] for category in CATEGORIES])
+def test_a_polygon_covers_the_pixels_that_were_drawn(name):
+    for seed in range(8):
+        scene = make_scene(seed)
+        before = np.asarray(scene.picture).copy()
+        annotation = scene.add_object(name, 1)
+        drawn = (np.asarray(scene.picture) != before).any(axis=2)
+        mask = draw_polygons(annotation["segmentation"], 240, 320)
+        assert annotation["category_id"] == {each["name"]: each["id"] for each in CATEGORIES}[name]
+        assert annotation["area"] == mask.sum()
+        assert np.array_equal(drawn, mask)
 
 
-def test_tracing_follows_random_masks():
-    rng, overlaps = np.random.default_rng(0), []
-    for _ in range(20):
-        grid = Image.fromarray(rng.integers(0, 256, (5, 6), np.uint8)).resize(
-            (90, 70), Image.Resampling.BICUBIC
-        )
-        mask = np.asarray(grid) > 128
-        overlaps.append(measure_iou(draw_polygons(module._trace_polygons(mask), 70, 90), mask))
-    assert np.median(overlaps) >= 0.97
-    assert min(overlaps) >= 0.85, "holes are filled"
+def test_a_crowd_covers_the_pixels_that_were_drawn():
+    scene = make_scene()
+    before = np.asarray(scene.picture).copy()
+    annotation = scene.add_crowd("ball")
+    drawn = (np.asarray(scene.picture) != before).any(axis=2)
+    mask = coco_mask.decode(coco_mask.frPyObjects(annotation["segmentation"], 240, 320)) > 0
+    assert np.array_equal(mask, drawn)
+    assert len(scene.circles) == 24
 
 
-def test_runs_are_those_of_pycocotools():
-    for seed in range(4):
-        mask = np.random.default_rng(seed).random((7, 5)) < 0.5
-        rle = coco_mask.frPyObjects(module._annotate(mask, 0, True)["segmentation"], 7, 5)
-        assert np.array_equal(coco_mask.decode(rle) > 0, mask)
+def test_every_kind_fits_into_its_circle():
+    for corners in module._SHAPES.values():
+        assert 0.9 <= np.hypot(*np.transpose(corners)).max() <= 1.0
 
 
 def test_workers_do_not_change_a_byte_but_the_seed_does(made, tmp_path):
@@ -228,7 +189,7 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(module, "_annotate", fail)  # workers are forked: they see it too
+    monkeypatch.setattr(module, "_draw_polygon", fail)  # workers are forked: they see it too
     expected = ColabUtilsError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         make_dataset(tmp_path, **SMALL, workers=1)
@@ -268,10 +229,9 @@ def test_three_hundred_small_objects_and_tiny_pictures(tmp_path):
     assert tiny.objects >= 29
 
 
-def test_six_megapixels():
-    file = BytesIO()
-    paint(width=3000, height=2000, objects=2)[0].save(file, "JPEG", quality=90)
-    assert 1e6 < file.tell() < 4e6
+def test_six_megapixels(tmp_path):
+    made = make_dataset(tmp_path, n=1, width=3000, height=2000, objects=(2, 2), workers=1)
+    assert 1e6 < made.bytes < 4e6
 
 
 def test_twelve_megapixel_photos_are_spread_evenly(tmp_path, capsys):
@@ -304,22 +264,6 @@ def test_twelve_megapixel_photos_are_spread_evenly(tmp_path, capsys):
             )
             if annotation["iscrowd"]:
                 assert sum(annotation["segmentation"]["counts"]) == mask.size
-
-
-def test_masks_of_a_photo_are_those_of_its_pixels():
-    """The pixels of an object differ from those around it, up to a pixel of the painting: four of
-    the photo.
-    """
-    _, ids, kinds = paint(2, width=200, height=150, objects=4)
-    for number in np.unique(ids)[1:].tolist():
-        large = (ids == number).repeat(4, 0).repeat(4, 1)
-        drawn = draw_polygons(
-            module._annotate(ids == number, kinds[number], False, 4)["segmentation"], 600, 800
-        )
-        assert measure_iou(drawn, large) > 0.9
-    crowd = module._annotate(ids == 2, 0, True, 4)
-    mask = coco_mask.decode(coco_mask.frPyObjects(crowd["segmentation"], 600, 800)) > 0
-    assert np.array_equal(mask, (ids == 2).repeat(4, 0).repeat(4, 1))
 
 
 def test_categories_that_are_named_are_all_that_is_drawn(tmp_path):

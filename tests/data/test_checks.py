@@ -292,7 +292,7 @@ DEFECTS = [
     (spoil_annotation(area=float("inf")), "bad annotation", True, 12),
     (change_box(lambda x, y, w, h: [x + w, y + h, -w, -h]), "inverted box", True, 12),
     (change_box(lambda x, y, w, h: [x + 160, y, w, h]), "box outside the image", True, 12),
-    (change_box(lambda x, y, w, h: [x, y, 200, h]), "mask and box disagree", True, 12),
+    (change_box(lambda x, y, w, h: [x, y, w / 4, h]), "mask and box disagree", True, 12),
     (draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80]), "box of corners", True, 12),
     (
         draw([99, 60, 159, 60, 159, 120, 99, 120], box=[99, 60, 70, 60]),
