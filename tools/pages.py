@@ -27,7 +27,8 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 _CELLS = """
 body { max-width: 62rem; }
 .cell { margin: 1em 0; }
-.input_area { background: #f6f7f9; border-radius: 6px; padding: .1em 1em; overflow-x: auto; font-size: 14px; }
+.input_area { background: #f6f7f9; border-radius: 6px; padding: .1em 1em; overflow-x: auto;
+  font-size: 14px; }
 .output_area { overflow-x: auto; margin: .4em 0; }
 .output_area pre { padding: 0 1em; font-size: 14px; white-space: pre-wrap; margin: .3em 0; }
 .output_error pre { border-left: 4px solid #D55E00; }
@@ -109,12 +110,12 @@ def write_demo_index(
     """
     total_s = sum(link.seconds for link in links)
     parts = [f"<h2>The notebooks, run in {total_s / 60:.1f} minutes</h2><ol>"]
-    parts += [
-        f'<li value="{number}"><a '
-        f'href="{escape(link.href)}">{escape(re.sub(r"^[0-9]+[.] ", "", link.title))}</a> '
-        f'<span class="quiet">{link.seconds:.0f} s</span></li>'
-        for number, link in enumerate(links, start=1)
-    ]
+    for number, link in enumerate(links, start=1):
+        title = re.sub(r"^[0-9]+[.] ", "", link.title)
+        parts.append(
+            f'<li value="{number}"><a href="{escape(link.href)}">{escape(title)}</a> '
+            f'<span class="quiet">{link.seconds:.0f} s</span></li>'
+        )
     parts.append("</ol>")
     if comparison:
         parts = _show_comparison(comparison, good_day, parts)
@@ -135,8 +136,8 @@ def write_demo_index(
 def _show_comparison(
     comparison: Mapping[str, Any], good_day: Mapping[str, Any] | None, notebooks: Sequence[str]
 ) -> list[str]:
-    """The first screen: the finding, its bars and first seconds, and beside them a good day and the
-    notebooks.
+    """Return the first screen: the finding, its bars and first seconds, and beside them a good day
+    and the notebooks.
     """
 
     def show(figure: Figure, heading: str) -> str:
@@ -169,14 +170,15 @@ def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
         "No description has been provided for this image", "the figure that the cell above draws"
     )
     if cell.metadata.get("cellView") == "form":
-        title = re.match(r"#\s*@title\s+([^{\n]*)", cell.source)
-        return f"<details><summary>{escape(title[1].strip() if title else 'Code')}</summary>{body}</details>"
+        match = re.match(r"#\s*@title\s+([^{\n]*)", cell.source)
+        title = match[1].strip() if match else "Code"
+        return f"<details><summary>{escape(title)}</summary>{body}</details>"
     return str(body)
 
 
 def _collapse_progress(cell: Any) -> Any:
-    """The cell as a terminal would leave it: of a progress bar that was redrawn, only the last line
-    stays.
+    """Return the cell as a terminal would leave it: of a progress bar that was redrawn, only the
+    last line stays.
     """
     cell = copy.deepcopy(cell)
     merged: list[Any] = []

@@ -33,11 +33,11 @@ from tools.workshop import write_workshop
 __all__ = ["Run", "Scenario", "build_environment", "main", "read_small_settings", "run_notebook"]
 
 COLAB = ROOT / "tests" / "colab"
-_CONTENT, _HOST = Path("/content"), Path("/var/colab")
-_START = (
-    'mount --bind "$1" /content && mount --bind "$2" /var/colab && cd /content && shift 2 && '
-    'exec "$@"'
-)
+_CONTENT = Path("/content")
+_HOST = Path("/var/colab")
+_START = """
+mount --bind "$1" /content && mount --bind "$2" /var/colab && cd /content && shift 2 && exec "$@"
+"""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Run:
 
 
 def find_python() -> str:
-    """Python 3.13, as Colab has it, where there is one, else the Python that runs this."""
+    """Find Python 3.13, as Colab has it, where there is one, else the Python that runs this."""
     versions = sorted(Path.home().glob(".pyenv/versions/3.13*/bin/python3.13"))
     for path in (shutil.which("python3.13"), *map(str, versions)):
         if (
@@ -117,7 +117,7 @@ def find_python() -> str:
 
 
 def build_environment(folder: Path) -> Path:
-    """An environment with Colab's versions, made once; answers its Python.
+    """Make an environment with Colab's versions, once, and return its Python.
 
     Args:
         folder: where it lies; made again when ``tests/colab/requirements.txt`` changes.
@@ -128,7 +128,8 @@ def build_environment(folder: Path) -> Path:
     requirements = COLAB / "requirements.txt"
     source = find_python()
     key = hashlib.sha256(source.encode() + requirements.read_bytes()).hexdigest()
-    python, done = folder / "bin" / "python", folder / "installed.txt"
+    python = folder / "bin" / "python"
+    done = folder / "installed.txt"
     if not (done.is_file() and done.read_text() == key):
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([source, "-m", "venv", "--without-pip", str(folder)], check=True)
@@ -150,7 +151,7 @@ def build_environment(folder: Path) -> Path:
 
 
 def read_small_settings() -> dict[str, Any]:
-    """The values with which the tests run the notebooks in little time: ``TINY`` of
+    """Return the values with which the tests run the notebooks in little time: ``TINY`` of
     test_run_notebooks.py.
     """
     tree = ast.parse(
@@ -170,8 +171,8 @@ def read_small_settings() -> dict[str, Any]:
 
 @contextmanager
 def make_content() -> Iterator[bool]:
-    """Whether a notebook can have a /content of its own, for as long as the block lasts; nothing of
-    it is left.
+    """Say whether a notebook can have a /content of its own, for as long as the block lasts;
+    nothing of it is left.
     """
     made = []
     try:
@@ -269,17 +270,21 @@ def run_notebook(
 
 
 def _make_machine(folder: Path, python: Path) -> Path:
-    """A Python of its own, into which the setup cell installs, on top of the shared environment."""
+    """Make a Python of its own, into which the setup cell installs, on top of the shared
+    environment.
+    """
     subprocess.run([str(python), "-m", "venv", "--without-pip", str(folder)], check=True)
     find = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own, shared = (
-        subprocess.run(
-            [str(path), "-c", find], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        for path in (folder / "bin" / "python", python)
-    )
+    own_python = folder / "bin" / "python"
+    own = _read_output([str(own_python), "-c", find])
+    shared = _read_output([str(python), "-c", find])
     Path(own, "shared.pth").write_text(shared)
-    return folder / "bin" / "python"
+    return own_python
+
+
+def _read_output(command: Sequence[str]) -> str:
+    """Return what a command prints."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _find_faults(
@@ -296,15 +301,10 @@ def _find_faults(
         lines = [
             line for _, output in errors for line in "\n".join(output["traceback"]).splitlines()
         ]
-        if (
-            [name for name, _ in errors] != [scenario.stops]
-            or len(lines) != 1
-            or scenario.says not in lines[0]
-        ):
-            yield (
-                f"expected one sentence with {scenario.says!r} from the cell {scenario.stops}, "
-                f"found {lines}"
-            )
+        stopped = [name for name, _ in errors]
+        if stopped != [scenario.stops] or len(lines) != 1 or scenario.says not in lines[0]:
+            expected = f"one sentence with {scenario.says!r} from the cell {scenario.stops}"
+            yield f"expected {expected}, found {lines}"
         return
     if done.returncode:
         place = f"cell '{errors[0][0]}'" if errors else "no cell"
@@ -316,6 +316,19 @@ def _find_faults(
             lines = [line for line in text.splitlines() if "Warning:" in line or "Error" in line]
             if "is finished" not in text:  # of a second run of notebook 04, which must be told so
                 yield f"cell '{name}' warns: {(lines or text.splitlines())[-1][:200]}"
+
+
+def _make_drive(work: Path, scenario: Scenario, *, is_first: bool) -> Path:
+    """Return the folder that stands for Google Drive: new, or that of the notebook before where
+    Drive lasts.
+    """
+    if not scenario.lasts:
+        return Path(tempfile.mkdtemp(prefix="colab-drive-"))
+    drive = work / "drive"
+    if is_first:
+        shutil.rmtree(drive, ignore_errors=True)
+    drive.mkdir(parents=True, exist_ok=True)
+    return drive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -332,20 +345,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # /content is removed then, too
     try:
         python = build_environment(work / "env")
-        wanted = [
-            one
-            for one in SCENARIOS
-            if one.name in (options.scenarios.split(",") if options.scenarios else one.name)
-        ]
+        names = (
+            options.scenarios.split(",")
+            if options.scenarios
+            else [scenario.name for scenario in SCENARIOS]
+        )
+        wanted = [scenario for scenario in SCENARIOS if scenario.name in names]
         notebooks = write_workshop(work / "notebooks")
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    version = subprocess.run(
-        [str(python), "--version"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    version = _read_output([str(python), "--version"])
     print(version, "" if "3.13" in version else "(Colab has 3.13: there is none here)")
-    failed = count = 0
+    failed = 0
+    count = 0
     with make_content() as content:
         if not content:
             print(
@@ -358,21 +371,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source = next(path for path in notebooks if path.name.startswith(number))
                 count += 1
                 folder = work / scenario.name.replace(" ", "_")
-                drive = (
-                    work / "drive"
-                    if scenario.lasts
-                    else Path(tempfile.mkdtemp(prefix="colab-drive-"))
-                )
-                if scenario.lasts and number == "01":
-                    shutil.rmtree(drive, ignore_errors=True)
-                drive.mkdir(parents=True, exist_ok=True)
+                drive = _make_drive(work, scenario, is_first=number == "01")
                 target = folder / f"{count:02d}-{source.name}"
                 run = run_notebook(source, target, scenario, python, drive=drive, content=content)
                 failed += bool(run.faults)
+                outcome = "FAILED" if run.faults else "passed"
                 print(
-                    f"{'FAILED' if run.faults else 'passed'}  {scenario.name}: {source.stem} "
-                    f"({run.seconds:.0f} s)",
-                    flush=True,
+                    f"{outcome}  {scenario.name}: {source.stem} ({run.seconds:.0f} s)", flush=True
                 )
                 for fault in run.faults:
                     print(f"        {fault}")

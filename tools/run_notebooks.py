@@ -86,8 +86,7 @@ def run_demo(
     if bool(images) != bool(annotations):
         found, lacking = ("images", "annotations") if images else ("annotations", "images")
         raise ColabUtilsError(
-            f"expected images and annotations, found only {found}. Name the {lacking} too, or "
-            "neither."
+            f"expected images and annotations, found only {found}. Name {lacking} too, or neither."
         )
     sources = _find_notebooks(notebooks)
     loaded = [(path.stem, _read_notebook(path)) for path in sources]
@@ -96,9 +95,9 @@ def run_demo(
         settings |= {"IMAGES": os.path.abspath(images), "ANNOTATIONS": os.path.abspath(annotations)}
     unknown = set(settings).difference(*(_list_settings(notebook) for _, notebook in loaded))
     if unknown:
+        names = ", ".join(sorted(unknown))
         raise ColabUtilsError(
-            f"expected settings that a notebook has, found {', '.join(sorted(unknown))}. Correct "
-            "the name."
+            f"expected settings that a notebook has, found {names}. Correct the name."
         )
     output = Path(os.path.abspath(output))
     names = [f"{name}{suffix}" for name, _ in loaded for suffix in (".ipynb", ".html")]
@@ -146,7 +145,8 @@ def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
 
     Example:
         >>> import nbformat.v4 as v4
-        >>> cell = v4.new_code_cell("STEPS = 100", id="parameters", metadata={"tags": ["parameters"]})
+        >>> tags = {"tags": ["parameters"]}
+        >>> cell = v4.new_code_cell("STEPS = 100", id="parameters", metadata=tags)
         >>> notebook = v4.new_notebook(cells=[cell])
         >>> inject_parameters(notebook, {"STEPS": 2})
         >>> [cell.source for cell in notebook.cells]
@@ -156,9 +156,9 @@ def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
 
     unknown = set(values) - _list_settings(notebook)
     if unknown:
+        names = ", ".join(sorted(unknown))
         raise ColabUtilsError(
-            f"expected settings of this notebook, found {', '.join(sorted(unknown))}. Correct the "
-            "name."
+            f"expected settings of this notebook, found {names}. Correct the name."
         )
     source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     if source:
@@ -173,8 +173,7 @@ def _find_parameters(notebook: Any) -> int:
         if cell.cell_type == "code" and "parameters" in cell.metadata.get("tags", ()):
             return position
     raise ColabUtilsError(
-        "expected a code cell tagged 'parameters', found none. Tag the cell that holds the "
-        "settings."
+        "expected a code cell tagged 'parameters', found none. Tag the cell with the settings."
     )
 
 
@@ -194,8 +193,8 @@ def _find_notebooks(folder: str | Path | None) -> list[Path]:
     found = sorted(place.glob("[0-9][0-9]_*.ipynb"))
     if not found:
         raise ColabUtilsError(
-            f"expected the notebooks, found none in {place}. Clone the repository and run the "
-            "demo there: "
+            f"expected the notebooks, found none in {place}. "
+            "Clone the repository and run the demo there: "
             "an installed package does not carry them."
         )
     return found
@@ -255,11 +254,9 @@ def _run_notebook(
     if failure is not None:
         cell = f"cell '{running[-1].id}'" if running else "its start"
         lines = re.sub(r"\x1b\[[0-9;]*m", "", str(failure)).strip().splitlines()
-        raise ColabUtilsError(
-            f"expected notebook {name} to run, found in {cell}: "
-            f"{lines[-1] if lines else type(failure).__name__} "
-            f"(the page up to there: {run.page})"
-        ) from failure
+        reason = lines[-1] if lines else type(failure).__name__
+        text = f"expected notebook {name} to run, found in {cell}: {reason}"
+        raise ColabUtilsError(f"{text} (the page up to there: {run.page})") from failure
     return run
 
 
@@ -289,15 +286,17 @@ def _prepare_output(output: Path, names: list[str]) -> None:
     strangers = [name for name in names if (output / name).exists() and name not in listed]
     if strangers:
         raise ColabUtilsError(
-            f"expected a folder of an earlier demo or a new one, found {strangers[0]} in "
-            f"{output}, which no demo made. "
-            "Choose another --output."
+            f"expected a folder of an earlier demo or a new one, found {strangers[0]} in {output}, "
+            "which no demo made. Choose another --output."
         )
     for name in sorted(listed, reverse=True):  # what lies in a folder comes before the folder
         path = (output / name).resolve()
         if path.is_relative_to(output.resolve()):
             with suppress(OSError):  # a folder that holds somebody's file stays
-                path.rmdir() if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
 
 
 def _write_manifest(output: Path, names: list[str], work: Path) -> None:

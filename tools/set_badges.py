@@ -22,16 +22,15 @@ MARKS = re.compile(
 
 
 def list_files(root: Path) -> list[Path]:
-    """The files that name the repository."""
-    return [
-        path
-        for pattern in ("notebooks/*.ipynb", "tools/setup_cell.txt", "*.md", "docs/*.md")
-        for path in sorted(root.glob(pattern))
-    ]
+    """Return the files that name the repository."""
+    paths = []
+    for pattern in ("notebooks/*.ipynb", "tools/setup_cell.txt", "*.md", "docs/*.md"):
+        paths += sorted(root.glob(pattern))
+    return paths
 
 
 def find_slugs(text: str) -> set[str]:
-    """The repositories that the badges and install lines of a text name.
+    """Return the repositories that the badges and install lines of a text name.
 
     Example:
         >>> find_slugs("pip install -q --no-deps git+https://github.com/me/fast.git@v1")
@@ -50,13 +49,11 @@ def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
     """
     if not re.fullmatch(SLUG, slug) or slug.endswith((".git", "/.", "/..")):
         raise ValueError(
-            f"expected REPO=owner/name as on GitHub, found {slug!r}: run make badges "
-            "REPO=owner/name"
+            f"expected REPO=owner/name as on GitHub, found {slug!r}: make badges REPO=owner/name"
         )
     if ref and not re.fullmatch(REF, ref):
         raise ValueError(
-            f"expected REF=tag, a name such as v1.0, found {ref!r}: make badges REPO=owner/name "
-            "REF=v1.0"
+            f"expected REF=tag, such as v1.0, found {ref!r}: make badges REPO=owner/name REF=v1.0"
         )
     texts = {path: path.read_text(encoding="utf-8") for path in list_files(root)}
     old = set().union(*map(find_slugs, texts.values()))
@@ -66,7 +63,8 @@ def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
     )
     changed = []
     for path, text in texts.items():
-        new = _set_ref(link.sub(rf"\g<1>{slug}", text) if old else text, slug, ref)
+        new = link.sub(rf"\g<1>{slug}", text) if old else text
+        new = _set_ref(new, slug, ref)
         if new != text:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
             temporary.write_text(new, encoding="utf-8")
@@ -94,9 +92,9 @@ if __name__ == "__main__":
         files = set_badges(ROOT, *(sys.argv[1:3] or [""]))
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print("\n".join(f"changed {path.relative_to(ROOT)}" for path in files) or "nothing to change")
-    if len(sys.argv) > 2 and sys.argv[2]:
-        print(
-            f"Now commit, and push the commit with its tag: git tag {sys.argv[2]}; git push "
-            f"origin HEAD {sys.argv[2]}"
-        )
+    lines = [f"changed {path.relative_to(ROOT)}" for path in files]
+    print("\n".join(lines) or "nothing to change")
+    tag = sys.argv[2] if len(sys.argv) > 2 else ""
+    if tag:
+        print("Now commit, and push the commit with its tag:")
+        print(f"git tag {tag}; git push origin HEAD {tag}")

@@ -16,7 +16,7 @@ TEXT = Path(__file__).with_suffix(".txt")
 
 
 def read_setup_cell() -> str:
-    """The text of the cell that starts every notebook."""
+    """Return the text of the cell that starts every notebook."""
     return TEXT.read_text(encoding="utf-8").rstrip("\n")
 
 
@@ -29,7 +29,7 @@ def write_notebook(path: Path, notebook: dict[str, Any]) -> None:
 
 
 def write_setup_cells(root: Path) -> list[Path]:
-    """Put the text into the cell ``setup`` of each notebook; answers which notebooks changed.
+    """Put the text into the cell ``setup`` of each notebook; return the notebooks that changed.
 
     Args:
         root: the checkout, with the folder ``notebooks``.
@@ -47,7 +47,5 @@ def write_setup_cells(root: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print(
-        "\n".join(f"changed {path.relative_to(ROOT)}" for path in write_setup_cells(ROOT))
-        or "nothing to change"
-    )
+    lines = [f"changed {path.relative_to(ROOT)}" for path in write_setup_cells(ROOT)]
+    print("\n".join(lines) or "nothing to change")

@@ -1,6 +1,4 @@
-"""Slides of an executed demo: every figure as a PNG file, and one PDF with a figure on each
-page.
-"""
+"""Slides of an executed demo: each figure as a PNG file, and one PDF with a figure on each page."""
 
 from __future__ import annotations
 
@@ -33,20 +31,25 @@ class Slide:
 
 
 def find_slides(notebook: Path) -> list[Slide]:
-    """The figures of an executed notebook, in order.
+    """Return the figures of an executed notebook, in order.
 
     Args:
         notebook: an ``.ipynb`` file with outputs.
     """
     slides: list[Slide] = []
-    title = section = ""
+    title = ""
+    section = ""
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             for marks, heading in re.findall(
                 r"^(#{1,2}) +(.+?)(?: *[(][0-9]+ minutes?[)])?$", source, re.MULTILINE
             ):
-                title, section = (heading, "") if marks == "#" else (title, heading)
+                if marks == "#":
+                    title = heading
+                    section = ""
+                else:
+                    section = heading
         for output in cell.get("outputs", ()):
             picture = output.get("data", {}).get("image/png")
             if picture:

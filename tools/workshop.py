@@ -71,16 +71,16 @@ def build_wheel(folder: Path, *, root: Path = ROOT) -> Path:
         )
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if "rror" in line]
+        reason = lines[-1] if lines else "pip failed"
         raise ColabUtilsError(
-            "expected pip and setuptools 77 or newer to build the wheel, found: "
-            f"{(lines or ['pip failed'])[-1]}. "
+            f"expected pip and setuptools 77 or newer to build the wheel, found: {reason}. "
             "Install them: pip install pip 'setuptools>=77'"
         )
     return next(iter(folder.glob("colab_utils-*.whl")))
 
 
 def carry_wheel(source: str, wheel: Path) -> str:
-    """The setup cell with a wheel inside, in place of the repository's address.
+    """Return the setup cell with a wheel inside, in place of the repository's address.
 
     Args:
         source: the text of the setup cell.
@@ -96,18 +96,17 @@ def carry_wheel(source: str, wheel: Path) -> str:
         f'SOURCE = str(Path(tempfile.mkdtemp(), "{wheel.name}"))\n'
         "Path(SOURCE).write_bytes(lzma.decompress(base64.b64decode(WHEEL)))"
     )
-    carrying, places = _SOURCE.subn(lambda _: carried, source)
-    if places != 1:
+    carrying, count = _SOURCE.subn(lambda _: carried, source)
+    if count != 1:
         raise ColabUtilsError(
-            f"expected one line SOURCE = ... in the setup cell, found {places}: run make "
-            "setup-cells"
+            f"expected one line SOURCE = ... in the setup cell, found {count}: run make setup-cells"
         )
     return carrying
 
 
 def _squeeze(wheel: Path) -> bytes:
-    """The wheel with its files as they are, compressed as a whole: a quarter less than file by
-    file.
+    """Return the wheel with its files as they are, compressed as a whole: a quarter less than file
+    by file.
     """
     plain = io.BytesIO()
     with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(plain, "w") as stored:
@@ -132,10 +131,8 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
         wheel = build_wheel(Path(folder), root=root)
         for path in sorted(root.glob("notebooks/*.ipynb")):
             notebook = json.loads(path.read_text(encoding="utf-8"))
-            title, setup = (
-                notebook["cells"][0],
-                next(cell for cell in notebook["cells"] if cell["id"] == "setup"),
-            )
+            title = notebook["cells"][0]
+            setup = next(cell for cell in notebook["cells"] if cell["id"] == "setup")
             hint = "You have this notebook as a file. On Colab, *File > Upload notebook* opens it."
             title["source"] = _BADGE.sub(hint, "".join(title["source"])).splitlines(keepends=True)
             setup["source"] = carry_wheel(read_setup_cell(), wheel).splitlines(keepends=True)
