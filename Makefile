@@ -34,8 +34,8 @@ workshop: setup
 # Hundreds of processes need not compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint fuse
-	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser and not stress"
-	$(RUN) -m pytest -m "clock and not browser and not stress"
+	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser"
+	$(RUN) -m pytest -m "clock and not browser"
 
 # The notebooks in JupyterLab, in a browser: needs Chromium or Chrome; screenshots are left in runs/browser
 test-browser: setup
@@ -68,13 +68,12 @@ fuzz: setup
 	$(RUN) -m tests.fuzz --cases $(or $(CASES),5000) --seed $(or $(SEED),0)
 
 # Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, a check of 5,000 images, with limits on
-# time and memory, and 200 kills of preprocess; and whether each planted cause of a stall is really there
+# time and memory, and 200 kills of preprocess
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
 	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) tests/stress/kill_preprocess.py
-	$(RUN) -m pytest -m stress tests/benchmarks/test_causes.py
 
 # An environment for each loader that `make benchmark` compares with; what cannot be installed is named
 peers: setup

@@ -37,7 +37,8 @@ WORKERS = 2
 
 def run_once(way: str, data: Any, shards: Path, profile: str, step_ms: float) -> dict[str, float]:
     """Seconds to the first batch, to the end of the first epoch, and of the second one."""
-    step, began_s = EmulatedStep(step_ms), perf_counter()
+    step = EmulatedStep(step_ms)
+    began_s = perf_counter()
     with TemporaryDirectory(dir=shards.parent) as folder, read_at_full_speed():
         slow_down(data.images, profile)
         slow_down(shards, profile)

@@ -31,9 +31,7 @@ PAUSES_S = (60, 10)  # between two, by default: the shorter one at the end of an
 
 
 def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict[str, float]:
-    """Seconds from the first step's end to the end of the run, and the checkpoints written in
-    them.
-    """
+    """Return seconds from the first step's end to that of the run, and the checkpoints in them."""
     with TemporaryDirectory(dir=folder) as run:
         marks_s: list[float] = []
         train(
@@ -57,18 +55,18 @@ def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict
 
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
-    """Seconds that one more checkpoint adds, medians [lowest-highest], and their share of the time
-    between two.
-    """
+    """Tabulate the seconds that one more checkpoint adds, and their share of an interval."""
     table = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        last, every = (
-            [row for row in rows if (row["model"], row["way"]) == (model, way)] for way in WAYS
-        )
-        costs = [
-            (more["seconds"] - less["seconds"]) / (more["checkpoints"] - less["checkpoints"])
-            for less, more in zip(last, every, strict=False)
-        ]
+        runs = {
+            way: [row for row in rows if row["model"] == model and row["way"] == way]
+            for way in WAYS
+        }
+        every = runs["every step"]
+        costs = []
+        for less, more in zip(runs["last alone"], every, strict=False):
+            seconds = more["seconds"] - less["seconds"]
+            costs.append(seconds / (more["checkpoints"] - less["checkpoints"]))
         if costs:
             table.append(
                 {

@@ -31,7 +31,10 @@ __all__ = ["DATA", "Data", "link_copies", "make_data", "make_judged_data", "resi
 PHOTOS = 24
 PHOTO_PIXELS = 12e6
 OBJECTS = 300
-TRAINED, JUDGED = 160, 64  # images
+TRAINED = 160
+"""Images that are trained on."""
+JUDGED = 64
+"""Images that are judged."""
 JPEG_QUALITY = 95
 
 
@@ -144,7 +147,8 @@ def make_data(
             annotations,
             samples=samples,
         )
-        rows, copies = list(source.iterate_distinct()), source.copies
+        rows = list(source.iterate_distinct())
+        copies = source.copies
     entries = DATA[name](rows)
     records = _write_coco(
         folder, entries, categories=list(rows[0][0].coco.categories), copies=copies
@@ -207,9 +211,7 @@ def _keep(rows: _Rows) -> Iterator[Entry]:
 
 
 def _resize_all(rows: _Rows) -> Iterator[Entry]:
-    """Images as PNG at the size that training takes, enlarged or shrunk; masks as RLE at that
-    size.
-    """
+    """Yield images as PNG at the size that training takes, and masks as RLE at that size."""
     from pycocotools import mask as coco_mask
 
     for folder, row in rows:
@@ -258,7 +260,8 @@ def _crowd(rows: _Rows) -> Iterator[Entry]:
     """300 objects in each image: its own, many times over, each time elsewhere."""
     chance = random.Random(0)
     for entry, (folder, row) in zip(_keep(rows), rows, strict=True):
-        own, (height, width) = _list_polygons(folder, row), entry.size
+        own = _list_polygons(folder, row)
+        height, width = entry.size
         annotations = []
         for number in range(OBJECTS if own else 0):
             x, y, w, h = own[number % len(own)]["bbox"]
@@ -278,19 +281,21 @@ def _list_polygons(folder: CocoFolder, row: int) -> list[dict[str, Any]]:
 def _move(
     annotation: dict[str, Any], *, scale: float = 1, shift: tuple[float, float] = (0, 0)
 ) -> dict[str, Any]:
-    x, y, width, height = (value * scale for value in annotation["bbox"])
-    polygons = [
-        (np.reshape(points, (-1, 2)) * scale + shift).ravel().tolist()
-        for points in annotation["segmentation"]
-    ]
-    bbox, area = [x + shift[0], y + shift[1], width, height], annotation["area"] * scale**2
+    x, y, width, height = np.multiply(annotation["bbox"], scale).tolist()
+    polygons = []
+    for points in annotation["segmentation"]:
+        moved = np.reshape(points, (-1, 2)) * scale + shift
+        polygons.append(moved.ravel().tolist())
+    bbox = [x + shift[0], y + shift[1], width, height]
+    area = annotation["area"] * scale**2
     return {**annotation, "bbox": bbox, "area": area, "segmentation": polygons}
 
 
 def _encode(pixels: Any, suffix: str, *, size: tuple[int, int] | None = None) -> bytes:
     from PIL import Image
 
-    image, file = Image.fromarray(pixels), io.BytesIO()
+    image = Image.fromarray(pixels)
+    file = io.BytesIO()
     if size:
         image = image.resize(size[::-1], Image.Resampling.BICUBIC)
     options = {"quality": JPEG_QUALITY} if suffix == ".jpg" else {"compress_level": 1}
@@ -307,4 +312,5 @@ DATA: dict[str, Callable[[_Rows], Iterator[Entry]]] = {
 }
 """What each dataset is made of: JPEGs and polygons as they are; images at 800/1333 as PNG (the
 source of all raw-pixel forms) and as JPEG of quality 95, with masks of that size; large photos;
-images full of objects."""
+images full of objects.
+"""

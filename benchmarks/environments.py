@@ -26,8 +26,8 @@ def read_sections(text: str) -> dict[str, list[str]]:
     """The requirements of each environment: the lines below its ``# [name]``, comments left out.
 
     Example:
-        >>> read_sections("# [ffcv]\\n#: pkg-config\\nffcv>=1\\n# [grain]\\ngrain")
-        {'ffcv': ['ffcv>=1'], 'grain': ['grain']}
+        >>> read_sections("# [spdl]\\n#: pkg-config\\nspdl>=0.1\\n# [litdata]\\nlitdata")
+        {'spdl': ['spdl>=0.1'], 'litdata': ['litdata']}
     """
     parts = re.split(r"^# \[(\w+)\]$", text, flags=re.MULTILINE)[1:]
     bodies = [

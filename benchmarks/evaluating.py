@@ -38,11 +38,10 @@ from colab_utils.training.model import LIGHT_MODEL
 __all__ = ["WAYS", "check_results", "main", "measure_way", "tabulate_runs"]
 
 DATA = ("kept", "photos_12mp")
-_, TORCHVISION, OURS = WAYS = (
-    "the model alone",
-    "torchvision's references",
-    "in boxes, another process",
-)
+ALONE = "the model alone"
+TORCHVISION = "torchvision's references"
+OURS = "in boxes, another process"
+WAYS = (ALONE, TORCHVISION, OURS)
 
 
 def describe_stock(model: nn.Module, image: Tensor, *, device: str) -> list[Any]:
@@ -67,14 +66,11 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
     theirs = describe_stock(model, image, device=device)
     same = sum(one == other for one, other in zip(ours, theirs, strict=False))
     # on a GPU pixels at exactly the threshold may differ from those on a CPU
-    if (
-        not theirs
-        or len(ours) != len(theirs)
-        or same < (0.9 if device == "cuda" else 1) * len(theirs)
-    ):
+    count = len(theirs)
+    least = 0.9 * count if device == "cuda" else count
+    if not theirs or len(ours) != count or same < least:
         raise ColabUtilsError(
-            f"expected the masks of torchvision's references, found {same} of {len(theirs)} the "
-            "same"
+            f"expected the masks of torchvision's references, found {same} of {count} the same"
         )
 
 

@@ -164,12 +164,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             if case.data == "builtin":
                 made = make_dataset(options.work / "data" / "builtin", n=160)
-                images, annotations = made.images, made.annotations
+                images = made.images
+                annotations = made.annotations
             else:
                 data = make_data(
                     case.data, options.work, options.images, options.annotations, samples=300
                 )
-                images, annotations = data.images, data.annotations
+                images = data.images
+                annotations = data.annotations
             print(f"{number} of {options.cases}: {case}", file=sys.stderr, flush=True)
             rows.extend(run_case(case, images, annotations, seconds=options.seconds))
             write_file(options.json, json.dumps(results, indent=1, default=str).encode())

@@ -80,9 +80,7 @@ class Settings:
 def run_scenario(
     scenario: Scenario, systems: Sequence[str], settings: Settings
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Prepare, try, check, then measure in turns; what could not be done has a reason in its
-    row.
-    """
+    """Prepare, try, check, measure in turns; what could not be done has a reason in its row."""
     rows = [_plan_row(scenario, system, settings) for system in systems]
     for row in rows:
         _attempt(row, "prepare", settings)
@@ -130,17 +128,19 @@ def _attempt(row: Row, task: Any, settings: Settings, number: str = "") -> None:
 
 
 def _prepare(row: Row, settings: Settings) -> None:
-    job, done = row.job, row.job.folder / ".done"
+    job = row.job
+    done = row.job.folder / ".done"
     python = find_python(get_system(job.system).environment, settings.work)
     made_from = (job.data.folder / "made.json").read_text()
     if not get_system(job.system).store or (done.exists() and done.read_text() == made_from):
         return
     shutil.rmtree(job.folder, ignore_errors=True)
-    needed, free = LARGEST_BYTES * job.data.records, shutil.disk_usage(settings.work).free
+    needed = LARGEST_BYTES * job.data.records
+    free = shutil.disk_usage(settings.work).free
     if needed > free:
+        wanted = format_bytes(needed)
         raise ColabUtilsError(
-            f"expected {format_bytes(needed)} of free disk, found {format_bytes(free)}. Use fewer "
-            "--samples."
+            f"expected {wanted} of free disk, found {format_bytes(free)}. Use fewer --samples."
         )
     job.folder.mkdir(parents=True)
     run_apart(job, python, timeout_s=1800)
@@ -152,7 +152,8 @@ def _try_crews(row: Row, settings: Settings) -> None:
     python = find_python(system.environment, settings.work)
     job = replace(row.job, task="trial", seconds=TRIAL_S * settings.seconds)
     found = run_apart(job, python, timeout_s=120 + 100 * len(system.crews))
-    row.kb_per_image, row.versions = found["kb_per_image"], found["versions"]
+    row.kb_per_image = found["kb_per_image"]
+    row.versions = found["versions"]
     row.trials = {str(crew): rate for crew, rate in zip(system.crews, found["rates"], strict=True)}
     best = max(range(len(system.crews)), key=found["rates"].__getitem__)
     if not found["rates"][best]:
@@ -331,13 +332,14 @@ def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> d
     """
     if not path.exists():
         return {}
-    earlier, same = json.loads(path.read_text()), ("samples", "repeats", "seconds", "batch_size")
+    earlier = json.loads(path.read_text())
+    same = ("samples", "repeats", "seconds", "batch_size")
     if earlier["machine"] != results["machine"] or any(
         earlier[name] != results[name] for name in same
     ):
         raise ColabUtilsError(
-            f"expected results of this machine with these settings in {path}, found others. Name "
-            "another --json file."
+            f"expected results of this machine with these settings in {path}, found others. "
+            "Name another --json file, or move this one away."
         )
     results["versions"] = earlier["versions"]
     return {found["name"]: found for found in earlier["scenarios"] if found["name"] not in anew}

@@ -32,7 +32,9 @@ from colab_utils.training.step import TrainingStep
 __all__ = ["CountedMemory", "main", "measure_step", "tabulate_runs"]
 
 DATA = ("kept", "objects_300")
-TORCHVISION, PACKED, PARTS = "torchvision's own path", "packed batches", "+ each batch in 2 parts"
+TORCHVISION = "torchvision's own path"
+PACKED = "packed batches"
+PARTS = "+ each batch in 2 parts"
 _LOOK_BYTES = 300_000  # to look for what has gone takes long
 
 
@@ -43,7 +45,9 @@ class CountedMemory(TorchDispatchMode):
 
     def __init__(self, limit: float = float("inf")) -> None:
         super().__init__()
-        self.limit, self.held, self.peak = limit, 0, 0
+        self.limit = limit
+        self.held = 0
+        self.peak = 0
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def count(self, tensors: Any) -> None:
@@ -119,12 +123,13 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     """What each way holds, and how much that is beside torchvision's own path."""
     table = []
     for name in dict.fromkeys(row["data"] for row in rows):
-        of = [row for row in rows if row["data"] == name]
-        for way in dict.fromkeys(row["way"] for row in of):
-            peak, first = (
-                median(row["peak_mb"] for row in of if row["way"] == each)
-                for each in (way, of[0]["way"])
-            )
+        peaks: dict[str, list[float]] = {}
+        for row in rows:
+            if row["data"] == name:
+                peaks.setdefault(row["way"], []).append(row["peak_mb"])
+        medians = {way: median(values) for way, values in peaks.items()}
+        first = next(iter(medians.values()))
+        for way, peak in medians.items():
             table.append(
                 {
                     "data": name,

@@ -47,13 +47,15 @@ __all__ = [
 ]
 
 LARGE = (GPU_MODEL, "maskrcnn_resnet50_fpn")
-SMALL_HEADS, PRUNED = (
-    f"{LIGHT_MODEL}, heads of half the channels",
-    f"{LIGHT_MODEL}, half of the weights pruned",
-)
+SMALL_HEADS = f"{LIGHT_MODEL}, heads of half the channels"
+PRUNED = f"{LIGHT_MODEL}, half of the weights pruned"
 MODELS = (*LARGE, LIGHT_MODEL, SMALL_HEADS, PRUNED)
-BATCH_SIZE, TIMED = 2, 8
-PRUNED_SHARE, PRUNED_AFTER = 0.5, 0.5  # of the weights; of the steps
+BATCH_SIZE = 2
+TIMED = 8
+PRUNED_SHARE = 0.5
+"""Of the weights."""
+PRUNED_AFTER = 0.5
+"""Of the steps."""
 
 
 def build(name: str, *, num_classes: int, min_size: int) -> nn.Module:
@@ -62,8 +64,10 @@ def build(name: str, *, num_classes: int, min_size: int) -> nn.Module:
     sizes = {"min_size": min_size, "max_size": round(min_size * 5 / 3)}
     model = assemble_mask_rcnn(known, num_classes=num_classes, starts_from="random", **sizes)
     if change and name == SMALL_HEADS:
-        heads, channels = model.roi_heads, model.backbone.out_channels
-        hidden, narrow = heads.box_head.fc7.out_features // 2, channels // 2
+        heads = model.roi_heads
+        channels = model.backbone.out_channels
+        hidden = heads.box_head.fc7.out_features // 2
+        narrow = channels // 2
         heads.box_head = TwoMLPHead(channels * 7 * 7, hidden)
         heads.box_predictor = FastRCNNPredictor(hidden, num_classes)
         heads.mask_head = MaskRCNNHeads(channels, (narrow,) * 4, 1)
@@ -103,15 +107,15 @@ def measure_model(
 ) -> dict[str, float]:
     """Train (0 ``steps``: not), evaluate, and time one model."""
     torch.manual_seed(seed)
-    data, validation = (
-        ShardDataset(work / part, contiguous_labels=True) for part in ("train", "val")
-    )
+    data = ShardDataset(work / "train", contiguous_labels=True)
+    validation = ShardDataset(work / "val", contiguous_labels=True)
     model = build(name, num_classes=data.num_classes, min_size=min_size)
     known = name.partition(", ")[0]
     step = TrainingStep(
         model, device, optimizer=make_optimizer(model, name=known, learning_rate=0.0)
     )
-    highest, found = choose_rate(known, BATCH_SIZE), dict[str, float]()
+    highest = choose_rate(known, BATCH_SIZE)
+    found = dict[str, float]()
     loader = make_loader(
         data, batch_size=BATCH_SIZE, workers=1, seed=seed, device=device, deliver="packed"
     )
@@ -135,12 +139,8 @@ def measure_model(
         if torch.is_tensor(t)
     }
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    tensors = [
-        *model.parameters(),
-        *model.buffers(),
-        *gradients,
-        *state.values(),
-    ]  # what is pruned is a mask, in buffers
+    # What is pruned is a mask, in a buffer.
+    tensors = [*model.parameters(), *model.buffers(), *gradients, *state.values()]
     found["weights_mb"] = sum(tensor.nbytes for tensor in tensors) / 1e6
     if steps:
         ap = evaluate(model, validation, device=device)

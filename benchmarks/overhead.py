@@ -56,8 +56,10 @@ def time_loop(loader: Iterable[Any], clocked: ClockedLoader, *, step_ms: float) 
     """
     model = nn.Linear(3 * 32 * 32, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    clocked.inside_s, stepped_s = 0.0, 0.0
-    threads_s, began_s = process_time() - thread_time(), perf_counter()
+    clocked.inside_s = 0.0
+    stepped_s = 0.0
+    threads_s = process_time() - thread_time()
+    began_s = perf_counter()
     for images, labels in loader:
         step_began_s = perf_counter()
         optimizer.zero_grad()
@@ -80,10 +82,13 @@ def make_pair(
 ) -> dict[str, tuple[Iterable[Any], ClockedLoader]]:
     """A bare loader and a watched one, whose workers live already."""
     photos = Photos(folder, count=4 * batches)
-    bare, inner = (
-        ClockedLoader(photos, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
-        for _ in range(2)
-    )
+    settings: dict[str, Any] = {
+        "batch_size": 4,
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+    }
+    bare = ClockedLoader(photos, **settings)
+    inner = ClockedLoader(photos, **settings)
     loaders: dict[str, tuple[Iterable[Any], ClockedLoader]] = {
         "bare": (bare, bare),
         "watched": (WatchedLoader(inner, 60, "report"), inner),
@@ -96,26 +101,27 @@ def make_pair(
 
 def find_costs(row: dict[str, Any]) -> tuple[float, float]:
     """What a watched epoch takes more, as shares of the bare one: by the count, and by the wall."""
-    bare, watched = row["bare"], row["watched"]
+    bare = row["bare"]
+    watched = row["watched"]
     counted = sum(watched[name] - bare[name] for name in ("outside_s", "threads_s"))
     return counted / bare["wall_s"], watched["wall_s"] / bare["wall_s"] - 1
 
 
 def tabulate(rows: Sequence[dict[str, Any]]) -> str:
-    """Medians, each with the range of the middle half of the pairs."""
+    """Tabulate medians, each with the range of the middle half of the pairs."""
     table = []
     for workers in dict.fromkeys(row["workers"] for row in rows):
-        costs = [
-            sorted(found)
-            for found in zip(*(find_costs(r) for r in rows if r["workers"] == workers), strict=True)
-        ]
-        quarter = len(costs[0]) // 4
-        counted, wall = (
-            f"{median(more):+.2%} ({more[quarter]:+.2%} to {more[-1 - quarter]:+.2%})"
-            for more in costs
-        )
-        table.append({"workers": workers, "pairs": len(costs[0]), "counted": counted, "wall": wall})
+        costs = [find_costs(row) for row in rows if row["workers"] == workers]
+        counted = _format_range([counted for counted, _ in costs])
+        wall = _format_range([wall for _, wall in costs])
+        table.append({"workers": workers, "pairs": len(costs), "counted": counted, "wall": wall})
     return str(make_table(table)) if table else "nothing was timed"
+
+
+def _format_range(shares: Sequence[float]) -> str:
+    ordered = sorted(shares)
+    quarter = len(ordered) // 4
+    return f"{median(ordered):+.2%} ({ordered[quarter]:+.2%} to {ordered[-1 - quarter]:+.2%})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

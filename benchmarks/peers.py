@@ -37,7 +37,8 @@ class Peer:
     """
 
     def __init__(self, setting: Setting, system: str) -> None:
-        self._setting, kind = setting, get_system(system)
+        self._setting = setting
+        kind = get_system(system)
         shards = setting.prepared.get("shards_on_ssd").folder
         data = Shards(shards, _name_codec(ShardDataset(shards)), len(setting.prepared), copies=1)
         folder = setting.prepared.ssd / f"{system}-{setting.prepared.name}"
@@ -51,7 +52,7 @@ class Peer:
         self._system = as_they_are(data, folder, crew)
 
     def __iter__(self) -> Iterator[Any]:
-        # in a library's forked workers torch would complain of loaders that are garbage by now
+        # In a library's forked workers torch would complain of loaders that are garbage by now.
         gc.collect()
         samples: list[Any] = []
         for batch in self._system:

@@ -110,7 +110,8 @@ def time_preprocess(data: Any, storage: Storage, workers: int, folder: Path) -> 
     made = write_shards(
         data.images, data.annotations, shards=folder / "shards", shard_mb=8, **settings
     )
-    recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
+    recipe = read_index(folder / "shards").recipe
+    dataset = read_coco(data.annotations)
     return {
         "planned": plan.write_s,
         "made": made.seconds,
@@ -122,9 +123,7 @@ def time_preprocess(data: Any, storage: Storage, workers: int, folder: Path) -> 
 
 
 def time_copy(shards: Path, profile: str, folder: Path) -> dict[str, float]:
-    """Seconds of `copy_shards` from a mount, and of bare reads on another mount of the same
-    folder.
-    """
+    """Time `copy_shards` from a mount, and bare reads on another mount of the same folder."""
     from tests.drive_mount import mount_drive  # it needs libfuse
 
     times = {}
@@ -152,7 +151,8 @@ def time_preprocess_from_drive(
     }
     with mount_drive(data.images, folder / "made", profile=profile) as mount:
         made = write_shards(mount.folder, data.annotations, **settings)
-    recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
+    recipe = read_index(folder / "shards").recipe
+    dataset = read_coco(data.annotations)
     with mount_drive(data.images, folder / "bare", profile=profile) as mount:
         bare_s = make_bare(mount.folder, dataset, recipe, workers, masks=False)
     return {"made": made.seconds, "bare": bare_s}

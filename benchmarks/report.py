@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,19 +16,20 @@ from colab_utils.units import format_bytes
 __all__ = ["format_scenario", "summarise", "write_readme"]
 
 README = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- results: written by --readme -->", "<!-- end of results -->"
+BEGIN = "<!-- results: written by --readme -->"
+END = "<!-- end of results -->"
 _FIGURES = ("images_per_second", "cpu_ms_per_image", "wait_share")
 
 
 def summarise(repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the repeats, and the lowest and highest speed."""
+    """Return medians of the repeats, and the lowest and highest speed."""
     speeds = [repeat["images_per_second"] for repeat in repeats]
     figures = {name: median(repeat[name] for repeat in repeats) for name in _FIGURES}
     return {**figures, "lowest": min(speeds), "highest": max(speeds)}
 
 
 def format_scenario(scenario: dict[str, Any]) -> str:
-    """A scenario's table and targets, for the terminal."""
+    """Return a scenario's table and targets, for the terminal."""
     targets = "\n".join(f"  {line}" for line in _list_targets(scenario))
     head = f"{scenario['name']}: {SCENARIOS[scenario['name']].idea}"
     return "\n".join(part for part in (head, str(_tabulate(scenario)), targets) if part)
@@ -49,14 +51,8 @@ def write_readme(results: dict[str, Any], path: Path = README) -> None:
     parts = [_describe_run(results)]
     for scenario in results["scenarios"]:
         table = _tabulate(scenario)
-        lines = [
-            table.headings,
-            ["--:" if number else "---" for number in table.is_number],
-            *table.rows,
-        ]
-        rows = "\n".join(
-            f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines
-        )
+        rules = ["--:" if number else "---" for number in table.is_number]
+        rows = "\n".join(_format_line(line) for line in (table.headings, rules, *table.rows))
         targets = "\n".join(f"- {line}" for line in _list_targets(scenario))
         idea = SCENARIOS[scenario["name"]].idea
         head = f"### {scenario['name']}\n\n{idea[0].upper()}{idea[1:]}."
@@ -65,15 +61,19 @@ def write_readme(results: dict[str, Any], path: Path = README) -> None:
     write_file(path, f"{before}{BEGIN}\n\n{body}\n\n{END}{after}".encode())
 
 
+def _format_line(cells: Sequence[str]) -> str:
+    """Return a line of a table in Markdown."""
+    text = " | ".join(cell.replace("|", "/") for cell in cells)
+    return f"| {text} |"
+
+
 def _describe_run(results: dict[str, Any]) -> str:
     machine = results["machine"]
     rows = [row for scenario in results["scenarios"] for row in scenario["rows"]]
     controls = [repeat["control_s"] for row in rows for repeat in row["repeats"]]
-    drift = (
-        f"{min(controls) * 1000:.0f} to {max(controls) * 1000:.0f} ms"
-        if controls
-        else "not measured"
-    )
+    drift = "not measured"
+    if controls:
+        drift = f"{min(controls) * 1000:.0f} to {max(controls) * 1000:.0f} ms"
     versions = ", ".join(
         f"{name} {version}" for name, version in sorted(results["versions"].items())
     )
@@ -81,44 +81,57 @@ def _describe_run(results: dict[str, Any]) -> str:
         f"Measured on {results['date']}: {machine['cores']} cores ({machine['cpu']}), "
         f"{format_bytes(machine['ram_bytes'])} RAM, {machine['software']}. "
         f"{results['repeats']} repeats of about {results['seconds']:g} s, in "
-        "turns; medians [lowest-highest]. The fixed control job beside each repeat took "
-        f"{drift}.\n\n"
+        "turns; medians [lowest-highest]. "
+        f"The fixed control job beside each repeat took {drift}.\n\n"
         f"Peers: {versions or 'none'}.\n\n```\n{results['command']}\n```"
     )
 
 
 def _tabulate(scenario: dict[str, Any]) -> Table:
-    rows = sorted(
-        scenario["rows"],
-        key=lambda row: -(row["figures"] or {"images_per_second": 0})["images_per_second"],
-    )
+    rows = sorted(scenario["rows"], key=_read_speed, reverse=True)
     waits = SCENARIOS[scenario["name"]].step_ms is not None
     return make_table([_format_row(row, waits=waits) for row in rows])
 
 
+def _read_speed(row: dict[str, Any]) -> float:
+    """Return images a second, 0 where nothing was measured."""
+    speed: float = row["figures"]["images_per_second"] if row["figures"] else 0.0
+    return speed
+
+
 def _format_row(row: dict[str, Any], *, waits: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = row["figures"] or {}
-    speeds = (
-        [_round(figures[name]) for name in ("images_per_second", "lowest", "highest")]
-        if figures
-        else []
-    )
-    remark = row["reason"] or (f"not comparable: {row['difference']}" if row["difference"] else "")
-    return {
+    figures: dict[str, Any] | None = row["figures"]
+    speed = None
+    cpu_ms = None
+    waiting = None
+    if figures:
+        lowest = _round(figures["lowest"])
+        highest = _round(figures["highest"])
+        speed = f"{_round(figures['images_per_second'])} [{lowest}-{highest}]"
+        cpu_ms = _round(figures["cpu_ms_per_image"])
+        waiting = f"{figures['wait_share']:.1%}"
+    cells: dict[str, Any] = {
         "system": row["system"],
         "loads with": row["crew"] or None,
-        "images/s": f"{speeds[0]} [{speeds[1]}-{speeds[2]}]" if figures else None,
-        "CPU-ms/image": _round(figures["cpu_ms_per_image"]) if figures else None,
-        "kB/image": row["kb_per_image"] and f"{row['kb_per_image']:,.0f}",
-        **({"waiting": f"{figures['wait_share']:.1%}" if figures else None} if waits else {}),
-        "remark": remark,
+        "images/s": speed,
+        "CPU-ms/image": cpu_ms,
+        "kB/image": f"{row['kb_per_image']:,.0f}" if row["kb_per_image"] else None,
     }
+    if waits:
+        cells["waiting"] = waiting
+    cells["remark"] = row["reason"]
+    if row["difference"] and not row["reason"]:
+        cells["remark"] = f"not comparable: {row['difference']}"
+    return cells
 
 
 def _round(number: float) -> str:
-    return (
-        f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-    )
+    """Return a number with three digits or more."""
+    if number >= 100:
+        return f"{number:,.0f}"
+    if number >= 10:
+        return f"{number:.1f}"
+    return f"{number:.2f}"
 
 
 def _list_targets(scenario: dict[str, Any]) -> list[str]:
@@ -127,6 +140,8 @@ def _list_targets(scenario: dict[str, Any]) -> list[str]:
         if target["value"] is None:
             lines.append(f"{target['text']}: {target['wanted']} wanted, not measured")
             continue
-        said = "reached" if target["reached"] else "NOT reached"
-        lines.append(f"{target['text']}: {target['value']:.3g}, {target['wanted']} wanted, {said}")
+        outcome = "reached" if target["reached"] else "NOT reached"
+        lines.append(
+            f"{target['text']}: {target['value']:.3g}, {target['wanted']} wanted, {outcome}"
+        )
     return lines

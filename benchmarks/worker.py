@@ -32,7 +32,6 @@ __all__ = ["Job", "run_job"]
 
 COMPARED_IMAGES = 24
 CHECK_S = 30.0
-CODEC_LEVELS = 3.0  # of 255, on average: one image through two JPEG codecs at quality 95
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ def run_job(job: Job) -> dict[str, Any]:
 
 def try_crews(job: Job) -> dict[str, Any]:
     """The speed of every crew, measured for a short time each; 0 where it failed."""
-    rates, errors = [], []
+    rates = []
+    errors = []
     _warm(job.files)
     for crew in get_system(job.system).crews:
         try:
@@ -114,7 +114,8 @@ def try_crews(job: Job) -> dict[str, Any]:
 def measure(system: System, job: Job) -> dict[str, Any]:
     """Speed, CPU time and waiting, after a warm-up that empties what was loaded ahead."""
     control_s = _time_control()
-    stream, step = _repeat(system), EmulatedStep(job.step_ms) if job.step_ms else None
+    stream = _repeat(system)
+    step = EmulatedStep(job.step_ms) if job.step_ms else None
     for batch in islice(stream, 2 * system.crew.size + 2):
         if step:
             step(batch)
@@ -141,51 +142,43 @@ def _repeat(system: System) -> Generator[Any, None, None]:
 
 
 def check(system: System, job: Job) -> dict[str, Any]:
-    """Whether every image comes once in an epoch, and the first ones are what the reference
-    gives.
-    """
+    """Check that every image comes once, and the first ones are what the reference gives."""
     reference = job.reference.open()
     row_of = {image_id: row for row, image_id in enumerate(reference.image_ids.tolist())}
     seen: Counter[int] = Counter()
-    compared, difference, whole, began_s = 0, "", True, perf_counter()
+    compared = 0
+    difference = ""
+    whole = True
+    began_s = perf_counter()
     for batch in system:
         seen.update(system.read_ids(batch))
         compares = compared < COMPARED_IMAGES and perf_counter() - began_s < CHECK_S / 2
         for image, target in system.unpack(batch) if compares else ():
             compared += 1
             if not difference and target["image_id"] in row_of:
-                levels = CODEC_LEVELS if system.own_codec and job.data.is_jpeg else 0.0
-                found = _compare(
-                    (image, target), reference[row_of[int(target["image_id"])]], levels=levels
-                )
+                found = _compare((image, target), reference[row_of[int(target["image_id"])]])
                 difference = found and f"image {target['image_id']}: {found}"
         if perf_counter() - began_s > CHECK_S:
             whole = False
             break
-    unknown, repeated = (
-        seen.keys() - row_of.keys(),
-        [image_id for image_id, times in seen.items() if times > 1],
-    )
+    unknown = seen.keys() - row_of.keys()
+    repeated = [image_id for image_id, times in seen.items() if times > 1]
     if unknown or repeated or (whole and len(seen) < len(row_of)):
-        difference = (
-            f"{len(unknown)} images unknown, {len(repeated)} came twice, {len(seen)} of "
-            f"{len(row_of)} came"
-        )
+        arrived = f"{len(seen)} of {len(row_of)} came"
+        difference = f"{len(unknown)} images unknown, {len(repeated)} came twice, {arrived}"
     return {"difference": difference, "seen": len(seen), "whole_epoch": whole, "compared": compared}
 
 
-def _compare(sample: Sample, wanted: Sample, *, levels: float) -> str:
-    """How a sample differs from the reference, which is mirrored where the sample is; what it lacks
-    is not compared.
-
-    Pixels that differ by at most ``levels`` of 255, on average, count as equal.
+def _compare(sample: Sample, wanted: Sample) -> str:
+    """Say how a sample differs from the reference, mirrored where the sample is; what it lacks is
+    not compared.
     """
-    (image, target), (wanted_image, wanted_target) = sample, wanted
+    image, target = sample
+    wanted_image, wanted_target = wanted
     if image.shape == wanted_image.shape:
         pixels = image.float() * (255 if image.is_floating_point() else 1)
-        as_is, mirrored = (
-            (pixels - other.float()).abs().mean() for other in (wanted_image, wanted_image.flip(-1))
-        )
+        as_is = (pixels - wanted_image.float()).abs().mean()
+        mirrored = (pixels - wanted_image.flip(-1).float()).abs().mean()
         if mirrored < as_is:
             x0, y0, x1, y1 = wanted_target["boxes"].unbind(1)
             boxes = torch.stack([image.shape[-1] - x1, y0, image.shape[-1] - x0, y1], 1)
@@ -195,7 +188,8 @@ def _compare(sample: Sample, wanted: Sample, *, levels: float) -> str:
                 "masks": wanted_target["masks"].flip(-1),
             }
             wanted_image = wanted_image.flip(-1)
-        if min(as_is, mirrored) <= levels:
+        # Pixels as fractions of one count as equal, too.
+        if min(as_is, mirrored) == 0:
             image = wanted_image
     if "boxes" not in target:
         target = wanted_target
@@ -219,7 +213,8 @@ def _time_control() -> float:
     repeats.
     """
     numbers = np.random.default_rng(0).integers(0, 1 << 30, 1 << 20)
-    source, target = np.ones(1 << 26, np.uint8), np.zeros(1 << 26, np.uint8)
+    source = np.ones(1 << 26, np.uint8)
+    target = np.zeros(1 << 26, np.uint8)
     began_s = perf_counter()
     np.sort(numbers, kind="stable")
     for _ in range(4):

@@ -42,9 +42,7 @@ TIMEOUT_S = 3.0  # for a batch that hangs
 def watch_loop(
     make_loop: Callable[[Path], Any], folder: Path, seconds: float
 ) -> tuple[list[Cause], str]:
-    """The causes that a summary of the running loop names, and the truth by the loop's own
-    clocks.
-    """
+    """Return the causes that a summary of the running loop names, and the truth by its clocks."""
     watched: list[WatchedLoader] = []
 
     def around(loader: Any) -> WatchedLoader:

@@ -1,6 +1,4 @@
-"""Two workers with many threads each: their batches come in time, but the step hardly gets a
-core.
-"""
+"""Two workers with many threads each: their batches come in time, but the step gets no core."""
 
 from __future__ import annotations
 

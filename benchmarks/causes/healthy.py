@@ -103,7 +103,8 @@ def make_light_log(folder: Path) -> Loop:
 
 def make_variable_steps(folder: Path) -> Loop:
     """Steps of 20 to 110 ms."""
-    step, lengths = Step(), cycle((20, 80, 40, 110, 60))
+    step = Step()
+    lengths = cycle((20, 80, 40, 110, 60))
 
     def train(images: Tensor, targets: Tensor) -> None:
         step.step_ms = next(lengths)

@@ -77,7 +77,8 @@ class Photos(Dataset[tuple[Tensor, int]]):
         transforms: Callable[[Tensor, int], tuple[Tensor, int]] | None = None,
     ) -> None:
         self.paths = [folder / f"photo-{number}.jpg" for number in range(count)]
-        self.read, self.transforms = read, transforms
+        self.read = read
+        self.transforms = transforms
         chance = np.random.default_rng(0)
         for path in self.paths:
             Image.fromarray(chance.integers(0, 256, (32, 32, 3), np.uint8)).save(path, "JPEG")
@@ -89,7 +90,8 @@ class Photos(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         pixels = np.array(Image.open(io.BytesIO(self.read(self.paths[index]))))
-        image, label = torch.from_numpy(pixels).permute(2, 0, 1) / 255, index % 10
+        image = torch.from_numpy(pixels).permute(2, 0, 1) / 255
+        label = index % 10
         return self.transforms(image, label) if self.transforms else (image, label)
 
 
@@ -158,9 +160,7 @@ class Truth:
 
     @property
     def wait_share(self) -> float:
-        """Of the time, 0 to 1: waiting for batches, which includes every later start of an
-        epoch.
-        """
+        """Of the time, 0 to 1: waiting for batches, every later start of an epoch included."""
         return self._find_share(self.wait_s[1:])
 
     @property
@@ -185,14 +185,11 @@ class Truth:
 
     def __str__(self) -> str:
         shares = (
-            f"wait {self.wait_share:.0%} (starts {self.start_share:.0%}), step "
-            f"{self.step_share:.0%}"
+            f"wait {self.wait_share:.0%} (starts {self.start_share:.0%}), "
+            f"step {self.step_share:.0%}, between {self.between_share:.0%}"
         )
         count = f"{len(self.step_s)} batches, {len(self.starts)} epochs in {self.wall_s:.1f} s"
-        return (
-            f"{shares}, between {self.between_share:.0%}; a step takes {self.step_ms:.0f} ms; "
-            f"{count}"
-        )
+        return f"{shares}; a step takes {self.step_ms:.0f} ms; {count}"
 
 
 def run_loop(
@@ -209,8 +206,12 @@ def run_loop(
     on.
     """
     loader, step, after = make_loop(folder)
-    waits, steps, betweens, starts = list[float](), list[float](), list[float](), list[int]()
-    began_s = asked_s = perf_counter()
+    waits = list[float]()
+    steps = list[float]()
+    betweens = list[float]()
+    starts = list[int]()
+    began_s = perf_counter()
+    asked_s = began_s
     while True:
         starts.append(len(steps))
         for batch in around(loader):

@@ -131,16 +131,23 @@ def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
 
 
 def read_traceml(said: str) -> tuple[str, str]:
-    """Its verdict, and what to do next."""
-    found = {key: re.search(rf"{key}: (.*?)\s*(\||$)", said, re.M) for key in ("Verdict", "Next")}
-    verdict, advice = (match[1] if match else "" for match in found.values())
-    return verdict, advice
+    """Return its verdict, and what to do next."""
+    return _read_line(said, "Verdict"), _read_line(said, "Next")
+
+
+def _read_line(said: str, key: str) -> str:
+    """Return what follows a key in TraceML's frame of text, or nothing."""
+    match = re.search(rf"{key}: (.*?)\s*(\||$)", said, re.M)
+    return match[1] if match else ""
 
 
 def read_gpuprof(said: str) -> tuple[str, str]:
-    """Its first insight, and what it advises there."""
+    """Return its first insight, and what it advises there."""
     insights = re.findall(r"^ *\[(?:CRIT|HIGH|MED|LOW|INFO)\]\s+(.*)\n((?: {10}.*\n)+)", said, re.M)
-    return (insights[0][0], " ".join(insights[0][1].split())) if insights else ("", "")
+    if not insights:
+        return "", ""
+    insight, advice = insights[0]
+    return insight, " ".join(advice.split())
 
 
 READERS: dict[str, Callable[[str], tuple[str, str]]] = {

@@ -26,7 +26,8 @@ def make_loop(folder: Path, *, workers: int | None = None) -> Loop:
     """Each worker has the cores for a moment: all first batches are late, and then none is left to
     load.
     """
-    dataset, count = Photos(folder, transforms=augment), workers or 8 * count_cores()
+    dataset = Photos(folder, transforms=augment)
+    count = workers or 8 * count_cores()
     return (
         make_plain_loader(dataset, batches=32, workers=count, persistent_workers=True),
         Step(),

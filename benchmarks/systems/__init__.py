@@ -24,13 +24,9 @@ SYSTEMS = {
     "webdataset": "streaming:WebDataset",
     "litdata": "streaming:LitData",
     "mosaicml": "streaming:MosaicML",
-    "hf_datasets": "streaming:HFDatasets",
     "spdl": "pipelines:SPDL",
     "spdl_files": "pipelines:SPDLFiles",
-    "grain": "pipelines:Grain",
     "tf_data": "pipelines:TFData",
-    "ffcv": "ffcv:FFCV",
-    "dali": "dali:DALI",
 }
 """Name: module and class. The first six are ours or made by hand, the others are peers."""
 

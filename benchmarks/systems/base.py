@@ -56,19 +56,15 @@ class System:
     read.
     """
     size_800: ClassVar[bool] = False
-    """Whether it resizes to 800/1333 itself: its samples are then compared with those of that
-    size.
-    """
-    own_codec: ClassVar[bool] = False
-    """Whether its JPEGs are encoded and decoded by a codec of its own: its pixels may differ by
-    what that changes.
-    """
+    """Whether it resizes to 800/1333 itself: its samples are compared with those of that size."""
     crews: ClassVar[tuple[Crew, ...]] = tuple(Crew(size, "workers") for size in range(4))
     flips: ClassVar[bool] = True
     """Whether it mirrors samples at random; `benchmarks.peers` wants them as they are."""
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
-        self.data, self.folder, self.crew = data, folder, crew
+        self.data = data
+        self.folder = folder
+        self.crew = crew
 
     @classmethod
     def prepare(cls, data: Data, folder: Path) -> None:
@@ -102,7 +98,8 @@ class Records:
     """
 
     def __init__(self, data: Data) -> None:
-        self._data, self._folder = data, data.open()
+        self._data = data
+        self._folder = data.open()
         # not sorted by image: copies of an image must not lie beside each other
         self._rows = [
             row for copy in range(data.copies) for row in range(copy, data.records, data.copies)
@@ -132,18 +129,14 @@ class Records:
         return np.array([*image.shape[1:], *map(len, parts)]).tobytes(), *parts
 
 
-def finish(
-    record: bytes | NDArray[np.uint8], pixels: Tensor | None = None, *, flips: bool = True
-) -> Sample:
-    """The work that a record leaves: decode, make the masks dense, flip at random; ``pixels``: of
-    its image.
-    """
+def finish(record: bytes | NDArray[np.uint8], *, flips: bool = True) -> Sample:
+    """Do the work that a record leaves: decode, make the masks dense, flip at random."""
     data = np.frombuffer(record, np.uint8)
     image_id, height, width, *lengths = data[:56].view(np.int64).tolist()
     labels, boxes, bits, image, *_ = np.split(data[56:], np.cumsum(lengths))
-    if pixels is None and len(image) == 3 * height * width:
+    if len(image) == 3 * height * width:
         pixels = torch.from_numpy(image).view(3, height, width)
-    elif pixels is None:
+    else:
         pixels = torch.from_numpy(decode_pixels(image.tobytes())).permute(2, 0, 1)
     count = lengths[0] // 8
     masks = np.unpackbits(bits, count=count * height * width).reshape(count, height, width)

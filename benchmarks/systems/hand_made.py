@@ -54,12 +54,8 @@ class _Threads(System):
                 yield pending.popleft().result()
 
     def _fill_batch(self, buffers: NDArray[np.uint8], rows: list[int]) -> Any:
-        return tuple(
-            zip(
-                *(self.fill(buffer, row) for buffer, row in zip(buffers, rows, strict=False)),
-                strict=True,
-            )
-        )
+        samples = [self.fill(buffer, row) for buffer, row in zip(buffers, rows, strict=False)]
+        return tuple(zip(*samples, strict=True))
 
 
 class BareDecode(_Threads):
@@ -94,9 +90,8 @@ class Ceiling(_Threads):
         index = read_index(folder)
         for shard in index.shards:
             arrays = load_arrays(folder / shard.arrays_name, shard)
-            tar, masks = (
-                np.memmap(folder / name, np.uint8, "r") for name in (shard.name, shard.arrays_name)
-            )
+            tar = np.memmap(folder / shard.name, np.uint8, "r")
+            masks = np.memmap(folder / shard.arrays_name, np.uint8, "r")
             first = 0
             spans = zip(
                 arrays.image_ids.tolist(),
@@ -129,18 +124,14 @@ class Ceiling(_Threads):
         np.copyto(pixels, stored)
         image = torch.from_numpy(pixels.reshape(*size, 3)).permute(2, 0, 1)
         masks = PackedMasks(bits.copy(), crops, ends)
-        boxes, labels = torch.from_numpy(boxes.copy()), torch.from_numpy(labels.copy())
+        boxes = torch.from_numpy(boxes.copy())
+        labels = torch.from_numpy(labels.copy())
         return image, {"boxes": boxes, "labels": labels, "packed": masks, "image_id": image_id}
 
     def unpack(self, batch: Any) -> list[Sample]:
-        """With dense masks."""
-        return [
-            (
-                image,
-                {
-                    **target,
-                    "masks": torch.from_numpy(unpack_masks(target["packed"], *image.shape[1:])),
-                },
-            )
-            for image, target in zip(*batch, strict=True)
-        ]
+        """Return the samples with dense masks."""
+        samples = []
+        for image, target in zip(*batch, strict=True):
+            masks = unpack_masks(target["packed"], *image.shape[1:])
+            samples.append((image, {**target, "masks": torch.from_numpy(masks)}))
+        return samples

@@ -1,11 +1,10 @@
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
-"""Peers that load with threads: SPDL, Grain and tf.data."""
+"""Peers that load with threads: SPDL and tf.data."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,11 +13,11 @@ import numpy as np
 import torch
 
 from benchmarks.data import Data
-from benchmarks.systems.base import BATCH_SIZE, Crew, Records, System, collate, finish, group
+from benchmarks.systems.base import BATCH_SIZE, Crew, Records, System, collate, group
 from benchmarks.systems.plain import Memmap, MemmapDataset
 from benchmarks.systems.references import ReferenceDataset
 
-__all__ = ["SPDL", "Grain", "SPDLFiles", "TFData", "import_tensorflow", "make_record_parser"]
+__all__ = ["SPDL", "SPDLFiles", "TFData", "import_tensorflow", "make_record_parser"]
 
 _THREADS = tuple(Crew(size, "threads") for size in (1, 2, 3))
 
@@ -58,51 +57,6 @@ class SPDLFiles(SPDL):
 
     store: ClassVar[str] = ""
     size_800: ClassVar[bool] = True
-
-
-class Grain(System):
-    """ArrayRecord files, read by threads or by worker processes."""
-
-    environment: ClassVar[str] = "grain"
-    store: ClassVar[str] = "grain"
-    crews: ClassVar[tuple[Crew, ...]] = (*_THREADS, Crew(1, "workers"), Crew(2, "workers"))
-
-    @classmethod
-    def prepare(cls, data: Data, folder: Path) -> None:
-        from array_record.python.array_record_module import ArrayRecordWriter
-
-        writers = [
-            ArrayRecordWriter(f"{folder}/{n}.array_record", "group_size:1,uncompressed")
-            for n in range(10)
-        ]
-        for number, record in enumerate(Records(data)):
-            writers[number % 10].write(record)
-        for writer in writers:
-            writer.close()
-
-    def __iter__(self) -> Iterator[Any]:
-        import grain.python as grain
-
-        source = grain.ArrayRecordDataSource(sorted(map(str, self.folder.glob("*.array_record"))))
-        records = (
-            grain.MapDataset.source(source)
-            .seed(random.randrange(10**6))
-            .shuffle()
-            .map(_finish_as_arrays)
-        )
-        size, kind = self.crew
-        if kind == "workers":
-            working = grain.MultiprocessingOptions(num_workers=size, per_worker_buffer_size=4)
-            samples = records.to_iter_dataset(grain.ReadOptions(1, 4)).mp_prefetch(working)
-        else:
-            samples = records.to_iter_dataset(grain.ReadOptions(size, 16))
-        return group((torch.from_numpy(image), _to_tensors(target)) for image, target in samples)
-
-
-def _finish_as_arrays(record: bytes) -> tuple[Any, dict[str, Any]]:
-    """A sample as numpy arrays, which is what Grain passes between processes."""
-    image, target = finish(record)
-    return image.numpy(), {key: np.asarray(value) for key, value in target.items()}
 
 
 def _to_tensors(target: dict[str, Any]) -> dict[str, Any]:
@@ -152,43 +106,43 @@ class TFData(System):
 def import_tensorflow() -> Any:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     with contextlib.suppress(ImportError):
-        import triton._C  # noqa: F401  # torch imports it sooner or later, and its LLVM must come before TensorFlow's
+        # Torch imports it sooner or later, and its LLVM must come before TensorFlow's.
+        import triton._C  # noqa: F401
     import tensorflow
 
     return tensorflow
 
 
 def make_record_parser(tf: Any, *, jpeg: bool, flips: bool) -> Any:
-    """A function of TensorFlow's graph that makes a sample of a record of `Records`."""
+    """Return a function of TensorFlow's graph that makes a sample of a record of `Records`."""
     # TensorFlow has no unpackbits: each byte picks the eight bytes of its bits from a table
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).view(np.int64).ravel()
 
     def parse(record: Any) -> Any:
         numbers = tf.io.decode_raw(tf.strings.substr(record, 0, 56), tf.int64)
-        image_id, height, width = numbers[0], numbers[1], numbers[2]
+        image_id = numbers[0]
+        height = numbers[1]
+        width = numbers[2]
         starts = 56 + tf.cumsum(numbers[3:], exclusive=True)
-        labels, boxes, bits, image = (
-            tf.strings.substr(record, starts[n], numbers[3 + n]) for n in range(4)
-        )
+        parts = [tf.strings.substr(record, starts[n], numbers[3 + n]) for n in range(4)]
+        labels, boxes, bits, image = parts
         if jpeg:
             decoded = tf.io.decode_jpeg(image, channels=3, dct_method="INTEGER_ACCURATE")
             pixels = tf.transpose(decoded, [2, 0, 1])
         else:
             pixels = tf.reshape(tf.io.decode_raw(image, tf.uint8), [3, height, width])
-        labels, corners = (
-            tf.io.decode_raw(labels, tf.int64),
-            tf.reshape(tf.io.decode_raw(boxes, tf.float32), [-1, 4]),
-        )
-        eights = tf.gather(tf.constant(table), tf.cast(tf.io.decode_raw(bits, tf.uint8), tf.int32))
+        labels = tf.io.decode_raw(labels, tf.int64)
+        corners = tf.reshape(tf.io.decode_raw(boxes, tf.float32), [-1, 4])
+        stored = tf.cast(tf.io.decode_raw(bits, tf.uint8), tf.int32)
+        eights = tf.gather(tf.constant(table), stored)
         flat = tf.reshape(tf.bitcast(eights, tf.uint8), [-1])
         count = tf.size(labels, tf.int64)
         masks = tf.reshape(flat[: count * height * width], [count, height, width])
 
         def mirror() -> Any:
             right = tf.cast(width, tf.float32)
-            mirrored = tf.stack(
-                [right - corners[:, 2], corners[:, 1], right - corners[:, 0], corners[:, 3]], 1
-            )
+            x0, y0, x1, y1 = tf.unstack(corners, axis=1)
+            mirrored = tf.stack([right - x1, y0, right - x0, y1], 1)
             return tf.reverse(pixels, [2]), mirrored, tf.reverse(masks, [2])
 
         chosen = (pixels, corners, masks)

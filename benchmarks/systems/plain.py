@@ -67,10 +67,8 @@ class MemmapDataset(Dataset[Sample]):
     """What :class:`Memmap` wrote; samples are copies, because a view has not been read yet."""
 
     def __init__(self, folder: Path) -> None:
-        self._bytes, self._starts = (
-            np.memmap(folder / "samples.bin", np.uint8, "r"),
-            np.load(folder / "starts.npy"),
-        )
+        self._bytes = np.memmap(folder / "samples.bin", np.uint8, "r")
+        self._starts = np.load(folder / "starts.npy")
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -1,7 +1,5 @@
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
-"""Peers with a format of their own behind a DataLoader: WebDataset, LitData, MosaicML Streaming, HF
-datasets.
-"""
+"""Peers with a format of their own behind a DataLoader: WebDataset, LitData, MosaicML Streaming."""
 
 from __future__ import annotations
 
@@ -9,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from benchmarks.data import Data
 from benchmarks.systems.base import BATCH_SIZE, Crew, Records, Sample, System, collate, finish
-from benchmarks.systems.references import TorchLoader
 
-__all__ = ["HFDatasets", "LitData", "MosaicML", "WebDataset"]
+__all__ = ["LitData", "MosaicML", "WebDataset"]
 
 _SHARD_BYTES = 64_000_000
 
@@ -131,34 +128,3 @@ class MosaicML(System):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
-
-
-class HFDatasets(TorchLoader):
-    """An Arrow table, mapped into memory."""
-
-    environment: ClassVar[str] = "hf_datasets"
-    store: ClassVar[str] = "hf_datasets"
-
-    @classmethod
-    def prepare(cls, data: Data, folder: Path) -> None:
-        from datasets import Features, Value
-        from datasets.arrow_writer import ArrowWriter
-
-        features = Features({"sample": Value("large_binary")})
-        with ArrowWriter(
-            path=str(folder / "samples.arrow"), features=features, writer_batch_size=50
-        ) as writer:
-            for record in Records(data):
-                writer.write({"sample": record})
-            writer.finalize()
-
-    def open_dataset(self) -> Dataset[Sample]:
-        import datasets
-
-        table = datasets.Dataset.from_file(str(self.folder / "samples.arrow"))
-        return table.with_transform(
-            lambda rows: {"sample": [finish(record) for record in rows["sample"]]}
-        )
-
-    def collate(self, rows: list[Any]) -> Any:
-        return collate([row["sample"] for row in rows])

@@ -6,16 +6,7 @@ import pytest
 import torch
 
 from benchmarks import models
-from benchmarks.models import (
-    LIGHT_MODEL,
-    PRUNED,
-    SMALL_HEADS,
-    build,
-    count_kept_bytes,
-    measure_model,
-    tabulate_runs,
-)
-from colab_utils.loading.batch import collate_packed
+from benchmarks.models import LIGHT_MODEL, PRUNED, SMALL_HEADS, measure_model, tabulate_runs
 from colab_utils.shards.write import write_shards
 from colab_utils.training.evaluate import AveragePrecision
 
@@ -60,13 +51,3 @@ def test_models_are_trained_evaluated_and_timed(work, monkeypatch, one_thread):
     assert "not trained" in tabulate_runs(
         [{key: row[key] for key in row if "ap" not in key} for row in rows]
     )
-
-
-def test_kept_bytes_grow_with_the_images(work, one_thread):
-    dataset = models.ShardDataset(work / "train", contiguous_labels=True)
-    model = build(LIGHT_MODEL, num_classes=dataset.num_classes, min_size=64).train()
-    one, two = (
-        count_kept_bytes(model, collate_packed([dataset.read_packed(i) for i in range(n)]))
-        for n in (1, 2)
-    )
-    assert 1.5 * one < two < 2.5 * one

@@ -1,4 +1,4 @@
-"""Other libraries as strategies: each where it is installed, through the command that passes them
+"""Other libraries as strategies, where they are installed, and through the command that passes them
 in.
 """
 
@@ -13,22 +13,6 @@ from benchmarks.peers import PEERS
 from colab_utils.comparison.compare import compare
 from colab_utils.loading.emulated_step import EmulatedStep
 
-MODULES = {
-    "webdataset": "webdataset",
-    "litdata": "litdata",
-    "mosaicml-streaming": "streaming",
-    "tf_data": "tensorflow",
-}
-QUICK = {
-    "drive_profile": "none",
-    "step": EmulatedStep(2),
-    "batch_size": 2,
-    "batches": 2,
-    "repeats": 1,
-    "workers": 1,
-    "timeline_s": 0.1,
-}
-
 
 @pytest.fixture(autouse=True)
 def no_workers_left():
@@ -38,17 +22,22 @@ def no_workers_left():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", list(MODULES))
-def test_each_library_gives_the_same_samples(tiny_dataset, tmp_path, name):
-    pytest.importorskip(MODULES[name])
-    found = compare(
+def test_a_library_gives_the_same_samples(tiny_dataset, tmp_path):
+    pytest.importorskip("webdataset")
+    comparison = compare(
         tiny_dataset.images,
         tiny_dataset.annotations,
         folder=tmp_path,
-        strategies=[PEERS[name]],
-        **QUICK,
+        strategies=[PEERS["webdataset"]],
+        drive_profile="none",
+        step=EmulatedStep(2),
+        batch_size=2,
+        batches=2,
+        repeats=1,
+        workers=1,
+        timeline_s=0.1,
     )
-    (row,) = found.strategies
+    (row,) = comparison.strategies
     assert (row.comparable, row.difference, row.note) == (True, "", "")
     assert row.images_per_second > 0
 
@@ -69,20 +58,8 @@ def test_the_command_passes_the_peers_in_and_names_a_library_that_is_missing(
         "--seconds": 0.1,
     }
     assert main([str(part) for pair in arguments.items() for part in pair]) == 0
-    ours, peer = json.loads((tmp_path / "report" / "comparison.json").read_bytes())["strategies"]
+    receipt = json.loads((tmp_path / "report" / "comparison.json").read_bytes())
+    ours, peer = receipt["strategies"]
     assert ours["images_per_second"] > 0
     assert peer["images_per_second"] is None
     assert "litdata" in peer["note"]
-
-
-def test_an_unknown_name_is_one_line(tiny_dataset, tmp_path, capsys):
-    arguments = [
-        "--images",
-        tiny_dataset.images,
-        "--annotations",
-        tiny_dataset.annotations,
-        "--report",
-        tmp_path / "r",
-    ]
-    assert main([*map(str, arguments), "--strategies", "packed,magic"]) == 2
-    assert "'magic'" in capsys.readouterr().err

@@ -1,10 +1,8 @@
-import os
+"""Preprocess beside its plan and the bare calls, on a dozen tiny images."""
 
 import pytest
 
-from benchmarks import arrival, forecast, preparing, step
-from colab_utils.shards.write import write_shards
-from tests.drive_mount import can_mount
+from benchmarks import preparing
 
 
 def test_preprocess_beside_its_plan_and_the_bare_calls(tiny_dataset, tmp_path):
@@ -13,37 +11,3 @@ def test_preprocess_beside_its_plan_and_the_bare_calls(tiny_dataset, tmp_path):
     assert min(row.values()) > 0
     text = preparing.tabulate_runs([{"name": "shrink, 2 processes", "repeat": 0, **row}])
     assert "planned / made" in text
-    assert "bare reads" not in text
-
-
-@pytest.mark.skipif(bool(can_mount()), reason=can_mount() or "none")
-def test_copy_beside_bare_reads(tiny_dataset, tmp_path):
-    write_shards(
-        tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path / "shards", workers=1
-    )
-    try:
-        row = preparing.time_copy(tmp_path / "shards", "fast", tmp_path)
-    except RuntimeError as error:  # a machine that has all it takes may forbid it
-        pytest.skip(str(error))
-    assert sorted(os.listdir(tmp_path / "ssd")) == sorted(os.listdir(tmp_path / "shards"))
-    assert "Drive, fast" in preparing.tabulate_runs([{"name": "Drive, fast", "repeat": 0, **row}])
-
-
-@pytest.mark.skipif(bool(can_mount()), reason=can_mount() or "none")
-def test_preprocess_from_drive_beside_the_bare_calls(tiny_dataset, tmp_path):
-    try:
-        row = preparing.time_preprocess_from_drive(tiny_dataset, "typical", 2, tmp_path)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    assert row["made"] > 0 < row["bare"]
-    assert "bare calls / made" in preparing.tabulate_runs(
-        [{"name": "Drive, typical", "repeat": 0, **row}]
-    )
-
-
-@pytest.mark.parametrize(
-    "tabulate",
-    [arrival.tabulate_runs, preparing.tabulate_runs, forecast.tabulate_errors, step.tabulate_runs],
-)
-def test_nothing_measured_is_said(tabulate):
-    assert tabulate([]).startswith("nothing was")
