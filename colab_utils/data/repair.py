@@ -222,7 +222,7 @@ def _mend_object(
     ):
         values["bbox"] = tight
         changes.append("box from the mask")
-    if area is None or area <= 0:
+    if area is None or _is_of_other_units(area, values["bbox"], pixels):
         values["area"] = float(pixels)
         changes.append("area from the mask")
     if values["id"] is None:
@@ -230,6 +230,14 @@ def _mend_object(
             changes.append("id that is no number left out")
         del values["id"]
     return entry | values
+
+
+def _is_of_other_units(area: float, box: list[float], pixels: int) -> bool:
+    """Return whether an area fits neither the box nor the mask, as in shares of the image, or where
+    it is none.
+    """
+    in_box = area / (box[2] * box[3])
+    return area <= 0 or (not 0.1 <= in_box <= 1 and not 0.5 <= area / pixels <= 2)
 
 
 def _try_field(entry: dict[str, Any], name: str) -> Any:

@@ -745,3 +745,50 @@ def test_missing_folder_and_file(dataset, tmp_path):
         check_dataset(dataset.annotations, dataset.annotations)
     with pytest.raises(ColabUtilsError, match="expected an annotations file"):
         check_dataset(dataset.images, tmp_path / "no.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_kept"),
+    [
+        (lambda area: area / 160 / 128, False),  # in shares of the image
+        (lambda area: area * 160 * 128, False),
+        (lambda area: -area, False),
+        (lambda area: area * 1.02, True),  # by its outline, as COCO has it
+        (lambda area: area, True),
+    ],
+)
+def test_repair_takes_an_area_of_other_units_from_the_mask(tiny_dataset, tmp_path, change, is_kept):
+    coco = json.loads(tiny_dataset.annotations.read_text())
+    areas = {one["id"]: one["area"] for one in coco["annotations"]}
+    for one in coco["annotations"]:
+        one["area"] = change(one["area"])
+    source, output = tmp_path / "a.json", tmp_path / "b.json"
+    source.write_text(json.dumps(coco))
+    report = repair_annotations(tiny_dataset.images, source, output=output)
+    repaired = {one["id"]: one["area"] for one in json.loads(output.read_text())["annotations"]}
+    assert repaired.keys() == areas.keys()
+    for number, area in areas.items():
+        assert repaired[number] == (change(area) if is_kept else area)
+    assert ("area from the mask" in {repair.kind for repair in report.repairs}) is not is_kept
+    again = repair_annotations(tiny_dataset.images, output, output=tmp_path / "c.json")
+    assert again.repairs == ()
+
+
+def test_repair_of_normalised_annotations_gives_areas_in_pixels(tiny_dataset, tmp_path):
+    """Box, outline and area in shares of the image, as Azure's export has them."""
+    coco = json.loads(tiny_dataset.annotations.read_text())
+    coco["annotations"] = [one for one in coco["annotations"] if not one["iscrowd"]]
+    areas = {one["id"]: one["area"] for one in coco["annotations"]}
+    for one in coco["annotations"]:
+        x, y, w, h = one["bbox"]
+        one["bbox"] = [x / 160, y / 128, w / 160, h / 128]
+        one["area"] /= 160 * 128
+        one["segmentation"] = [
+            [number / (128 if place % 2 else 160) for place, number in enumerate(polygon)]
+            for polygon in one["segmentation"]
+        ]
+    source, output = tmp_path / "a.json", tmp_path / "b.json"
+    source.write_text(json.dumps(coco))
+    repair_annotations(tiny_dataset.images, source, output=output)
+    repaired = {one["id"]: one["area"] for one in json.loads(output.read_text())["annotations"]}
+    assert repaired == pytest.approx(areas, rel=0.05)
