@@ -408,7 +408,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "preprocess",
         "--max-bad",
         {"metavar": "SHARE", "type": float},
-        "share of bad images to allow, 0 to 1 (0.01)",
+        "share of bad images or objects to allow (0.01)",
     ),
     ("train", "--learning-rate", _NUMBER, "the highest (follows the batch size)"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),

@@ -1,5 +1,6 @@
 """The folder of shards: its index, the members of its tars, and checksums."""
 
+import dataclasses
 import json
 import re
 import tarfile
@@ -75,6 +76,10 @@ class ShardIndex:
     shards: tuple[ShardInfo, ...]
     skipped: tuple[SkippedImage, ...] = ()
     partial: bool = False
+    faults: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How many objects are trained wrongly, or not at all, by the kind of their defect; a file
+    without it has none.
+    """
 
     @property
     def images(self) -> int:
@@ -156,6 +161,7 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
         shards=tuple(ShardInfo(**shard) for shard in raw["shards"]),
         skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
         partial=raw["partial"],
+        faults=raw.get("faults", {}),
     )
     # A name of another kind could lead out of the folder, or to a file of the user.
     for shard in index.shards:
@@ -170,6 +176,8 @@ def write_index(folder: Path, index: ShardIndex) -> None:
     """Write ``index.json`` under a temporary name, then rename it."""
     totals = {"images": index.images, "bytes": index.bytes}
     content = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **totals, **asdict(index)}
+    if not index.faults:
+        del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
 

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from colab_utils.data.checks import count_faults
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, read_npy_header, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles
@@ -65,6 +67,8 @@ class Sample(NamedTuple):
     """As `make_record` gives it."""
     members: list[tuple[bytes, bytes, bytes]]
     """Those of the tar, the image and its record: each as header, data and padding."""
+    faults: Counter[str]
+    """Objects that are trained wrongly, or not at all, by their kind: see `count_faults`."""
 
 
 def store_image(
@@ -111,12 +115,15 @@ def store_image(
 
 
 def make_record(
-    image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage
+    image: dict[str, Any],
+    annotations: list[dict[str, Any]],
+    stored: StoredImage,
+    faults: Counter[str] | None = None,
 ) -> dict[str, Any]:
     """Make the content of ``KEY.json``: COCO form at the stored size, masks as compressed RLE.
 
     The counts of RLE are bytes. Masks are rasterised at the original size and then resized, as
-    torchvision's transform does.
+    torchvision's transform does. What `count_faults` finds is added to ``faults``.
 
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
@@ -137,6 +144,8 @@ def make_record(
         rles.append(rle)
         box = [left * scale_x, top * scale_y, box_width * scale_x, box_height * scale_y]
         scaled.append({**annotation, "bbox": box, "area": area * scale_x * scale_y})
+    if faults is not None:
+        faults.update(count_faults(annotations, rles))
     if stored.size != stored.original:
         rles = resize_rles(rles, height, width)
     for annotation, rle in zip(scaled, rles, strict=True):
@@ -196,6 +205,7 @@ def try_sample(
         DriveLostError: if Drive went away, which tells nothing about the image.
     """
     image = dataset.image(i)
+    faults = Counter[str]()
     try:
         stored = store_image(
             read(),
@@ -204,7 +214,7 @@ def try_sample(
             max_size=recipe["max_size"],
             storage=recipe["storage"],
         )
-        record = make_record(image, dataset.annotations(i), stored)
+        record = make_record(image, dataset.annotations(i), stored, faults)
     except DriveLostError:
         raise
     except ColabUtilsError as error:
@@ -214,7 +224,7 @@ def try_sample(
         split_member(f"{key}.{stored.extension}", stored.data),
         split_member(f"{key}.json", dump_record(record)),
     ]
-    return Sample(record, members)
+    return Sample(record, members, faults)
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

@@ -6,10 +6,11 @@ A run that is interrupted leaves only finished shards; the same call continues a
 
 import multiprocessing
 import tarfile
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from colab_utils.data.checks import describe_faults
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
@@ -79,6 +81,10 @@ class ShardReport:
     """Of all images."""
     crowds: int = 0
     """Of them, with ``iscrowd``: the shards keep these, and training leaves them out."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Objects that are trained wrongly, or not at all, by the kind of defect that `check_dataset`
+    names.
+    """
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
@@ -87,6 +93,8 @@ class ShardReport:
                 f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left "
                 "out of training"
             )
+        if self.faults:
+            skipped += f"; bad objects, see check: {describe_faults(self.faults)}"
         return (
             f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
         )
@@ -135,11 +143,12 @@ def write_shards(
             four files at a time, ahead of the image that it works on.
         executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of
             processes here.
-        max_bad: the share of bad images above which it stops, 0 to 1.
+        max_bad: the share of bad images above which it stops, 0 to 1; and that of bad objects,
+            which would be trained wrongly or not at all, such as polygons in shares of the image.
 
     Raises:
-        ColabUtilsError: if the input is missing or not COCO, too many images are bad, the disk is
-            full, the folder holds other data, or another process writes there.
+        ColabUtilsError: if the input is missing or not COCO, too many images or objects are bad,
+            the disk is full, the folder holds other data, or another process writes there.
 
     Example:
         >>> import tempfile
@@ -179,6 +188,7 @@ def write_shards(
                 categories=dataset.categories,
                 shards=tuple(shard for one in done for shard in one.shards if shard.images),
                 skipped=tuple(image for one in done for image in one.skipped),
+                faults=dict(_sum_faults(done)),
             )
             _call(folder, write_index, folder, index)
     return ShardReport(
@@ -190,6 +200,7 @@ def write_shards(
         storage=storage,
         annotations=len(dataset.ids),
         crowds=dataset.crowds,
+        faults=index.faults,
     )
 
 
@@ -342,11 +353,14 @@ def _run_jobs(
     """Write every shard, on the executor or on processes of our own; returns an index of each.
 
     Raises:
-        ColabUtilsError: if too many images are bad, a shard cannot be written, or a process was
-            ended.
+        ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or a
+            process was ended.
     """
     total = sum(len(job.dataset) for job in jobs)
-    allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
+    objects = sum(len(job.dataset.ids) - job.dataset.crowds for job in jobs)
+    # 0.29 x 100 is a little less than 29
+    allowed = int(max_bad * total + 1e-6)
+    allowed_objects = int(max_bad * objects + 1e-6)
     context = multiprocessing.get_context("fork")
     images, stop = shared = context.Value("q", 0), context.Event()
     with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
@@ -375,7 +389,23 @@ def _run_jobs(
                     "them, or their annotations with `check --repair OUT.json`, or allow more "
                     "with --max-bad SHARE."
                 )
+            faults = _sum_faults(done)
+            if faults.total() > allowed_objects:
+                raise ColabUtilsError(
+                    f"expected at most {allowed_objects:,} bad objects of {objects:,}, found "
+                    f"{faults.total():,} so far "
+                    f"({describe_faults(faults)}). Repair the annotations with `check --repair "
+                    "OUT.json`, or allow "
+                    "more with --max-bad SHARE."
+                )
         return done
+
+
+def _sum_faults(indexes: Iterable[ShardIndex]) -> Counter[str]:
+    faults = Counter[str]()
+    for index in indexes:
+        faults.update(index.faults)
+    return faults
 
 
 _shared: tuple[Any, Any] = None, None  # in a worker process of our own
@@ -438,6 +468,7 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
     """The parts of a tar, and its arrays, in memory."""
     tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
     skipped: list[SkippedImage] = []
+    faults = Counter[str]()
     with closing(_read_ahead(job)) as files:
         for i, reading in enumerate(files):
             _count(1)
@@ -453,6 +484,7 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
                 tar += header, data, padding
             builder.add(sample.record, [data for _, data, _ in sample.members], starts)
             annotations += len(sample.record["annotations"])
+            faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
         "fingerprint": job.dataset.fingerprint,
@@ -464,6 +496,8 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
         "xxh3_64": hash_bytes(*tar),
         "skipped": [asdict(image) for image in skipped],
     }
+    if faults:
+        head["faults"] = dict(faults)
     return tar, dump_arrays(head, builder.build())
 
 
@@ -492,7 +526,15 @@ def _read_arrays(content: bytes) -> ShardIndex:
     """
     head, shard = describe_shard(content)
     skipped = tuple(SkippedImage(**image) for image in head["skipped"])
-    return ShardIndex(head["fingerprint"], head["recipe"], (), (shard,), skipped, partial=True)
+    return ShardIndex(
+        head["fingerprint"],
+        head["recipe"],
+        (),
+        (shard,),
+        skipped,
+        partial=True,
+        faults=head.get("faults", {}),
+    )
 
 
 @dataclass(frozen=True)

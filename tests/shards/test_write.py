@@ -29,6 +29,8 @@ import psutil
 import pytest
 from PIL import Image
 
+from colab_utils.__main__ import main
+from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
@@ -1023,10 +1025,141 @@ def test_no_warning_stops_preprocess(tiny_dataset, tmp_path):
     """
     coco = json.loads(tiny_dataset.annotations.read_text())
     runs = [0, 128 * 80, 0, 0, 128 * 80]  # empty ones, for which the mask is encoded anew
-    coco["annotations"][0].update(segmentation={"size": [128, 160], "counts": runs})
+    coco["annotations"][0].update(
+        segmentation={"size": [128, 160], "counts": runs}, bbox=[0, 0, 80, 128]
+    )
     (tmp_path / "a.json").write_text(json.dumps(coco))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan_shards(tiny_dataset.images, tmp_path / "a.json", workers=1)
         report = run((tiny_dataset.images, tmp_path / "a.json"), tmp_path / "shards", min_size=64)
     assert report.skipped == ()
+
+
+def spoil_box(box):
+    """A fault that is one of the box alone."""
+
+    def spoil(one, width, height):
+        one["bbox"] = box
+
+    return spoil
+
+
+def spoil_units(one, width, height):
+    one["segmentation"] = [
+        [number / (height if place % 2 else width) for place, number in enumerate(polygon)]
+        for polygon in one["segmentation"]
+    ]
+    x, y, w, h = one["bbox"]
+    one["bbox"] = [x / width, y / height, w / width, h / height]
+
+
+def spoil_mask(one, width, height):
+    one["segmentation"] = {"size": [height, width], "counts": [height * width]}
+
+
+def spoil_corners(one, width, height):
+    one["segmentation"] = [[40, 30, 60, 30, 60, 45, 40, 45]]
+    one["bbox"] = [40, 30, 60, 45]
+
+
+# Each kind that check calls serious for training, by what makes it.
+FAULTS = {
+    "normalised polygon": spoil_units,
+    "empty mask": spoil_mask,
+    "box of corners": spoil_corners,
+    "mask and box disagree": spoil_box([0, 0, 4, 4]),
+    "inverted box": spoil_box([50, 40, -20, -10]),
+    "box outside the image": spoil_box([5000, 5000, 20, 10]),
+}
+
+
+def spoil_objects(data, path, kind, count):
+    """Annotations in which the first objects have a fault; they are no crowds."""
+    coco = json.loads(data.annotations.read_text())
+    sizes = {image["id"]: (image["width"], image["height"]) for image in coco["images"]}
+    objects = [
+        one
+        for one in coco["annotations"]
+        if not one["iscrowd"] and isinstance(one["segmentation"], list)
+    ]
+    for one in objects[:count]:
+        FAULTS[kind](one, *sizes[one["image_id"]])
+    path.write_text(json.dumps(coco))
+    return sum(not one["iscrowd"] for one in coco["annotations"])
+
+
+@pytest.mark.parametrize("storage", ["shrink", "pixels"])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_objects_that_check_calls_serious_are_counted_and_said(
+    tiny_dataset, folder, tmp_path, kind, storage
+):
+    annotations = tmp_path / "a.json"
+    spoil_objects(tiny_dataset, annotations, kind, 2)
+    problems = {one.kind: one for one in check_dataset(tiny_dataset.images, annotations).problems}
+    assert problems[kind].count == 2
+
+    options: dict[str, Any] = {"max_bad": 1.0, "storage": storage, "min_size": 48}
+    report = run((tiny_dataset.images, annotations), folder, **options)
+    assert report.faults == {kind: 2}
+    assert f"2 x {kind}: {problems[kind].effect}" in str(report)
+    assert verify_shards(folder).bad == ()
+    assert run((tiny_dataset.images, annotations), folder, **options).faults == {kind: 2}
+
+    expected = snapshot(folder)
+    (folder / "index.json").unlink()
+    assert run((tiny_dataset.images, annotations), folder, **options).faults == {kind: 2}
+    assert snapshot(folder) == expected
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_more_bad_objects_than_max_bad_stop(tiny_dataset, folder, tmp_path, kind):
+    annotations = tmp_path / "a.json"
+    objects = spoil_objects(tiny_dataset, annotations, kind, 3)
+    data = tiny_dataset.images, annotations
+    with pytest.raises(
+        ColabUtilsError, match=rf"expected at most 2 bad objects of {objects:,}, found 3 so far"
+    ) as error:
+        run(data, folder, max_bad=2 / objects, shard_mb=128)
+    assert f"(3 x {kind}: object " in str(error.value)
+    assert "check --repair OUT.json" in str(error.value)
+    assert "--max-bad" in str(error.value)
+    assert not (folder / "index.json").exists()
+    assert run(data, folder, max_bad=3 / objects, shard_mb=128).faults == {kind: 3}
+
+
+def test_good_data_has_no_word_of_faults(tiny_dataset, undisturbed):
+    content = snapshot(undisturbed)
+    assert not [name for name, data in content.items() if b"faults" in data]
+    assert run((tiny_dataset.images, tiny_dataset.annotations), undisturbed).faults == {}
+
+
+def test_crowds_count_as_no_bad_objects(tiny_dataset, folder, tmp_path):
+    annotations = tmp_path / "a.json"
+    spoil_objects(tiny_dataset, annotations, "empty mask", 2)
+    coco = json.loads(annotations.read_text())
+    for one in coco["annotations"]:
+        one["iscrowd"] = 1
+    annotations.write_text(json.dumps(coco))
+    report = run((tiny_dataset.images, annotations), folder, max_bad=0)
+    assert report.faults == {}
+    assert report.crowds == report.annotations
+
+
+def test_the_command_names_bad_objects(tiny_dataset, folder, tmp_path, capsys):
+    annotations = tmp_path / "a.json"
+    spoil_objects(tiny_dataset, annotations, "normalised polygon", 2)
+    words = [
+        "preprocess",
+        "--images",
+        tiny_dataset.images,
+        "--annotations",
+        annotations,
+        "--shards",
+        folder,
+    ]
+    words = [*map(str, words), "--workers", "1"]
+    assert main(words) == 2
+    assert "expected at most 0 bad objects of" in capsys.readouterr().err
+    assert main([*words, "--max-bad", "1"]) == 0
+    assert "2 x normalised polygon: object is trained without a pixel" in capsys.readouterr().out
