@@ -60,7 +60,8 @@ __all__ = [
     "write_table",
 ]
 
-MODELS, BATCH_SIZES = ("maskrcnn_resnet50_fpn", GPU_MODEL), (2, 8, 16)
+MODELS = ("maskrcnn_resnet50_fpn", GPU_MODEL)
+BATCH_SIZES = (2, 8, 16)
 MARKS = "<!-- gpu: written by benchmarks.gpu -->", "<!-- end of gpu -->"
 README = Path(__file__).with_name("README.md")
 TESTS = (
@@ -115,7 +116,8 @@ def measure_real_data(
     dataset: ShardDataset, name: str, *, batch_size: int, min_size: int, device: str
 ) -> dict[str, float]:
     """Images per second of training from shards, and on one batch of them that lies ready."""
-    model, images = make_model(name, num_classes=dataset.num_classes, min_size=min_size), 0
+    model = make_model(name, num_classes=dataset.num_classes, min_size=min_size)
+    images = 0
     step = make_step(model, device, CHANGES)
     with closing(
         make_loader(dataset, batch_size=batch_size, deliver="packed", drop_last=True)
@@ -127,7 +129,8 @@ def measure_real_data(
             for batch in islice(source, 4):
                 step(steps.Batch(batch, [], []))
             _finish(device)
-            began_s, images = perf_counter(), 0
+            began_s = perf_counter()
+            images = 0
             for batch in islice(source, 30):
                 step(steps.Batch(batch, [], []))
                 images += len(batch)
@@ -172,10 +175,8 @@ def list_runs(
     def time(
         name: str, size: int, changes: Sequence[str], objects: int, half: bool
     ) -> dict[str, float]:
-        model, batch = (
-            make_model(name, num_classes=2, min_size=min_size),
-            make_batch(size, objects=objects),
-        )
+        model = make_model(name, num_classes=2, min_size=min_size)
+        batch = make_batch(size, objects=objects)
         compare_losses(copy.deepcopy(model), [batch], device)
         with (
             patch("colab_utils.training.step.choose_precision", lambda device: torch.float16)

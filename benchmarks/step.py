@@ -51,7 +51,9 @@ DATA = ("kept", "objects_300")
 REFERENCES = "torchvision's references"
 CHANGES = ("TrainingStep, dense batches", "packed batches", "channels_last", "folded norms")
 COMPILED = "compiled network"  # takes a minute: on a GPU alone
-BATCHES, TIMED, WARMUP = 4, 12, 4
+BATCHES = 4
+TIMED = 12
+WARMUP = 4
 DIFFERENCE = 0.01  # of each loss
 
 
@@ -104,7 +106,9 @@ class ReferenceStep:
     """The step of torchvision's references: every loss is asked for, for the log."""
 
     def __init__(self, model: nn.Module, device: str) -> None:
-        self.model, self.device, self.amp = model.to(device).train(), device, device == "cuda"
+        self.model = model.to(device).train()
+        self.device = device
+        self.amp = device == "cuda"
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4)
         self.scaler = torch.amp.GradScaler(device, enabled=self.amp)
@@ -164,7 +168,8 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
     Raises:
         ColabUtilsError: It is over 1 %.
     """
-    worst, moved = 0.0, copy.deepcopy(model).to(device).train()
+    worst = 0.0
+    moved = copy.deepcopy(model).to(device).train()
     for batch in batches:
         with torch.no_grad():  # two graphs in float32 are more than most GPUs hold
             torch.manual_seed(0)
@@ -199,7 +204,8 @@ def time_steps(
 def _time_steps(
     model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]
 ) -> dict[str, float]:
-    step, on_gpu = make_step(copy.deepcopy(model), device, changes), device == "cuda"
+    step = make_step(copy.deepcopy(model), device, changes)
+    on_gpu = device == "cuda"
     finish: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     order = cycle(batches)
     torch.manual_seed(0)

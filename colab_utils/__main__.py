@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # the rest is passed on to the command's function
     options = vars(_make_parser().parse_args(arguments))
-    command, function, target = options.pop("command"), options.pop("function"), options.pop("json")
+    command = options.pop("command")
+    function = options.pop("function")
+    target = options.pop("json")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
@@ -453,7 +455,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     for function in _COMMANDS:
-        name, text = function.__name__.removeprefix("_"), function.__doc__
+        name = function.__name__.removeprefix("_")
+        text = function.__doc__
         command = commands.add_parser(
             name, help=text, description=text, argument_default=argparse.SUPPRESS
         )

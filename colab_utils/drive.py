@@ -127,7 +127,8 @@ class Retries:
     """
 
     def __init__(self, stop: Any = None) -> None:
-        self.count, self.stop = 0, stop or threading.Event()
+        self.count = 0
+        self.stop = stop or threading.Event()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """What ``call`` returns.

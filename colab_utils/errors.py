@@ -62,7 +62,8 @@ def describe_error(error: BaseException) -> str:
         >>> describe_error(ValueError("not an image"))
         'ValueError: not an image'
     """
-    kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
+    kind = type(error).__name__
+    lines = str(error).strip().splitlines() or [""]
     message = lines[0]
     if message.startswith("Caught ") and len(lines) > 1:  # torch wraps the worker's whole traceback
         kind, _, message = lines[-1].partition(": ")

@@ -182,7 +182,9 @@ class DriveFile(io.IOBase):
         end of the file.
         """
         started = perf_counter()
-        view, got, failed = memoryview(buffer).cast("B"), 0, False
+        view = memoryview(buffer).cast("B")
+        got = 0
+        failed = False
 
         def fill() -> None:
             nonlocal got, failed

@@ -163,10 +163,8 @@ def wait_as_drive(
         return
     import fcntl
 
-    opens_s, sends_s = (
-        0.0 if place is None else profile.draw_open_s(path, place),
-        count / profile.bytes_per_s,
-    )
+    opens_s = 0.0 if place is None else profile.draw_open_s(path, place)
+    sends_s = count / profile.bytes_per_s
     with open(_LINK, "a+") as link:
         fcntl.flock(link, fcntl.LOCK_EX)
         link.seek(0)

@@ -74,7 +74,8 @@ class Workspace:
             ('typical', True)
         """
         require_choice("SCENE", scene, SCENES)
-        slow, speed = _choose_drive(drive, scene), get_profile(SCENES[scene])
+        slow = _choose_drive(drive, scene)
+        speed = get_profile(SCENES[scene])
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(
@@ -133,7 +134,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> Path:
 
 def _choose_drive(drive: str | Path | None, scene: str) -> Path:
     """The slow folder; Google Drive is mounted where it lies there."""
-    mount, chosen = COLAB_ROOT / "drive", _to_path(drive) if drive else None
+    mount = COLAB_ROOT / "drive"
+    chosen = _to_path(drive) if drive else None
     if SCENES[scene] is not None:
         if chosen and is_on_drive(chosen):
             cure = "leave it empty, or choose the SCENE that mounts Drive"
@@ -228,10 +230,8 @@ def ensure_dataset(
         settings.update(json.loads((workspace.drive / "settings.json").read_bytes()))
     if images or annotations:
         settings[part] = _locate(images, annotations)
-    paths, folder = (
-        settings.get(part, []),
-        workspace.drive / ("dataset" if part == "train" else "dataset_val"),
-    )
+    paths = settings.get(part, [])
+    folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
     pictures, text = [Path(path) for path in paths] or [
         folder / "images",
         folder / "annotations.json",

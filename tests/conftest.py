@@ -104,7 +104,8 @@ def quiet_machine() -> None:
 
 def _measure_delay(_: int) -> float:
     """How many times as long as its CPU time a little work takes."""
-    wall_s, cpu_s = time.perf_counter(), time.thread_time()
+    wall_s = time.perf_counter()
+    cpu_s = time.thread_time()
     for _ in range(2000):
         zlib.crc32(bytes(65_536))
     return (time.perf_counter() - wall_s) / (time.thread_time() - cpu_s)

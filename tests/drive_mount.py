@@ -63,7 +63,8 @@ class DriveMount:
     """A mount under way: its folder, and the faults that can be set while it is used."""
 
     def __init__(self, folder: Path, faults_file: Path) -> None:
-        self.folder, self._faults_file = folder, faults_file
+        self.folder = folder
+        self._faults_file = faults_file
 
     def fail(self, **faults: Any) -> None:
         """Exchange the faults; without arguments there are none."""
@@ -91,7 +92,9 @@ def mount_drive(
     kernel keeps nothing, so that a short read reaches the reader, and files cannot be mapped.
     """
     name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
-    backing, folder = backing.absolute(), folder.absolute()  # libfuse leaves the working directory
+    # libfuse leaves the working directory
+    backing = backing.absolute()
+    folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     faults = folder.parent / f"{folder.name}.faults.json"
     mount = DriveMount(folder, faults)

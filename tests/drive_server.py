@@ -28,7 +28,8 @@ class _Stream:
     """Bytes that come at a rate, however many ask for them."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s, self._last_s = bytes_per_s, time.perf_counter()
+        self.bytes_per_s = bytes_per_s
+        self._last_s = time.perf_counter()
 
     def plan(self, count: int) -> float:
         """When so many more bytes are there, by `time.perf_counter`."""
@@ -62,12 +63,10 @@ class Drive:
         stat_s: float,
         total_bytes_per_s: float,
     ) -> None:
-        self.backing, self.profile, self.faults_file, self.cache = (
-            backing,
-            profile,
-            faults_file,
-            cache,
-        )
+        self.backing = backing
+        self.profile = profile
+        self.faults_file = faults_file
+        self.cache = cache
         self.stat_s = stat_s
         self._faults: dict[str, Any] = {}
         self._changed = 0
@@ -83,7 +82,8 @@ class Drive:
         with self._lock:
             changed = self.faults_file.stat().st_mtime_ns
             if changed != self._changed:
-                self._faults, self._changed = json.loads(self.faults_file.read_text()), changed
+                self._faults = json.loads(self.faults_file.read_text())
+                self._changed = changed
             if self._faults["lost"]:
                 raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
             if writes and self._faults["full"]:
@@ -286,7 +286,8 @@ def main() -> None:
         options.stat_s,
         options.total_bytes_per_s,
     )
-    folder, direct = str(options.folder), options.direct
+    folder = str(options.folder)
+    direct = options.direct
     mfusepy.FUSE(drive, folder, foreground=True, subtype="drive", direct_io=direct, nothreads=False)
 
 

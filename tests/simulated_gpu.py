@@ -24,7 +24,8 @@ from benchmarks.memory import CountedMemory
 
 __all__ = ["GpuTensor", "SimulatedGpu"]
 
-DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
+DEVICE = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 CROSSING = {"to", "copy_", "type", "cuda", "cpu"}
 READING = {
     "item",
@@ -142,9 +143,8 @@ class SimulatedGpu(TorchFunctionMode):
             if name == "__deepcopy__" and not first_on_gpu:
                 return function(*args, **kwargs)
             if name == "__deepcopy__":
-                made = args[1][id(args[0])] = (
-                    args[0].detach().clone().requires_grad_(args[0].requires_grad)
-                )
+                made = args[0].detach().clone().requires_grad_(args[0].requires_grad)
+                args[1][id(args[0])] = made
                 made.__class__ = type(args[0])
                 return made
             if name == "__set__":

@@ -104,7 +104,8 @@ class TestRetries:
     def test_four_tries_more_with_growing_waits(self, monkeypatch):
         # the tests shorten them
         monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", RETRY_WAITS_S)
-        retries, waited = Retries(), []
+        retries = Retries()
+        waited = []
         monkeypatch.setattr(retries.stop, "wait", waited.append)
 
         def fail():
@@ -117,7 +118,8 @@ class TestRetries:
         assert str(retries) == "Drive failed 4 times and was tried again"
 
     def test_the_last_try_may_succeed(self):
-        retries, results = Retries(), iter([DriveLostError("gone")] * 4 + ["read"])
+        retries = Retries()
+        results = iter([DriveLostError("gone")] * 4 + ["read"])
 
         def call():
             result = next(results)
@@ -146,7 +148,8 @@ class TestRetries:
         assert retries.count == 0
 
     def test_a_file_is_opened_anew_and_read_on_where_it_was(self, photo, monkeypatch):
-        real, calls = os.preadv, []
+        real = os.preadv
+        calls = []
 
         def preadv(descriptor, views, offset):
             calls.append((descriptor, offset))
@@ -155,7 +158,8 @@ class TestRetries:
             return real(descriptor, [views[0][:300]], offset)
 
         monkeypatch.setattr(os, "preadv", preadv)
-        retries, content = Retries(), photo.read_bytes()
+        retries = Retries()
+        content = photo.read_bytes()
         with DriveFile(photo, retries) as file:
             assert file.pread(len(content), 0) == content
         assert [offset for _, offset in calls[:3]] == [0, 300, 300]

@@ -95,13 +95,11 @@ class World:
         ssd: Path,
         output: pytest.CaptureFixture[str],
     ):
-        self.mount, self.drive, self.backing, self.ssd, self.output = (
-            mount,
-            mount.folder / name,
-            backing,
-            ssd,
-            output,
-        )
+        self.mount = mount
+        self.drive = mount.folder / name
+        self.backing = backing
+        self.ssd = ssd
+        self.output = output
 
     def run(self, command: str) -> tuple[int, str, dict]:
         """Exit status, what the user sees, and the JSON."""
@@ -357,7 +355,8 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
     """The mount dies between two steps: the steps go on, the checkpoints wait, and are sent by the
     next command.
     """
-    lost, log = [], []
+    lost = []
+    log = []
 
     def train(*arguments, **options):
         def look(line):
@@ -420,7 +419,8 @@ def test_a_killed_writer_is_no_writer(world):
 
 
 def test_drives_cache_makes_the_second_read_fast_and_takes_local_disk(made, tmp_path):
-    backing, cache = tmp_path / "backing", tmp_path / "cache"
+    backing = tmp_path / "backing"
+    cache = tmp_path / "cache"
     shutil.copytree(made, backing)
     cache.mkdir()
     slow = DriveProfile("slow", open_s=0.1, bytes_per_s=1e6, source="made up for the test")

@@ -55,7 +55,8 @@ def test_a_file_of_a_lost_mount_closes_without_an_error(photo, monkeypatch):
     def lose(*arguments):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
-    file, close = DriveFile(photo), os.close
+    file = DriveFile(photo)
+    close = os.close
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", lambda descriptor: (close(descriptor), lose()))
         file.close()

@@ -429,7 +429,8 @@ def test_json_goes_to_a_file_in_place_of_an_earlier_result(
 ):
     monkeypatch.setattr(layers, "diagnose", partial(layers.diagnose, seconds=1))
     monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=2))
-    before, target = hash_tree(world), tmp_path / "out.json"
+    before = hash_tree(world)
+    target = tmp_path / "out.json"
     target.write_text('{\n "command": "earlier"}')
     arguments = [str(argument).replace("{}", str(world)) for argument in GOOD[command]]
     status, out, err = run(command, *arguments, "--json", target)
@@ -660,7 +661,8 @@ def many(world):
 def test_ctrl_c_while_it_plans(many, world):
     process = start(*many, "--workers", 2, start_new_session=True)
     try:
-        limit, children = time.monotonic() + 60, []
+        limit = time.monotonic() + 60
+        children = []
         while len(children) < 2 and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.01)
             children = psutil.Process(process.pid).children()

@@ -281,7 +281,8 @@ def test_badges_and_install_lines_name_one_repository(badges):
 
 def test_set_badges_changes_ours_and_leaves_others(badges, tmp_path):
     (tmp_path / "notebooks").mkdir()
-    notebook, readme = tmp_path / "notebooks" / "01_a.ipynb", tmp_path / "README.md"
+    notebook = tmp_path / "notebooks" / "01_a.ipynb"
+    readme = tmp_path / "README.md"
     notebook.write_text(
         '{"source": ["<a '
         'href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb\\">",'
@@ -318,7 +319,8 @@ def test_set_badges_changes_ours_and_leaves_others(badges, tmp_path):
 
 def test_set_badges_points_badge_and_install_line_at_one_tag(badges, tmp_path):
     (tmp_path / "tools").mkdir()
-    readme, setup = tmp_path / "README.md", tmp_path / "tools" / "setup_cell.txt"
+    readme = tmp_path / "README.md"
+    setup = tmp_path / "tools" / "setup_cell.txt"
     readme.write_text(
         "[open](https://colab.research.google.com/github/OWNER/REPO/blob/main/a.ipynb) "
         "`git+https://github.com/OWNER/REPO` "

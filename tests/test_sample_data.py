@@ -67,7 +67,8 @@ def test_dataset_is_what_pycocotools_reads(made, capsys):
 
 
 def test_one_image_shows_a_crowd_and_one_nothing(content):
-    singles, crowds = dict.fromkeys((i["id"] for i in content["images"]), 0), []
+    singles = dict.fromkeys((i["id"] for i in content["images"]), 0)
+    crowds = []
     for annotation in content["annotations"]:
         if annotation["iscrowd"]:
             crowds.append(annotation)

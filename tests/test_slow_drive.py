@@ -36,7 +36,8 @@ def clock(monkeypatch, tmp_path):
 
     class Clock:
         def __init__(self):
-            self.now, self.slept = 0.0, []
+            self.now = 0.0
+            self.slept = []
 
         def sleep(self, seconds):
             self.slept.append(seconds)
@@ -164,7 +165,8 @@ def test_all_streams_together_have_one_link(photo, pool, tmp_path):
 
 
 def test_a_bad_day_has_a_heavy_tail_that_is_the_same_for_everybody():
-    bad, typical = DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"]
+    bad = DRIVE_PROFILES["bad"]
+    typical = DRIVE_PROFILES["typical"]
     drawn = np.array([bad.draw_open_s(f"images/{number:012d}.jpg") for number in range(20_000)])
     assert drawn.mean() == pytest.approx(bad.open_s, rel=0.05)
     assert 2.2 < np.percentile(drawn, 95) / drawn.mean() < 3.0

@@ -45,7 +45,9 @@ class FakeColabDrive:
     """
 
     def __init__(self):
-        self.failure, self.calls, self.empty = None, [], False
+        self.failure = None
+        self.calls = []
+        self.empty = False
 
     def mount(self, mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
         assert isinstance(mountpoint, str)
@@ -310,7 +312,8 @@ def test_the_built_in_dataset_is_made_once_and_kept(workspace):
 
 
 def test_the_two_parts_are_other_pictures(workspace):
-    train, val = ensure_dataset(workspace, n=2), ensure_dataset(workspace, n=2, part="val")
+    train = ensure_dataset(workspace, n=2)
+    val = ensure_dataset(workspace, n=2, part="val")
     pixels = [{path.read_bytes() for path in part.images.iterdir()} for part in (train, val)]
     assert not pixels[0] & pixels[1]
 
@@ -330,7 +333,8 @@ def test_half_of_a_dataset_is_refused(workspace, names):
 
 
 def test_folders_bear_the_name_of_their_dataset(workspace, own):
-    builtin, mine = ensure_dataset(workspace, n=2), ensure_dataset(workspace, **own)
+    builtin = ensure_dataset(workspace, n=2)
+    mine = ensure_dataset(workspace, **own)
     assert (builtin.name, mine.name) == ("built-in", "images-annotations")
     for data in (builtin, mine):
         assert data.shards_on_drive == workspace.drive / "shards" / data.name

@@ -39,7 +39,8 @@ def build_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
     ]
     if pretrained:
         stages[0].requires_grad_(False)
-    channels, hidden = 32, 64
+    channels = 32
+    hidden = 64
     return MaskRCNN(
         BackboneWithFPN(
             nn.Sequential(*stages),

@@ -299,10 +299,8 @@ class _Row:
         """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
         with self._open_slowly() as loader:
             lanes = max(1, count_workers(loader))
-            batches, warmup = (
-                -(-self.batches // lanes) * lanes,
-                self._epoch if self.strategy.keeps else 2,
-            )
+            batches = -(-self.batches // lanes) * lanes
+            warmup = self._epoch if self.strategy.keeps else 2
             self.times.append(
                 time_batches(loader, self._train, batches=batches, warmup=warmup, max_s=_MAX_RUN_S)
             )
@@ -325,7 +323,9 @@ class _Row:
 
     def summarise(self) -> StrategyTiming:
         """What was measured so far."""
-        strategy, setting, cold = self.strategy, self.setting, self.cold
+        strategy = self.strategy
+        setting = self.setting
+        cold = self.cold
         workers = f"{setting.workers} worker{'s' * (setting.workers != 1)}"
         title = strategy.title.replace("{}", workers) or strategy.name
         timing = StrategyTiming(
@@ -347,7 +347,8 @@ class _Row:
             [np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times], axis=0
         ).tolist()
         figures |= zip(("batch_ms_median", "batch_ms_p95"), batch_ms, strict=True)
-        files, count = self.prepare(), len(setting.prepared)
+        files = self.prepare()
+        count = len(setting.prepared)
         # the first batch of each worker holds its start, which a larger dataset has once, too
         first = cold.batch_s[: round(count * len(cold.wait_s) / cold.images + 0.49)][
             max(1, setting.workers) :
@@ -400,7 +401,8 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
         'pixels differ by 127.0 of 255 on average, 127 at most'
     """
     (image, target), (wanted_image, wanted) = sample, reference
-    size, full = tuple(image.shape[-2:]), tuple(wanted_image.shape[-2:])
+    size = tuple(image.shape[-2:])
+    full = tuple(wanted_image.shape[-2:])
     mean, peak = _KEPT_LEVELS if size == full else _SHRUNK_LEVELS
     each = 1 + math.isqrt(math.prod(size) // _ALL_PIXELS) if size == full else 1
     parts = image[:, ::each, ::each], wanted_image[:, ::each, ::each]

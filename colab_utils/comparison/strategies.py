@@ -109,7 +109,8 @@ class PreparedData:
         self.folder = require_local_path(folder)
         self.profile = profile
         coco = read_coco(annotations)
-        self.total, self.fingerprint = len(coco), coco.fingerprint
+        self.total = len(coco)
+        self.fingerprint = coco.fingerprint
         self.drive = self.folder / "drive"
         self.ssd = (
             Path(tempfile.gettempdir(), "colab_utils-ssd")
@@ -199,7 +200,8 @@ class PreparedData:
         """
         target = self.ssd / f"{name}-{self.name}"
         copies = tuple(target / path.relative_to(made.folder) for path in made.files)
-        began_s, opened = perf_counter(), float(len(made.files))
+        began_s = perf_counter()
+        opened = float(len(made.files))
         if name == "shards":
             shutil.rmtree(target, ignore_errors=True)
             copy_shards(made.folder, target)
@@ -299,7 +301,8 @@ class Items(Dataset[_Sample]):
     """A dataset of what ``load`` makes of each item."""
 
     def __init__(self, items: Sequence[Any], load: Callable[[Any], _Sample]) -> None:
-        self._items, self._load = items, load
+        self._items = items
+        self._load = load
 
     def __len__(self) -> int:
         return len(self._items)
@@ -388,11 +391,15 @@ class ThreadLoading:
         most: int,
         cached: int = 0,
     ) -> None:
-        self._load, self._order = lru_cache(cached)(dataset.__getitem__), batch_sampler
-        self._pool, self._ahead, self._most = ThreadPoolExecutor(threads), ahead, most
+        self._load = lru_cache(cached)(dataset.__getitem__)
+        self._order = batch_sampler
+        self._pool = ThreadPoolExecutor(threads)
+        self._ahead = ahead
+        self._most = most
 
     def __iter__(self) -> Iterator[Any]:
-        todo, pending = iter(self._order), deque[Future[Any]]()
+        todo = iter(self._order)
+        pending = deque[Future[Any]]()
         while True:
             while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
                 pending.append(
@@ -454,9 +461,11 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     """Read every sample; refused where those of the complete dataset would take more than half of
     the free memory.
     """
-    dataset, total = _open_dataset(setting, kind), setting.prepared.total
+    dataset = _open_dataset(setting, kind)
+    total = setting.prepared.total
     few = [dataset[index] for index in range(min(4, len(dataset)))]
-    needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
+    needed = sum(map(_count_bytes, few)) / len(few) * total
+    free = find_free_memory()
     if needed > _MEMORY_SHARE * free:
         found = (
             f"{format_bytes(needed)} of samples and {format_bytes(free)} free: leave this "
@@ -495,7 +504,8 @@ class ArrivingLoader:
         return iter(self._loader)
 
 
-_FILES, _ALONE = "files_on_drive", partial(_by_workers, workers=0)
+_FILES = "files_on_drive"
+_ALONE = partial(_by_workers, workers=0)
 _AHEAD = partial(_by_workers, workers=1, ahead=_QUEUED)
 _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _ALONE),

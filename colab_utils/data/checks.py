@@ -48,7 +48,9 @@ _CHUNK = 16  # images that a process takes at a time
 _STREAMS = 8  # on Drive each file costs its latency: each process waits for several at once
 _MANY_CROWDS = 0.1  # of the objects: COCO has 1 %
 _RARE = 10  # objects, below which a class is not learnt
-_SMALL, _MEDIUM = 32**2, 96**2  # COCO's limits, in pixels of the mask
+# COCO's limits, in pixels of the mask
+_SMALL = 32**2
+_MEDIUM = 96**2
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
 _RATIOS = {
     "under 1:3": 1 / 3,
@@ -230,7 +232,8 @@ def _sum_up(
     """The report of what was found in each image, of what concerns the whole dataset, and of
     ``more`` defects.
     """
-    examples, scores = defaultdict[str, list[str]](list), Counter[int]()
+    examples = defaultdict[str, list[str]](list)
+    scores = Counter[int]()
     for i, found in enumerate(findings):
         for kind, text in found.defects:
             examples[kind].append(text)
@@ -249,10 +252,8 @@ def _sum_up(
         for i, score in scores.most_common(_WORST)
         if score
     }
-    total, ok = (
-        len(dataset.ids) + len(dataset.unknown_images),
-        not _SERIOUS & {one.kind for one in problems},
-    )
+    total = len(dataset.ids) + len(dataset.unknown_images)
+    ok = not _SERIOUS & {one.kind for one in problems}
     return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
 
 
@@ -282,7 +283,8 @@ def _find_in_all(
             "no instances",
             next((text for key, text in _PURPOSES.items() if key in first), "no masks"),
         )
-    crowds, total = dataset.crowds, len(dataset.ids)
+    crowds = dataset.crowds
+    total = len(dataset.ids)
     text = f"{crowds:,} of {total:,} objects are crowds and left out"
     yield from [("many crowds" if crowds > _MANY_CROWDS * total else "crowd", text)] * crowds
     named = Counter(one["name"] for one in dataset.categories)
@@ -304,7 +306,9 @@ def _find_shared(
     compared.
     """
     require_folder(others)
-    by_size, other, retries = defaultdict[int, list[int]](list), read_coco(annotations), Retries()
+    by_size = defaultdict[int, list[int]](list)
+    other = read_coco(annotations)
+    retries = Retries()
     for i, found in enumerate(findings):
         by_size[found.header.bytes].append(i)
 
@@ -363,8 +367,10 @@ def _advise_size(findings: "Sequence[Findings]", masks: NDArray[np.float64]) -> 
     torchvision's.
     """
     sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
-    scales, pixels = find_scale(*sizes.T), sizes.prod(1)
-    larger, small = scales > 1, np.mean(masks < _SMALL)
+    scales = find_scale(*sizes.T)
+    pixels = sizes.prod(1)
+    larger = scales > 1
+    small = np.mean(masks < _SMALL)
     default = f"--min-size {MODEL_SIZES[0]} --max-size {MODEL_SIZES[1]}"
     work = np.sum((pixels * scales**2)[larger]) / max(1, np.sum(pixels[larger]))
     if larger.mean() < 0.5 or work < 1.3:
@@ -486,7 +492,8 @@ def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         >>> _check_image(read_coco("annotations.json"), 0, Header([], size=(480, 640))).defects  # doctest: +SKIP
         []
     """
-    name, size = escape(dataset.file_name(i)), tuple(dataset.sizes[i].tolist())
+    name = escape(dataset.file_name(i))
+    size = tuple(dataset.sizes[i].tolist())
     compared = compare_sizes(size, header) if all(header.size) else []
     found = [*header.defects, *compared]
     if not all(size):
@@ -501,7 +508,8 @@ def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         found.append((kind, f"annotation {number}: {reason}"))
     if not annotations and not faults:
         found.append(("image without objects", ""))
-    objects, seen = list[tuple[float, ...]](), set[tuple[int, str]]()
+    objects = list[tuple[float, ...]]()
+    seen = set[tuple[int, str]]()
     for one in annotations:
         wrong, pixels = check_object(one, size) if all(size) else ([], 0)
         if pixels:
@@ -522,7 +530,8 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
     """Whether the annotations are of the photo as its file has it, or as its EXIF orientation turns
     it.
     """
-    (height, width), tag = header.size, header.orientation
+    tag = header.orientation
+    (height, width) = header.size
     upright = header.size[::-1] if tag > 4 else header.size
     if all(size) and size not in (header.size, upright):
         return [
@@ -552,7 +561,8 @@ def check_object(one: dict[str, Any], size: tuple[int, int]) -> tuple[list[Defec
     except ColabUtilsError as error:
         return [("bad mask", str(error))], 0
     tight, pixels = measure_mask(mask)
-    found = wrong_box = compare_box(one["bbox"], tight, *size)
+    found = compare_box(one["bbox"], tight, *size)
+    wrong_box = found
     if isinstance(one["segmentation"], list):
         polygons = read_polygons(one["segmentation"])
         if is_normalised(np.concatenate(polygons)):
@@ -669,7 +679,8 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
         return [("empty mask" if w * h >= NEAR**2 else "tiny object", f"bbox {box}")]
     edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)  # as training cuts it
     inner = np.array([*tight[:2], tight[0] + tight[2], tight[1] + tight[3]])
-    cut, corners = (*edges[:2], *edges[2:] - edges[:2]), (x, y, w - x, h - y)
+    cut = (*edges[:2], *edges[2:] - edges[:2])
+    corners = (x, y, w - x, h - y)
     overlaps = coco_mask.iou(
         np.array([cut, corners], np.float64), np.array([tight], np.float64), [False]
     ).ravel()

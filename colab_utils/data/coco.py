@@ -124,7 +124,8 @@ class CocoDataset:
             DriveLostError: Drive went away.
         """
         name = self.file_name(index)
-        slashed, base = name.replace("\\", "/"), take_base_name(name)
+        slashed = name.replace("\\", "/")
+        base = take_base_name(name)
         path = None if _leads_out(name) else _resolve(folder, name)
         if path:
             if (name.isascii() and "/" not in slashed) or os.path.exists(path):
@@ -170,7 +171,8 @@ class CocoDataset:
         """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of
         the others.
         """
-        sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
+        sound = list[dict[str, Any]]()
+        faults = list[tuple[int, str]]()
         size = self.sizes[index].tolist()
         known = {category["id"] for category in self.categories}
         numbers = self.ids[self.first[index] : self.first[index + 1]].tolist()
@@ -200,7 +202,8 @@ class CocoDataset:
         """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another
         process).
         """
-        a, b = int(self.first[start]), int(self.first[stop])
+        a = int(self.first[start])
+        b = int(self.first[stop])
         return replace(
             self,
             image_ids=self.image_ids[start:stop],
@@ -247,7 +250,8 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> dataset.annotations(0)[0]["segmentation"]
         [[0, 0, 4, 0, 4, 4]]
     """
-    path, columns = require_local_path(annotations), _Columns()
+    path = require_local_path(annotations)
+    columns = _Columns()
     fingerprint, text = _read_text(path)
     _read_entries(text, path, columns)
     del text
@@ -384,7 +388,8 @@ def _list_base_names(folder: str) -> dict[str, str | None]:
     Raises:
         ColabUtilsError: the folder cannot be listed.
     """
-    found, folders = dict[str, str | None](), [folder]
+    found = dict[str, str | None]()
+    folders = [folder]
     try:
         with guard_drive(folder):
             for one in folders:
@@ -428,7 +433,8 @@ def write_coco(
 
 def _read_entries(text: str, path: Path, columns: "_Columns") -> None:
     """Add each entry of the three lists of a COCO JSON."""
-    decode, found = json.JSONDecoder().raw_decode, set[str]()
+    decode = json.JSONDecoder().raw_decode
+    found = set[str]()
 
     def take(position: int, expected: str) -> tuple[str, int]:
         """One of the expected marks at this position, and the position after it and the space
@@ -502,14 +508,18 @@ class _Columns:
     """What entries hold, added one by one; one of `FAULTS` says what is wrong."""
 
     def __init__(self) -> None:
-        self.images, self.names = array("q"), bytearray()
+        self.images = array("q")
+        self.names = bytearray()
         """Of each image: id, height, width, where its name ends."""
-        self.rows, self.texts = array("q"), bytearray()
+        self.rows = array("q")
+        self.texts = bytearray()
         """Of each annotation: id, ids of image and category, whether it is a crowd, where its text
         ends.
         """
-        self.category_names, self.has_shapes = dict[int, str](), False
-        self.bases, self.shared_names = dict[str, str](), set[str]()
+        self.category_names = dict[int, str]()
+        self.has_shapes = False
+        self.bases = dict[str, str]()
+        self.shared_names = set[str]()
 
     def add(self, section: str, entry: Any, text: str) -> None:
         if section == "annotations":
@@ -529,7 +539,8 @@ class _Columns:
             raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
 
     def _add_image(self, image: dict[str, Any]) -> None:
-        url, name = image.get("coco_url"), image.get("file_name")
+        url = image.get("coco_url")
+        name = image.get("file_name")
         if not name and isinstance(url, str):
             name = take_base_name(url)
         if name is None:
@@ -602,7 +613,8 @@ def _read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str
     read_field(entry, "id")
     names = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
     one = {name: read_field(entry, name) for name in names}
-    box, area = one["bbox"], one["area"]
+    box = one["bbox"]
+    area = one["area"]
     if box and area is not None:
         return one
     try:
@@ -610,7 +622,8 @@ def _read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str
     except ColabUtilsError as error:
         if not box:
             raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None
-        tight, pixels = box, box[2] * box[3]
+        tight = box
+        pixels = box[2] * box[3]
     return one | {"bbox": box or tight, "area": float(pixels) if area is None else area}
 
 
@@ -650,7 +663,8 @@ def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
     kept = np.flatnonzero(known_image)
     image_of = places[np.searchsorted(unique, owners[kept])]
     kept = kept[np.argsort(image_of, kind="stable")]
-    starts, view = np.append(0, text_ends), memoryview(columns.texts)
+    starts = np.append(0, text_ends)
+    view = memoryview(columns.texts)
     first = np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(image_ids)))])
     rows = (kept[start:end] for start, end in pairwise(first.tolist()))
     texts = [b", ".join(view[starts[row] : text_ends[row]] for row in mine) for mine in rows]

@@ -45,7 +45,8 @@ _ORIENTATION = 0x0112  # of EXIF
 _JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # without which a PNG has other pixels
 _PNG = b"\x89PNG\r\n\x1a\n"
-_JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
+_JPEG = b"\xff\xd8\xff"
+_NUMPY = b"\x93NUMPY"
 _BAND = 1024  # rows
 # what Pillow may open: for EPS it starts another program, and an icon holds a larger image than it
 # says
@@ -364,7 +365,8 @@ def _count_jpeg_pixels(data: bytes | bytearray) -> int:
 
 def _strip_png(data: bytes | bytearray) -> bytes:
     """A PNG without the chunks that its pixels do not need."""
-    pieces, place = [data[:8]], 8
+    pieces = [data[:8]]
+    place = 8
     while place + 12 <= len(data):
         end = place + 12 + int.from_bytes(data[place : place + 4])
         if data[place + 4 : place + 8] in _PNG_NEEDED:

@@ -57,16 +57,17 @@ def repair_annotations(
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
     headers = [found.header for found in checks.inspect_images(folder, dataset)]
-    done, gone = defaultdict[str, list[str]](list), Counter[str]()
+    done = defaultdict[str, list[str]](list)
+    gone = Counter[str]()
     done["annotation of no image left out"] = [
         f"annotation {number}" for number in dataset.unknown_images.tolist()
     ]
-    entries, kept, objects = list[dict[str, Any]](), list[bytes](), 0
+    entries = list[dict[str, Any]]()
+    kept = list[bytes]()
+    objects = 0
     for group, is_alone in _group_entries(dataset):
-        name, changes = (
-            escape(dataset.file_name(group[0])),
-            ["entries of one image joined"] * (len(group) - 1),
-        )
+        name = escape(dataset.file_name(group[0]))
+        changes = ["entries of one image joined"] * (len(group) - 1)
         try:
             if not is_alone:
                 raise _LostObjectError("id of several images")
@@ -165,7 +166,8 @@ def _mend_objects(
     """An image's annotations, without those that have no area and those of the same class and
     outline as another.
     """
-    mended, categories = dict[str, dict[str, Any]](), {one["id"] for one in dataset.categories}
+    mended = dict[str, dict[str, Any]]()
+    categories = {one["id"] for one in dataset.categories}
     for entry in annotations:
         if _try_field(entry, "category_id") not in categories:
             raise _LostObjectError("unknown category")
@@ -187,7 +189,9 @@ def _mend_object(
     values = {
         name: _try_field(entry, name) for name in ("id", "category_id", "iscrowd", "bbox", "area")
     }
-    box, area, outline = values["bbox"], values["area"], entry.get("segmentation")
+    box = values["bbox"]
+    area = values["area"]
+    outline = entry.get("segmentation")
     if values["iscrowd"] is None:
         raise _LostObjectError("bad annotation")
     if any(
@@ -201,7 +205,8 @@ def _mend_object(
         values["segmentation"] = _mend_outline(outline, size)
         tight, pixels = measure_mask(encode_segmentation(values["segmentation"], *size))
     except ColabUtilsError:
-        tight, pixels = [], 0
+        tight = []
+        pixels = 0
     if not pixels:
         numbers = (
             sum(len(one) if isinstance(one, list) else 1 for one in outline)

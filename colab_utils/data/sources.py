@@ -84,7 +84,8 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     target = Path(
         folder, xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}"))
     )
-    done, download = target / "unpacked.json", target / "download.zip"
+    done = target / "unpacked.json"
+    download = target / "download.zip"
     if not done.is_file():  # it is written last
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
@@ -156,10 +157,12 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
     """
     members = dict[str, ZipInfo]()
     for info in archive.infolist():
-        name, kind = info.filename, stat.S_IFMT(info.external_attr >> 16)
+        name = info.filename
+        kind = stat.S_IFMT(info.external_attr >> 16)
         if name.startswith("__MACOSX/") or name.endswith("/"):
             continue
-        why, named = "", PureWindowsPath(name)
+        why = ""
+        named = PureWindowsPath(name)
         if named.anchor or ".." in named.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
             why = "a link or a name that leads out of it"
         elif not name or escape(name) != name:
@@ -255,7 +258,8 @@ def convert_masks(
         colab_utils.errors.ColabUtilsError: expected a folder of image files at PNGImages, found ...
     """
     output = require_new(require_local_path(output))
-    rows, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
+    annotations = list[dict[str, Any]]()
     pairs = _pair_files(require_local_path(images), require_local_path(masks))
     for number, (image, mask) in enumerate(
         show_progress("masks", pairs, total=len(pairs), unit="image"), 1
@@ -266,17 +270,16 @@ def convert_masks(
         for rle, box, area in _encode_objects(values, mask):
             ids = {"id": len(annotations) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
             annotations.append({**ids, "bbox": box, "area": area, "segmentation": rle})
-    texts, categories = (
-        [json.dumps(one).encode() for one in annotations],
-        [{"id": 1, "name": category}],
-    )
+    texts = [json.dumps(one).encode() for one in annotations]
+    categories = [{"id": 1, "name": category}]
     with explain_write(output.parent):
         return write_coco(output, rows, texts, categories)
 
 
 def _list_images(folder: Path) -> dict[str, Path]:
     """Image files by their name without its ending."""
-    known, found = Image.registered_extensions(), dict[str, Path]()
+    known = Image.registered_extensions()
+    found = dict[str, Path]()
     for path in sorted(folder.glob("*")):
         if path.suffix.lower() in known and found.setdefault(path.stem, path) != path:
             raise ColabUtilsError(
@@ -291,7 +294,8 @@ def _list_images(folder: Path) -> dict[str, Path]:
 
 def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     """Each image with its mask; what their names differ in is the same for all."""
-    pictures, drawn = _list_images(images), _list_images(masks)
+    pictures = _list_images(images)
+    drawn = _list_images(masks)
     first = next(iter(pictures))
     ends = sorted(
         (name.removeprefix(first) for name in drawn if name.startswith(first)), key=len
@@ -310,12 +314,11 @@ def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
     """The mask's values, int64 [H, W]; 0 is the background."""
     try:
         with open_file(image) as file, open_lazily(file) as opened:
-            size, turned = opened.size, read_orientation(opened) > 4
+            size = opened.size
+            turned = read_orientation(opened) > 4
         with open_file(mask) as file, open_lazily(file) as opened:
-            kind, is_flat = (
-                opened.format,
-                opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16"),
-            )
+            kind = opened.format
+            is_flat = opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16")
             if opened.mode == "F":
                 raise ValueError("floating point numbers: save whole ones")
             values = np.asarray(opened if is_flat else opened.convert("RGB")).astype(np.int64)

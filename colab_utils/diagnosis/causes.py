@@ -16,7 +16,9 @@ from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
 
 _Array = NDArray[Any]
-_LEAST_SHARE, _LEAST_S = 0.1, 0.5  # of the loop, and of all of it: less is not worth a cure
+# of the loop, and of all of it: less is not worth a cure
+_LEAST_SHARE = 0.1
+_LEAST_S = 0.5
 _RARE = 0.25  # of the batches
 _HOLDS = 0.6  # of what a part of the loop takes, by rare batches
 _TIMES_SLOWER = 8  # than the mean of the others: a slow sample
@@ -139,7 +141,8 @@ def refine_causes(
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
-    found, works = [], False
+    found = []
+    works = False
     for cause in causes:
         if cause.id in ("between", "periodic"):  # a diagnosis copies batches there
             continue
@@ -151,7 +154,8 @@ def refine_causes(
                 f"{cause.why} {largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms "
                 "an image."
             )
-            cause, works = Cause(id, cause.share, why, cure), True
+            cause = Cause(id, cause.share, why, cure)
+            works = True
         found.append(cause)
     if slower > _SLOWER:
         why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
@@ -169,9 +173,11 @@ def _find_rare(seconds: _Array) -> NDArray[np.int64]:
 
 
 def _explain_between(between: _Array, loop_s: float) -> Cause:
-    share, rare = float(between.sum()) / loop_s, _find_rare(between)
+    share = float(between.sum()) / loop_s
+    rare = _find_rare(between)
     if len(rare) > 1:
-        every, each_s = len(between) / len(rare), float(between[rare].mean())
+        every = len(between) / len(rare)
+        each_s = float(between[rare].mean())
         why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
         cure = (
             "If it writes checkpoints, write them in a thread or less often; if it evaluates, "
@@ -201,7 +207,8 @@ def _explain_starts(starts: _Array, loop_s: float) -> Cause:
 
 def _explain_crowd(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause | None:
     """More workers than cores, which wait for one another, at the start of a pass most of all."""
-    cores, times = count_cores(), facts.times
+    cores = count_cores()
+    times = facts.times
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
     if facts.workers <= cores or not (is_busy or times.queued_s >= times.cpu_s):
         return None
@@ -217,7 +224,9 @@ def _explain_waits(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause:
     """Why batches come late: a slow sample, no workers, what happens to whole batches, reads, or
     work.
     """
-    share, times, cores = float(waits.sum()) / loop_s, facts.times, count_cores()
+    share = float(waits.sum()) / loop_s
+    times = facts.times
+    cores = count_cores()
     if slow := _explain_slow_sample(waits, share, facts):
         return slow
     if not (facts.workers or times.samples):
@@ -228,10 +237,8 @@ def _explain_waits(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause:
             why,
             "Use worker processes (num_workers): they load while this process trains.",
         )
-    outside_s, data_s = (
-        times.worker_cpu_s - times.cpu_s,
-        times.wall_s - times.cpu_s - times.queued_s,
-    )
+    outside_s = times.worker_cpu_s - times.cpu_s
+    data_s = times.wall_s - times.cpu_s - times.queued_s
     if outside_s > max(times.cpu_s, data_s):
         part = outside_s / times.worker_cpu_s
         why = (
@@ -247,7 +254,9 @@ def _explain_waits(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause:
     if data_ms > max(cpu_ms, queued_ms):
         why = f"A sample takes {wall_ms:.3g} ms, and waits {data_ms:.3g} ms of it for its data"
         return _explain_reads(share, why, 1000 * data_ms, times.bytes_read / times.samples)
-    why, busy, cure = "Workers deliver too slowly.", facts.cpu_s / loop_s, "Use more workers"
+    why = "Workers deliver too slowly."
+    busy = facts.cpu_s / loop_s
+    cure = "Use more workers"
     if times.samples:
         why = (
             f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms "
@@ -296,7 +305,8 @@ def _explain_slow_sample(waits: _Array, share: float, facts: LoopFacts) -> Cause
         )
     elif rare and not times.samples:  # loaded in this process
         worst = max(rare, key=lambda number: waits[number])
-        seconds, index = waits[worst], facts.seen[worst][0]
+        seconds = waits[worst]
+        index = facts.seen[worst][0]
         told = f"{len(rare)} of {len(waits)} batches are so slow"
     else:
         return None

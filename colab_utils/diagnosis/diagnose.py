@@ -33,7 +33,9 @@ from colab_utils.require import require_local_path, require_number
 
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
-_SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast on, and measured on
+# images that the fixes for the data are forecast on, and measured on
+_SAMPLED = 16
+_VERIFIED = 64
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
 _SURE = 2  # standard errors
 
@@ -196,7 +198,8 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     """
     if (number + 1) & number:
         return
-    tensors, room = find_tensors(batch), _CACHED_SHARE * find_free_memory()
+    tensors = find_tensors(batch)
+    room = _CACHED_SHARE * find_free_memory()
     if tensors and tensors[0].is_cuda:
         room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
     most = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
@@ -206,11 +209,15 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
-    began_s, kept = perf_counter(), dict[int, Any]()
+    began_s = perf_counter()
+    kept = dict[int, Any]()
     watched = WatchedLoader(loader, TIMEOUT_S, "raise")
     now = time_loop(watched, step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
-    rate, size = now.images_per_second, round(now.images / len(now.wait_s))
-    cached, slower, ceiling = now, 1.0, rate
+    rate = now.images_per_second
+    size = round(now.images / len(now.wait_s))
+    cached = now
+    slower = 1.0
+    ceiling = rate
     if step is not None:
         cached = time_batches(
             [*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds
@@ -221,7 +228,8 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         ceiling = slower * now.images / sum(now.step_s)
     found = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
     kept.clear()
-    fixes, waits = [], step is None or ceiling >= _FINE_HEADSPACE * rate
+    fixes = []
+    waits = step is None or ceiling >= _FINE_HEADSPACE * rate
     if waits and isinstance(loader, Loader | DataLoader):
         indices = found.indices[: _VERIFIED if verify else _SAMPLED]
         situation = Situation(
@@ -279,7 +287,8 @@ def describe_verdict(
     ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step
     takes ``slower`` times as long. ``stages`` are those of loading.
     """
-    rate, sure = now.images_per_second, f"(confidence {_describe_confidence(now)})"
+    rate = now.images_per_second
+    sure = f"(confidence {_describe_confidence(now)})"
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     part = (
         f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image."
@@ -318,7 +327,8 @@ def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) ->
 
 
 def _describe_confidence(now: BatchTimes) -> str:
-    count, error = len(now.batch_s), now.error
+    count = len(now.batch_s)
+    error = now.error
     level = (
         "high"
         if count >= 20 and error < 0.05

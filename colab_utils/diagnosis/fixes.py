@@ -54,9 +54,12 @@ _MANY = 1_000_000
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
 _LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
-_TRIAL_SHARE, _VERIFY_SHARE = 0.3, 0.5  # of the seconds of a diagnosis, for each fix
+# of the seconds of a diagnosis, for each fix
+_TRIAL_SHARE = 0.3
+_VERIFY_SHARE = 0.5
 # batches, or of the seconds: until the memory of each process has grown
-_WARMUP, _WARMUP_SHARE = 150, 0.15
+_WARMUP = 150
+_WARMUP_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ class Situation:
         """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
-        wall_s, cpu_s = sum(self.cached.step_s), self.cached.step_cpu_s
+        wall_s = sum(self.cached.step_s)
+        cpu_s = self.cached.step_cpu_s
         return EmulatedStep(
             1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0)
         )
@@ -149,14 +153,13 @@ def open_like(
     Raises:
         ColabUtilsError: your dataset deals its work to the workers itself.
     """
-    loader, same = now.loader, dataset is None
+    loader = now.loader
+    same = dataset is None
     data = loader.dataset if same else dataset
     if same and isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
-    workers, prefetch = (
-        count_workers(loader) if workers is None else workers,
-        prefetch or now.prefetch,
-    )
+    workers = count_workers(loader) if workers is None else workers
+    prefetch = prefetch or now.prefetch
     batch_size = round(now.loop.images / len(now.loop.wait_s))
     if packs or isinstance(loader, Loader):
         # the masks of other people's loaders are expanded on the GPU, too, where there is one
@@ -202,7 +205,8 @@ def find_fixes(now: Situation) -> list[Fix]:
     Returns:
         The best first; of those within 5 %, the one that costs you least.
     """
-    workers, prefetch = count_workers(now.loader), 2 * now.prefetch
+    workers = count_workers(now.loader)
+    prefetch = 2 * now.prefetch
     count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans = _plan_data(now, Path(folder))
@@ -288,7 +292,9 @@ def time_loop(
 
 def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
     """Other forms and places of the data; what costs you most is tried first."""
-    dataset, by_shards = now.loader.dataset, dict[str, str]()  # id to what else is to be told
+    # id to what else is to be told
+    dataset = now.loader.dataset
+    by_shards = dict[str, str]()
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return []
     if isinstance(dataset, CocoFolder):
@@ -330,7 +336,8 @@ def _prepare_shards(
 
     They lie on the local disk; shards are copied to it where they lie on a slow one (``is_slow``).
     """
-    dataset, shards = now.loader.dataset, folder / ("resized" if id == "resize" else "shards")
+    dataset = now.loader.dataset
+    shards = folder / ("resized" if id == "resize" else "shards")
     if isinstance(dataset, CocoFolder):
         annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
         limits = _SIDES if id == "resize" else {"storage": "keep"}

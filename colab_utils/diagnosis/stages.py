@@ -70,7 +70,8 @@ def time_calls(
     A call handles so many ``images``: the stage is per image.
     """
     wall_ms = []
-    began_s, cpu_began_s = perf_counter(), thread_time()
+    began_s = perf_counter()
+    cpu_began_s = thread_time()
     for argument in arguments:
         call_began_s = perf_counter()
         try:
@@ -107,7 +108,9 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     starts, would else be inherited by all later workers.
     """
     dataset: Any = getattr(loader, "dataset", None)
-    stages, unseen, indices = dict[str, Stage](), "", list[int]()
+    stages = dict[str, Stage]()
+    unseen = ""
+    indices = list[int]()
     has_samples = (
         isinstance(dataset, CocoFolder | ShardDataset)
         or getattr(loader, "batch_sampler", None) is not None
@@ -119,7 +122,8 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
         indices = (
             [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
         )
-        dense, collate = not isinstance(loader, Loader), getattr(loader, "collate_fn", None)
+        dense = not isinstance(loader, Loader)
+        collate = getattr(loader, "collate_fn", None)
         # an item of a stream may be a batch
         count = 1 if streams and loader.batch_size is not None else images
         in_worker = partial(
@@ -136,7 +140,8 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)
         except ColabUtilsError as error:  # whatever somebody's own dataset does
-            indices, unseen = [], str(error).partition("found ")[2]
+            indices = []
+            unseen = str(error).partition("found ")[2]
     tensors = find_tensors(batch)
     if (
         isinstance(loader, DataLoader)
@@ -216,10 +221,8 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dic
             bare = copy.copy(dataset)
             vars(bare).update(dict.fromkeys(has))
             without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
-            wall_ms, cpu_ms = (
-                max(whole.mean_ms - without.mean_ms, 0.0),
-                max(whole.cpu_ms - without.cpu_ms, 0.0),
-            )
+            wall_ms = max(whole.mean_ms - without.mean_ms, 0.0)
+            cpu_ms = max(whole.cpu_ms - without.cpu_ms, 0.0)
             return {
                 "sample": without,
                 "transform": Stage.from_calls("transform", [wall_ms], cpu_ms),

@@ -148,11 +148,15 @@ class LoopRecord:
     """
 
     def __init__(self, loader: Any) -> None:
-        self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
-        self.memory, self.workers = MemoryLog(), count_workers(loader)
-        self.cpu_s, self.times = 0.0, SampleTimes()
+        self.clock = LoopClock()
+        self.monitor = WorkerMonitor(getattr(loader, "dataset", None))
+        self.memory = MemoryLog()
+        self.workers = count_workers(loader)
+        self.cpu_s = 0.0
+        self.times = SampleTimes()
         self.growth: Growth | None = None
-        self.seen, self.stalls = dict[int, tuple[int, ...]](), list[Any]()
+        self.seen = dict[int, tuple[int, ...]]()
+        self.stalls = list[Any]()
         self._printed: Summary | None = None
 
     @contextmanager
@@ -169,7 +173,8 @@ class LoopRecord:
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """These are being loaded while a batch is waited for."""
-        seen, number = self.seen, self.clock.count
+        seen = self.seen
+        number = self.clock.count
         if samples and len(seen) < _KEPT:
             seen[number] = tuple(dict.fromkeys((*seen.get(number, ()), *samples)))[-16:]
 
@@ -195,10 +200,8 @@ class LoopRecord:
             )
             for name, values in (("wait", later), ("step", steps), ("between steps", between))
         )
-        start_s, each_s = (
-            float(waits[is_first].sum()),
-            np.where(is_first, 0, waits) + steps + between,
-        )
+        start_s = float(waits[is_first].sum())
+        each_s = np.where(is_first, 0, waits) + steps + between
         order = np.argsort(-each_s)[:_WORST].tolist()
         worst = tuple(
             SlowBatch(n, waits[n], steps[n], between[n], self.seen.get(n, ())) for n in order
@@ -247,7 +250,8 @@ class LoopRecord:
         """Print a summary if the loop has come further since the last one; ``only_news`` if it has
         other causes.
         """
-        summary, last = self.summarise(), self._printed
+        summary = self.summarise()
+        last = self._printed
         if summary is None or (last and summary.batches == last.batches):
             return
         if (

@@ -112,15 +112,21 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    waits, steps, images, step_cpu_s = list[float](), list[float](), 0, 0.0
+    waits = list[float]()
+    steps = list[float]()
+    images = 0
+    step_cpu_s = 0.0
     lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
-        began_s = timed_s = asked_s = perf_counter()
+        began_s = perf_counter()
+        timed_s = began_s
+        asked_s = began_s
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
-            got_s, got_cpu_s = perf_counter(), process_time()
+            got_s = perf_counter()
+            got_cpu_s = process_time()
             try:
                 if step is not None:
                     step(*batch) if _is_pair(batch) else step(batch)
@@ -130,12 +136,14 @@ def time_batches(
                 raise ColabUtilsError(
                     f"{found}. Try it alone: step(*next(iter(loader)))"
                 ) from error
-            ended_s, ended_cpu_s = perf_counter(), process_time()
+            ended_s = perf_counter()
+            ended_cpu_s = process_time()
             if seen <= untimed:
                 if ended_s - began_s > min(warmup_s, max_s) and seen % lanes == 0:
                     untimed = seen
                 if seen == untimed:
-                    cpu_began_s, timed_s = measure_tree_cpu(), ended_s
+                    cpu_began_s = measure_tree_cpu()
+                    timed_s = ended_s
             else:
                 waits.append(got_s - asked_s)
                 steps.append(ended_s - got_s)
@@ -181,7 +189,8 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """The batches of one epoch after the other; an error in the loader becomes one line that says
     where.
     """
-    number, batches = 0, None
+    number = 0
+    batches = None
     while True:
         before = number
         try:

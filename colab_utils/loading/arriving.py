@@ -71,8 +71,13 @@ class Arrival:
         retries: Retries,
         limit_bytes: float = math.inf,
     ) -> None:
-        self.source, self.target, self.index, self.retries = source, target, index, retries
-        self.rolls, self._limit, self._workers = limit_bytes < index.bytes, limit_bytes, workers
+        self.source = source
+        self.target = target
+        self.index = index
+        self.retries = retries
+        self.rolls = limit_bytes < index.bytes
+        self._limit = limit_bytes
+        self._workers = workers
         self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         # of nan neither is true
         if not limit_bytes >= (least := min(index.bytes, 2 * max(self._sizes, default=0))):
@@ -86,7 +91,8 @@ class Arrival:
         self.key = hash_bytes(repr(sorted(index.files())).encode())
         # that of an earlier arrival, or an index, tells that the shards in the target are of this
         # copy
-        previous, status = read_target(source, target, index), _read_status(target, self.key)
+        previous = read_target(source, target, index)
+        status = _read_status(target, self.key)
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
             found = (
@@ -101,7 +107,9 @@ class Arrival:
         check_space(target, files, cached=is_on_drive(source))
         self._job = Copying(source, target, retries, overwrite=previous is not None or bool(status))
         self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
-        self._wanted, self._used, self._moves = self._order, set[int](), dict[int, Future[None]]()
+        self._wanted = self._order
+        self._used = set[int]()
+        self._moves = dict[int, Future[None]]()
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
         self.began_s = perf_counter()
@@ -279,7 +287,8 @@ class Arrival:
                 file.truncate(0)
 
     def _write_status(self) -> None:
-        arrived, error = list(self.spans_s), str(self._error or "")
+        arrived = list(self.spans_s)
+        error = str(self._error or "")
         status = {
             "key": self.key,
             "rolls": self.rolls,
@@ -311,7 +320,9 @@ class _ArrivingFiles(ShardFiles):
 
     def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
         super().__init__(target)
-        self._drive, self._key, self._rolls = ShardFiles(source), key, rolls
+        self._drive = ShardFiles(source)
+        self._key = key
+        self._rolls = rolls
         self._arrived: Collection[int] = ()
 
     def __reduce__(self) -> Any:

@@ -69,7 +69,8 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         raise ColabUtilsError(
             f"expected a target of torchvision's contract, found one whose {found}"
         ) from None
-    count, masks = len(parts["labels"]), parts["masks"]
+    count = len(parts["labels"])
+    masks = parts["masks"]
     wanted = {
         "boxes": (count, 4),
         "area": (count,),
@@ -137,7 +138,8 @@ def apply_transforms(
         raise ColabUtilsError(
             f"expected (image, target) from your transforms, found {kind}: see torchvision's v2"
         )
-    image, target = found[0], {"image_id": given["image_id"], **found[1]}
+    image = found[0]
+    target = {"image_id": given["image_id"], **found[1]}
     for key, value in target.items():
         target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
     if "area" in target and len(target["area"]) != len(target["boxes"]):
@@ -207,7 +209,8 @@ class PackedBatch:
         first, end, _ = part.indices(len(self))
         pixels = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
         objects = [0, *accumulate(self.counts.tolist())]
-        images, of = slice(first, end), slice(objects[first], objects[end])
+        images = slice(first, end)
+        of = slice(objects[first], objects[end])
         tables = {name: getattr(self, name)[images] for name in ("sizes", "image_ids", "counts")}
         tables |= {name: getattr(self, name)[of] for name in _PARTS}
         masks = MaskBits(
@@ -290,7 +293,8 @@ class BatchShape(NamedTuple):
         """Where each table lies in the buffer, its type and its shape; and the bytes of the whole
         buffer.
         """
-        b, t = self.images, self.objects
+        b = self.images
+        t = self.objects
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
             "pixels": ("u1", (self.pixel_bytes,)),
             "bits": ("u1", (self.mask_bytes,)),
@@ -305,7 +309,8 @@ class BatchShape(NamedTuple):
             "offsets": ("i8", (t + 1,)),
             "dense": ("u1", (self.dense_bytes,)),
         }
-        layout, end = {}, 0
+        layout = {}
+        end = 0
         for name, (kind, shape) in tables.items():
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + prod(shape) * np.dtype(kind).itemsize
@@ -355,7 +360,8 @@ def write_batch(
     views = shape.open_tables(memory)
     for name, table in (*tables.items(), ("offsets", offsets)):
         views[name][:] = table
-    first = pixel = 0
+    first = 0
+    pixel = first
     for place, (index, (height, width), count) in enumerate(
         zip(indices, sizes, counts, strict=True)
     ):
@@ -365,7 +371,8 @@ def write_batch(
         if flips is not None and flips[place]:
             for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):  # they stay in the cache
                 part.copy_(part.flip(1))
-        pixel, first = pixel + pixels.size, first + count
+        pixel = pixel + pixels.size
+        first = first + count
     if dense_bytes:
         bits, crops, ends, out = map(
             torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"])

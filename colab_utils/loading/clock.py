@@ -39,8 +39,10 @@ class LoopClock:
     """
 
     def __init__(self) -> None:
-        self.began_s, self.images = perf_counter(), 0
-        self.firsts, self.ends_s = list[int](), 0.0
+        self.began_s = perf_counter()
+        self.images = 0
+        self.firsts = list[int]()
+        self.ends_s = 0.0
         # of the batch at hand: asked for, came, and its step ended
         self._moments: list[_Moment] = []
         # of batches that are over, which a GPU may still be at

@@ -103,7 +103,8 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
         """
         from pycocotools.coco import COCO
 
-        images, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
+        images = list[dict[str, Any]]()
+        annotations = list[dict[str, Any]]()
         for index, (height, width) in enumerate(self.sizes.tolist()):
             images.append({"id": int(self.image_ids[index]), "height": height, "width": width})
             # ids from 1: COCOeval takes an annotation with id 0 for "no match"
@@ -146,11 +147,14 @@ class ShardFiles:
             ColabUtilsError: if the file went away or was cut short.
         """
         # not as a Path, which takes longer than the read
-        path, length = os.path.join(self.folder, name), memoryview(buffer).nbytes
+        path = os.path.join(self.folder, name)
+        length = memoryview(buffer).nbytes
         try:
-            count, found = self._open(path).readinto(buffer, start), "it cut short"
+            count = self._open(path).readinto(buffer, start)
+            found = "it cut short"
         except OSError as error:
-            count, found = -1, str(error.strerror)
+            count = -1
+            found = str(error.strerror)
         if count < length:
             cure = "Copy the shards again, or mount Drive again."
             raise ColabUtilsError(
@@ -172,7 +176,8 @@ def load_shard(
 
 
 def _load(folder: Path, shard: ShardInfo, index: ShardIndex) -> ShardArrays:
-    path, arrays_path = folder / shard.name, folder / shard.arrays_name
+    path = folder / shard.name
+    arrays_path = folder / shard.arrays_name
     if not has_size(path, shard.bytes):
         found = f"{path.stat().st_size:,}" if path.is_file() else "none"
         cure = "it was cut short or changed. Copy it again, or run preprocess again on this folder."
@@ -230,17 +235,16 @@ class CocoFolder(_CocoSamples):
         self.retries = Retries()
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
-        self.image_ids, self.sizes, self.fingerprint = (
-            self.coco.image_ids,
-            self.coco.sizes,
-            self.coco.fingerprint,
-        )
+        self.image_ids = self.coco.image_ids
+        self.sizes = self.coco.sizes
+        self.fingerprint = self.coco.fingerprint
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
         data = self.read(index)
         try:
-            image, (height, width) = self.decode(data), self.sizes[index].tolist()
+            image = self.decode(data)
+            (height, width) = self.sizes[index].tolist()
             if height and width and image.shape[1:] != (height, width):
                 image = torch.from_numpy(
                     decode_upright(data, height, width).transpose(2, 0, 1).copy()
@@ -362,7 +366,9 @@ class ShardDataset(_CocoSamples):
         *,
         contiguous_labels: bool,
     ) -> None:
-        self._files, self.index, self.transforms = files, index, transforms
+        self._files = files
+        self.index = index
+        self.transforms = transforms
         self.folder = files.folder
         self.fingerprint = index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
@@ -381,7 +387,9 @@ class ShardDataset(_CocoSamples):
         tables = {
             name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")
         }
-        self.image_ids, self.sizes, counts = tables["image_ids"], tables["sizes"], tables["counts"]
+        self.image_ids = tables["image_ids"]
+        self.sizes = tables["sizes"]
+        counts = tables["counts"]
         mask_bytes = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
         self._tables = tables | {
             "labels": self._map_labels(join("labels")),
@@ -390,11 +398,9 @@ class ShardDataset(_CocoSamples):
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
-        self._image_spans, self._record_spans, self._checks = (
-            join("image_spans"),
-            join("record_spans"),
-            join("checks"),
-        )
+        self._image_spans = join("image_spans")
+        self._record_spans = join("record_spans")
+        self._checks = join("checks")
         self._first = np.cumsum(counts) - counts
         # where the bits of each image start in its shard's file; bits that were made again are held
         starts = [shard.mask_ends[np.cumsum(shard.counts) - shard.counts] for shard in shards]
@@ -427,10 +433,8 @@ class ShardDataset(_CocoSamples):
     def read_packed(self, index: int) -> PackedSample:
         """The sample with packed masks."""
         tables = self.describe([index])
-        pixels, bits = (
-            np.empty((*tables["sizes"][0], 3), np.uint8),
-            np.empty(tables["mask_bytes"].sum(), np.uint8),
-        )
+        pixels = np.empty((*tables["sizes"][0], 3), np.uint8)
+        bits = np.empty(tables["mask_bytes"].sum(), np.uint8)
         self.read_into(index, pixels, bits)
         return PackedSample(pixels, bits, tables)
 
@@ -465,7 +469,8 @@ class ShardDataset(_CocoSamples):
     def _read_bits(self, index: int, bits: NDArray[np.uint8]) -> None:
         if not bits.size:
             return
-        shard, start = int(self.shard_of[index]), int(self._bit_starts[index])
+        shard = int(self.shard_of[index])
+        start = int(self._bit_starts[index])
         held = self._bits[shard]
         if isinstance(held, int):
             self._files.read_into(shard, self.index.shards[shard].arrays_name, held + start, bits)

@@ -37,7 +37,8 @@ class EmulatedStep:
         neither.
         """
         length_s = self.step_ms / 1000
-        began_s, cpu_began_s = perf_counter(), thread_time()
+        began_s = perf_counter()
+        cpu_began_s = thread_time()
         # work and rest alternate in 2 ms slices
         while (cpu_s := thread_time() - cpu_began_s) < self.busy * length_s:
             slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)

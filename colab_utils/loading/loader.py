@@ -72,8 +72,12 @@ class BatchSampler(Sampler[list[int]]):
         sampler: Any = None,
         drop_last: bool = False,
     ) -> None:
-        self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.sampler, self.drop_last, self._shard_of = sampler, drop_last, shard_of
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.sampler = sampler
+        self.drop_last = drop_last
+        self._shard_of = shard_of
         self._wide = (
             np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
         )
@@ -81,7 +85,8 @@ class BatchSampler(Sampler[list[int]]):
 
     def start_epoch(self, epoch: int) -> None:
         """The next pass runs this epoch, with all images."""
-        self.epoch, self.left = epoch, np.arange(self.size)
+        self.left = np.arange(self.size)
+        self.epoch = epoch
         self.windows: list[list[int]] = []
 
     def __len__(self) -> int:
@@ -230,7 +235,8 @@ def make_loader(
         sampler=sampler,
         drop_last=drop_last,
     )
-    is_here, rates = fetcher.arrival is None or fetcher.arrival.is_complete, dict[int, float]()
+    is_here = fetcher.arrival is None or fetcher.arrival.is_complete
+    rates = dict[int, float]()
     if sampler is not None and not is_here:
         raise ColabUtilsError(
             "expected no sampler while shards arrive, found one. Wait until all are here."
@@ -289,9 +295,16 @@ class Loader:
         transforms: Transforms | None,
         max_bad: int,
     ) -> None:
-        self.dataset, self.batch_size, self.seed = fetcher.dataset, order.batch_size, seed
-        self.device, self.workers, self.prefetch, self.max_bad = device, workers, prefetch, max_bad
-        self.deliver, self.image_dtype, self.transforms = deliver, image_dtype, transforms
+        self.dataset = fetcher.dataset
+        self.batch_size = order.batch_size
+        self.seed = seed
+        self.device = device
+        self.workers = workers
+        self.prefetch = prefetch
+        self.max_bad = max_bad
+        self.deliver = deliver
+        self.image_dtype = image_dtype
+        self.transforms = transforms
         self.rates: dict[int, float] = {}
         self.bad: list[tuple[int, str]] = []
         self.total = 0
@@ -300,7 +313,8 @@ class Loader:
         self._rank, self._ranks = (
             (group.get_rank(), group.get_world_size()) if is_shared else (0, 1)
         )
-        self._fetcher, self._order = fetcher, order
+        self._fetcher = fetcher
+        self._order = order
         self._totals: dict[int, int] = {}
         self._delivered = 0
         self._resumed = False
@@ -369,11 +383,15 @@ class Loader:
         """The batches of the epoch that were not delivered yet, with their numbers; None while the
         next has to wait.
         """
-        first, order = self._delivered, self._order
-        arrival, shard_of, windows = self._fetcher.arrival, self._fetcher.shard_of, order.windows
+        first = self._delivered
+        order = self._order
+        arrival = self._fetcher.arrival
+        shard_of = self._fetcher.shard_of
+        windows = order.windows
         is_new = not (first or windows) and len(order.left) == order.size
         if is_new and arrival is not None and not arrival.is_complete:
-            windows = order.windows = arrival.plan_windows(self.epoch)
+            windows = arrival.plan_windows(self.epoch)
+            order.windows = windows
         for number, indices in enumerate(order):
             if number < first:
                 continue
@@ -415,7 +433,8 @@ class Loader:
                 apply_transforms(self.transforms, *pair)
                 for pair in zip(images, targets, strict=True)
             ]
-            images, targets = [image for image, _ in pairs], [target for _, target in pairs]
+            images = [image for image, _ in pairs]
+            targets = [target for _, target in pairs]
             if self.image_dtype == torch.float32:
                 images = [
                     image.float().div_(255) if image.dtype == torch.uint8 else image
@@ -448,7 +467,8 @@ class Loader:
             ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or
                 batch size where shards were still arriving), or was changed.
         """
-        order, kept = self._order, ("seed", "shuffle", "images", "batch_size")
+        order = self._order
+        kept = ("seed", "shuffle", "images", "batch_size")
         here, there = ({key: one.get(key) for key in kept} for one in (self.state_dict(), state))
         values: list[Any] = [
             state.get(key) for key in ("batch_size", "epoch", "batch", "joined", "left")
@@ -479,7 +499,8 @@ class Loader:
         order.start_epoch(epoch)
         order.windows = [list(one) for one in windows]
         order.left = np.unique(np.array(left, np.int64)) if left else order.left
-        self._delivered, self._resumed = count, True
+        self._delivered = count
+        self._resumed = True
         if resized:
             before = copy(order)
             before.batch_size = size

@@ -21,7 +21,9 @@ from colab_utils.errors import ColabUtilsError
 Ints = NDArray[np.int64]
 
 CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}  # of memory for what is worked on at once
-DRAWN_BYTES, SAMPLED_BYTES = 64, 16  # that a pixel takes then
+# that a pixel takes then
+DRAWN_BYTES = 64
+SAMPLED_BYTES = 16
 
 
 class MaskBits(NamedTuple):
@@ -91,10 +93,12 @@ def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> N
         # cleared when its turn comes: it is in the cache when it is drawn upon
         for mask in image.zero_().numpy():
             (left, top, right, bottom), start = next(objects)
-            height, width = bottom - top, right - left
+            height = bottom - top
+            width = right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
             if flip:  # by torch: numpy mirrors a byte at a time
-                crop, left = torch.from_numpy(crop).flip(1).numpy(), mask.shape[1] - right
+                crop = torch.from_numpy(crop).flip(1).numpy()
+                left = mask.shape[1] - right
             mask[top:bottom, left : left + width] = crop
 
 
@@ -104,20 +108,21 @@ def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
     """
     left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
     # each row of each object: its object, its place in the crop, its width
-    of, row = np.repeat(np.arange(len(top)), bottom - top), number_within(bottom - top)
+    of = np.repeat(np.arange(len(top)), bottom - top)
+    row = number_within(bottom - top)
     wide = (right - left)[of]
-    begins, areas = np.cumsum(wide) - wide, sizes.prod(1)
+    begins = np.cumsum(wide) - wide
+    areas = sizes.prod(1)
     to = (np.cumsum(areas) - areas)[of] + (top[of] + row) * sizes[of, 1] + left[of]
     # with a pixel's number among all drawn ones: its bit, and its place
     table = np.stack([wide, masks.offsets.numpy()[of] * 8 + row * wide - begins, to - begins])
-    bits, most = masks.bits, CHUNK_BYTES[masks.bits.device.type] // DRAWN_BYTES
+    bits = masks.bits
+    most = CHUNK_BYTES[masks.bits.device.type] // DRAWN_BYTES
     cuts = np.searchsorted(begins, np.arange(0, wide.sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
-        part, begin, length = (
-            send(table[:, first:last], bits.device),
-            int(begins[first]),
-            int(wide[first:last].sum()),
-        )
+        part = send(table[:, first:last], bits.device)
+        begin = int(begins[first])
+        length = int(wide[first:last].sum())
         pixel = torch.arange(begin, begin + length, device=bits.device)
         bit, place = part[1:].repeat_interleave(part[0], 1, output_size=length).add_(pixel)
         dense[place] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
@@ -173,14 +178,16 @@ def sample_masks(
         >>> sample_masks(masks, torch.tensor([0]), box, **batch, size=2).tolist()
         [[[0.625, 0.125], [0.75, 0.25]]]
     """
-    of, corners = objects.cpu().numpy(), boxes.float().cpu().numpy()
+    of = objects.cpu().numpy()
+    corners = boxes.float().cpu().numpy()
     if not np.isfinite(corners).all():
         raise ColabUtilsError(
             "expected finite boxes as proposals, found others. Lower the learning rate."
         )
     images = np.repeat(np.arange(len(counts)), counts)[of]
     crops, offsets = (np.asarray(part, np.int64)[of] for part in (masks.crops, masks.offsets[:-1]))
-    starts, flipped = corners[:, :2], np.array(flips)[images]
+    starts = corners[:, :2]
+    flipped = np.array(flips)[images]
     stored, limits = (np.asarray(part, np.int64)[images, ::-1] for part in (sizes, to_sizes))
     # as nearest_indices works it out
     shrinks = stored.astype(np.float32) / limits.astype(np.float32)
@@ -195,7 +202,8 @@ def sample_masks(
     lows, highs = ((edge.astype(np.float32) * shrinks).astype(np.int64) for edge in (lows, lasts))
     highs += 1
     lows[flipped, 0], highs[flipped, 0] = (stored - highs)[flipped, 0], (stored - lows)[flipped, 0]
-    lows, highs = np.maximum(lows, crops[:, :2]), np.minimum(highs, crops[:, 2:])
+    lows = np.maximum(lows, crops[:, :2])
+    highs = np.minimum(highs, crops[:, 2:])
     signs = np.where(flipped, -1, 1)
 
     device = masks.bits.device
@@ -205,7 +213,8 @@ def sample_masks(
         for row, low, span in _cut_chunks(
             lows, highs, grids[:, 2].astype(np.int64), size, pixels=most
         ):
-            crop, (x, y) = crops[row], low.T
+            crop = crops[row]
+            (x, y) = low.T
             stride = crop[:, 2] - crop[:, 0]
             first = offsets[row] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
             across = np.stack(
@@ -238,15 +247,14 @@ def _cut_chunks(
     most = (pixels // width.clip(1)).clip(1)
     blocks = -(-height // most) * (width > 0)
     row = np.repeat(np.arange(len(lows)), blocks)
-    low, span = lows[row], np.stack([width, most], 1)[row]
+    low = lows[row]
+    span = np.stack([width, most], 1)[row]
     low[:, 1] += number_within(blocks) * most[row]
     span[:, 1] = np.minimum(span[:, 1], highs[row, 1] - low[:, 1])
     order = np.argsort(span.max(1))
     while len(order):
-        padded, samples = (
-            np.maximum.accumulate(span[order]),
-            np.maximum.accumulate(grids[row[order]]),
-        )
+        padded = np.maximum.accumulate(span[order])
+        samples = np.maximum.accumulate(grids[row[order]])
         cost = (padded.prod(1) + size * (padded + 4 * samples).sum(1)) * np.arange(
             1, len(order) + 1
         )
@@ -266,10 +274,8 @@ def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
     pairs = bits[places.clamp_(max=len(bits) - 1)].int()
     # a row starts at any bit of a byte: move it to the first
     lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
-    numbers, shifts = (
-        torch.arange(256, device=bits.device),
-        torch.arange(7, -1, -1, device=bits.device),
-    )
+    numbers = torch.arange(256, device=bits.device)
+    shifts = torch.arange(7, -1, -1, device=bits.device)
     return torch.nn.functional.embedding(lined, ((numbers[:, None] >> shifts) & 1).float()).flatten(
         2
     )

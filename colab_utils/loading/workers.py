@@ -95,7 +95,9 @@ class Fetcher:
     """
 
     def __init__(self, dataset: Dataset[Any], *, dense: bool = False, flip: float = 0) -> None:
-        self.dataset, self.dense, self.flip = dataset, dense, flip
+        self.dataset = dataset
+        self.dense = dense
+        self.flip = flip
         if (
             isinstance(dataset, str)
             or not hasattr(dataset, "__len__")
@@ -112,8 +114,10 @@ class Fetcher:
         base: Any = dataset
         rows = np.arange(len(self))
         while type(base) is Subset:
-            base, rows = base.dataset, np.asarray(base.indices, np.int64)[rows]
-        self._base, self._rows = base, rows
+            rows = np.asarray(base.indices, np.int64)[rows]
+            base = base.dataset
+        self._base = base
+        self._rows = rows
         is_plain = (
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )
@@ -135,7 +139,8 @@ class Fetcher:
         """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out,
         and name them.
         """
-        indices, bad = list(indices), list[tuple[int, str]]()
+        indices = list(indices)
+        bad = list[tuple[int, str]]()
         while indices:
             try:
                 return Result(self._write(indices, reserve, seed), bad)
@@ -151,10 +156,12 @@ class Fetcher:
     def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> BatchShape:
         """Write a batch; all random numbers of its samples come from ``seed``."""
         flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
-        source, rows = self._base, self._rows[indices].tolist()
+        source = self._base
+        rows = self._rows[indices].tolist()
         if not self.writes_itself:
             with seed_random(seed):
-                source, rows = pack_samples(self.dataset, indices), range(len(indices))
+                source = pack_samples(self.dataset, indices)
+                rows = range(len(indices))
         return write_batch(source, rows, reserve, dense=self.dense, flips=flips)[0]
 
 
@@ -296,10 +303,8 @@ def explain_death(found: str) -> str:
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", found)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
     if re.search("Killed|Bus error", found):
-        free, shm = (
-            format_bytes(find_free_memory()),
-            format_bytes(shutil.disk_usage("/dev/shm").free),
-        )
+        free = format_bytes(find_free_memory())
+        shm = format_bytes(shutil.disk_usage("/dev/shm").free)
         cure = (
             f"Now {free} of memory and {shm} of /dev/shm are free. Mostly memory ran out: use "
             "fewer workers, a smaller "
@@ -348,7 +353,8 @@ class Prefetcher:
     """
 
     def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
-        self._fetcher, self._ahead = fetcher, max(1, workers * prefetch)
+        self._fetcher = fetcher
+        self._ahead = max(1, workers * prefetch)
         self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
         # by the batch's number, with that of its buffer
         self._sent: dict[int, tuple[WorkerJob, int]] = {}
@@ -389,7 +395,8 @@ class Prefetcher:
             WorkerDiedError: if a worker died; and what a sample raises (not with ``skips_bad``).
         """
         self._drop_pass()
-        todo, over = iter(batches), False
+        todo = iter(batches)
+        over = False
         while True:
             while not over and len(self._sent) < self._ahead:
                 item = next(todo, _END)
@@ -421,7 +428,8 @@ class Prefetcher:
             process.close()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes = []
+        self._connections = []
 
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
@@ -432,13 +440,15 @@ class Prefetcher:
             self._receive()
         for _, buffer in self._sent.values():
             self._buffers.give_back(buffer)
-        self._sent, self._done = {}, {}
+        self._sent = {}
+        self._done = {}
 
     def _send(
         self, number: int, indices: list[int], seed: tuple[int, ...], skips_bad: bool
     ) -> None:
         """Ask the worker that has the fewest batches for one more, or load it here."""
-        buffer, asked = self._buffers.take(), tuple(indices)
+        buffer = self._buffers.take()
+        asked = tuple(indices)
         if not self._processes:
             self._sent[number] = WorkerJob(None, os.getpid(), number, asked), buffer
             reserve = self._buffers.buffers[buffer].reserve
@@ -462,7 +472,8 @@ class Prefetcher:
             ending = describe_exit(process.exitcode or 0)
             died = WorkerDiedError(explain_death(ending))
             jobs = [job for job in self.list_jobs() if job.worker == worker]
-            died.job, died.ending = jobs[0] if jobs else WorkerJob(worker, process.pid), ending
+            died.job = jobs[0] if jobs else WorkerJob(worker, process.pid)
+            died.ending = ending
             raise died from None
         self._done[number] = result
 
@@ -532,7 +543,8 @@ def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> f
         for _ in islice(loaded, workers * PREFETCH + 1):
             pass
         step.start()
-        images, began_s = 0, perf_counter()
+        images = 0
+        began_s = perf_counter()
         for _, batch, _ in loaded:
             images += len(batch or ())
             if perf_counter() - began_s > _TRIAL_S:

@@ -207,7 +207,8 @@ def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
 
 def hash_file(path: str | Path) -> tuple[int, str]:
     """The size of a file in bytes, and its XXH3-64 in hexadecimal."""
-    state, offset = xxhash.xxh3_64(), 0
+    state = xxhash.xxh3_64()
+    offset = 0
     with DriveFile(path) as file:
         while piece := file.pread(_PIECE_BYTES, offset):
             state.update(piece)

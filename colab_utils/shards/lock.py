@@ -27,7 +27,8 @@ _OURS = (
 _PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
 _marks: set[str] = set()  # of the folders that this process holds
 # how often a writer touches its lock, and after how long it is gone
-_TOUCH_S, _SILENT_S = 30.0, 100.0
+_TOUCH_S = 30.0
+_SILENT_S = 100.0
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -65,8 +66,11 @@ def hold_folder(folder: Path) -> Iterator[None]:
         colab_utils.errors.ColabUtilsError: expected no other writer in ..., found one ...
     """
     require_linux("lock a folder")
-    path, done, retries = folder / WRITER_NAME, threading.Event(), Retries()
-    call, mark = explain_write(folder), token_hex(8)
+    path = folder / WRITER_NAME
+    done = threading.Event()
+    retries = Retries()
+    call = explain_write(folder)
+    mark = token_hex(8)
 
     def begin() -> None:
         pid = os.getpid()
@@ -122,7 +126,11 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
     Raises:
         ColabUtilsError: if there is a writer, which it names.
     """
-    writer, host, pid, mark, silent_s = "", "", "", "", math.inf
+    writer = ""
+    host = ""
+    pid = ""
+    mark = ""
+    silent_s = math.inf
     with suppress(FileNotFoundError), open_file(path) as file:
         lines = file.read(200).decode(errors="replace") + "\n\n\n"
         writer, host, pid, mark, *_ = lines.split("\n")

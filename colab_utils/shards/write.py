@@ -372,7 +372,8 @@ def _run_jobs(
         futures = [executor.submit(_write_shard, job) for job in jobs]
         for future in futures:
             stack.callback(future.cancel)
-        pending, done = set(futures), list[ShardIndex]()
+        pending = set(futures)
+        done = list[ShardIndex]()
         while pending:
             pop_done(pending)
             done = [future.result() for future in futures if future not in pending]
@@ -457,7 +458,8 @@ def _find_shard(job: ShardJob) -> ShardIndex | None:
     with suppress(*_DAMAGE):
         path = job.path.with_suffix(".arrays")
         index = _read_arrays(read_whole(path, most_bytes=_MOST_ARRAYS_BYTES))
-        found, expected = (index.fingerprint, index.recipe), (job.dataset.fingerprint, job.recipe)
+        found = (index.fingerprint, index.recipe)
+        expected = (job.dataset.fingerprint, job.recipe)
         is_own = found == expected and index.shards[0].name == job.path.name
         if is_own and _is_complete(index, job.path.parent, job.images, job.dataset):
             return index
@@ -466,7 +468,10 @@ def _find_shard(job: ShardJob) -> ShardIndex | None:
 
 def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
     """The parts of a tar, and its arrays, in memory."""
-    tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
+    tar = list[bytes]()
+    size = 0
+    builder = ArraysBuilder()
+    annotations = 0
     skipped: list[SkippedImage] = []
     faults = Counter[str]()
     with closing(_read_ahead(job)) as files:
@@ -505,11 +510,9 @@ def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
     """The images' files in their order, each asked for before it is needed: on Drive, reading is
     waiting.
     """
-    pending, pool, retries = (
-        list[Future[bytes]](),
-        ThreadPoolExecutor(READ_STREAMS, "read"),
-        Retries(_shared[1]),
-    )
+    pending = list[Future[bytes]]()
+    pool = ThreadPoolExecutor(READ_STREAMS, "read")
+    retries = Retries(_shared[1])
     try:
         for i in range(len(job.dataset)):
             pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
@@ -600,7 +603,8 @@ def plan_shards(
     if storage == "auto":
         reason = "no image is larger than training needs, every file keeps its bytes"
         # by the annotations; 0 where they give none
-        shorter, longer = dataset.sizes.min(1), dataset.sizes.max(1)
+        shorter = dataset.sizes.min(1)
+        longer = dataset.sizes.max(1)
         if larger := int(((shorter > min_size) | (longer > max_size) | (shorter == 0)).sum()):
             recipe["storage"] = "shrink"
             reason = (
@@ -643,12 +647,14 @@ def _try_images(
 
 def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> _Cost | SkippedImage:
     """The cost of a dataset's only image, or why it is bad."""
-    began_s, read = perf_counter(), cache(partial(read_image, images, part, 0))
+    began_s = perf_counter()
+    read = cache(partial(read_image, images, part, 0))
     with suppress(ColabUtilsError):  # it is met again below
         read()
     # files are read ahead, while others are worked on
     read_s = (perf_counter() - began_s) / READ_STREAMS
-    began_s, builder = perf_counter(), ArraysBuilder()
+    began_s = perf_counter()
+    builder = ArraysBuilder()
     sample = try_sample(read, part, 0, recipe)
     if isinstance(sample, SkippedImage):
         return sample

@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 
 COCO_IMAGES = 118_287  # to which hours are scaled
 _CLASSES = 20  # that a chart has room for
-_BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#949494", "#1a1a1a"
-_SESSION_EPOCHS, _SESSIONS = 3, 3  # epochs before Colab takes the machine, and its disk, away
+_BLUE = PALETTE[0]
+_ORANGE = PALETTE[1]
+_RED = PALETTE[3]
+_GREY = "#949494"
+_INK = "#1a1a1a"
+# epochs before Colab takes the machine, and its disk, away
+_SESSION_EPOCHS = 3
+_SESSIONS = 3
 _TIE = 0.95  # closer than this, the order of two bars means nothing
 _TIMES = "times as fast"
 _Content = Mapping[str, Any]  # what a receipt's ``comparison.json`` holds, or one of its rows
@@ -66,7 +72,8 @@ def plot_first_seconds(
     ends_s = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}
     worked_s = {name: np.diff(np.minimum(spans, shown_s)).sum() for name, spans in steps.items()}
     waits = {name: f"{max(0.0, 1 - worked_s[name] / ends_s[name]):.0%}" for name in steps}
-    first, last = next(iter(waits)), next(reversed(waits))
+    first = next(iter(waits))
+    last = next(reversed(waits))
     against = f"({first}) → {waits[last]} ({last})" if len(waits) > 1 else "of the time"
     title = title or f"The step waits {waits[first]} {against}"
     figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
@@ -118,7 +125,8 @@ def plot_bars(
     """
     if not values:
         raise ColabUtilsError("expected values to draw, found none: measure at least one")
-    notes, spread = notes or {}, spread or {}
+    notes = notes or {}
+    spread = spread or {}
     lit = highlight or [max(values, key=lambda name: values[name])]
     figure, axis = _make_rows(
         title, values, unit=unit, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0)
@@ -128,7 +136,8 @@ def plot_bars(
     )
     letters = 80 - max(map(len, values))  # that a bar as long as the axis has room for
     for row, (name, value) in enumerate(values.items()):
-        (low, high), colour = spread.get(name, (value, value)), _BLUE if name in lit else _GREY
+        colour = _BLUE if name in lit else _GREY
+        (low, high) = spread.get(name, (value, value))
         if log:
             axis.plot(value, row, "o", color=colour, markersize=14)
         else:
@@ -212,7 +221,8 @@ def plot_comparison(comparison: "Comparison | _Content") -> Figure:
     content = _read(comparison)
     timed = content["timed"].values()
     limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in timed)
-    notes, spread = dict[str, str](), dict[str, tuple[float, float]]()
+    notes = dict[str, str]()
+    spread = dict[str, tuple[float, float]]()
     for row in timed:
         notes[row["label"]] = f"waits {row['wait_share']:.0%}" + (
             "" if row["comparable"] else ", NOT the same data"
@@ -282,7 +292,8 @@ def plot_epochs(comparison: "Comparison | _Content") -> Figure:
         ColabUtilsError: no strategy was timed.
     """
     rows = _read(comparison)["fair"]
-    lines, first = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}, next(iter(rows))
+    lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
+    first = next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
     drawn = [name for name in dict.fromkeys((first, "dataloader", best)) if name in total]
@@ -301,7 +312,8 @@ def plot_epochs(comparison: "Comparison | _Content") -> Figure:
             f"{title}"
         )
     figure = make_figure(title, width=12, height=5.5)
-    axis, label_at = figure.add_subplot(), 0.0
+    axis = figure.add_subplot()
+    label_at = 0.0
     for name in sorted(drawn, key=lambda name: total[name]):
         colour = _BLUE if name == best else _GREY if name == first else _ORANGE
         axis.plot(*lines[name], color=colour, linewidth=4)
@@ -357,7 +369,8 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
     Raises:
         ColabUtilsError: no file, or one that is no receipt.
     """
-    found, place = list[dict[str, Any]](), Path()
+    found = list[dict[str, Any]]()
+    place = Path()
     files = [require_local_path(receipt) for receipt in receipts]
     try:
         for place in [file.absolute() for file in files or [Path("no file")]]:
@@ -389,7 +402,8 @@ def summarise_receipt(comparison: "Comparison | _Content") -> dict[str, Any]:
         ColabUtilsError: no strategy was timed.
     """
     content = _read(comparison)
-    machine, (before, after) = content["machine"], _find_gain(content)
+    machine = content["machine"]
+    (before, after) = _find_gain(content)
     line = {
         "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores",
         "step": content["step"],
@@ -437,13 +451,13 @@ def _read(comparison: "Comparison | _Content") -> _Content:
     else all. In the course each stands on top of the one before.
     """
     content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = content["rows"] = {
-        row["name"]: {**row, "label": row["title"]} for row in content["strategies"]
-    }
+    rows = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}
+    content["rows"] = rows
     if tuple(rows) == COURSE_STRATEGIES:
         for name in COURSE_STRATEGIES[1:]:
             rows[name]["label"] = f"+ {rows[name]['title']}"
-    timed = content["timed"] = {name: row for name, row in rows.items() if row["images_per_second"]}
+    timed = {name: row for name, row in rows.items() if row["images_per_second"]}
+    content["timed"] = timed
     if not timed:
         raise ColabUtilsError(
             "expected a strategy that was timed, found none: compare at least one"
@@ -454,7 +468,8 @@ def _read(comparison: "Comparison | _Content") -> _Content:
 
 def _add_up(row: _Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
     """Epochs done, and the hours since the beginning, at each corner of a strategy's line."""
-    later, ms = _SESSION_EPOCHS - 1, 1000 / row["images_per_second"]
+    later = _SESSION_EPOCHS - 1
+    ms = 1000 / row["images_per_second"]
     session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]
     epochs, spent_ms = np.cumsum([(0, row["once_ms_per_image"]), *session * sessions], axis=0).T
     return epochs, spent_ms * COCO_IMAGES / 3.6e6

@@ -20,8 +20,13 @@ from colab_utils.units import format_bytes
 
 _DRAWING_S = 1.0  # between two drawings of a run; one takes about a millisecond
 _POINTS = 240  # of a curve, at most: as many as it has pixels
-_GREEN, _RED = PALETTE[2], PALETTE[3]  # which show on white and on Colab's dark grey
-_CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small to see, and heavy
+# which show on white and on Colab's dark grey
+_GREEN = PALETTE[2]
+_RED = PALETTE[3]
+# more would be too small to see, and heavy
+_CHART_STEPS = 25
+_MAX_STEPS = 1500
+_MAX_BOXES = 16
 
 
 def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
@@ -156,10 +161,8 @@ def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: An
     simulation = simulate(
         workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, seed=4, **settings
     )
-    names, traces = (
-        [f"worker {n}" for n in range(workers)] or ["loading"],
-        [*simulation.loads, simulation.steps],
-    )
+    names = [f"worker {n}" for n in range(workers)] or ["loading"]
+    traces = [*simulation.loads, simulation.steps]
     rows = {
         name: np.stack(trace[1:], 1).tolist()
         for name, trace in zip([*names, "step"], traces, strict=True)
@@ -183,7 +186,8 @@ class LiveMonitor:
     """
 
     def __init__(self) -> None:
-        self._plan, self._lines = "", list[Any]()
+        self._plan = ""
+        self._lines = list[Any]()
         self._shown: Any = None  # the picture in the page
         self._drawn_s = 0.0
 
@@ -195,7 +199,9 @@ class LiveMonitor:
             print(line)
             return
         if not hasattr(line, "loss"):
-            self._plan, self._lines, self._shown = str(line), [], None
+            self._plan = str(line)
+            self._lines = []
+            self._shown = None
         else:
             self._lines.append(line)
             if (
@@ -228,11 +234,10 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
     """
     curves = list[tuple[str, str, str, str]]()
     if lines:
-        last, loss = lines[-1], fmean(line.loss for line in lines[-3:])
-        rates, waits = (
-            [line.images_per_second for line in lines],
-            [line.wait_share for line in lines],
-        )
+        last = lines[-1]
+        loss = fmean(line.loss for line in lines[-3:])
+        rates = [line.images_per_second for line in lines]
+        waits = [line.wait_share for line in lines]
         curves += [
             ("loss", f"{loss:.3f}", _GREEN, _draw_curve([line.loss for line in lines])),
             ("images/s", f"{last.images_per_second:.1f}", _GREEN, _draw_curve(rates)),

@@ -31,7 +31,9 @@ from colab_utils.files import read_file
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
-_NAMED, _DRAWN = 5, 100  # of an image's objects, the largest
+# of an image's objects, the largest
+_NAMED = 5
+_DRAWN = 100
 _Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
 
 
@@ -181,7 +183,8 @@ def embed_figure(figure: Figure) -> Markup:
     """The figure as an ``<img>`` that holds its own drawing (SVG), its title not drawn but for
     screen readers.
     """
-    title, drawing = figure.get_suptitle().replace("\n", " "), io.BytesIO()
+    title = figure.get_suptitle().replace("\n", " ")
+    drawing = io.BytesIO()
     figure.suptitle("")
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     data = base64.b64encode(drawing.getvalue()).decode("ascii")
@@ -223,7 +226,8 @@ def _draw_objects(
     )
     height, width = canvas.shape[:2]
     inch = max(width, height / 1.4) / inches  # in pixels
-    boxes, fits = boxes / each, objects.get("fits", ())
+    boxes = boxes / each
+    fits = objects.get("fits", ())
     order = np.argsort((boxes[:, 0] - boxes[:, 2]) * (boxes[:, 3] - boxes[:, 1]), kind="stable")
     for place, n in enumerate(order.tolist()):  # small objects last, on top
         # of predictions one for each class; else one for each object, so that neighbours of one

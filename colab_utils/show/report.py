@@ -47,7 +47,8 @@ def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
     Raises:
         ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
     """
-    folder, content = require_local_path(folder), json.loads(json.dumps(asdict(comparison)))
+    folder = require_local_path(folder)
+    content = json.loads(json.dumps(asdict(comparison)))
     plots = (charts.plot_comparison, charts.plot_cold_start, charts.plot_epochs)
     page = _write_page(
         folder / "index.html",

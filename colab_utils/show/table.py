@@ -25,7 +25,8 @@ class Table:
         """The table as one HTML element, every text escaped; it brings its own style."""
         return render("table", headings=self.headings, rows=self.rows, is_number=self.is_number)
 
-    _repr_html_ = __html__ = to_html
+    _repr_html_ = to_html
+    __html__ = _repr_html_
 
     def __str__(self) -> str:
         lines = [self.headings, *self.rows]

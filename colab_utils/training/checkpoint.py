@@ -252,7 +252,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: CheckpointFolder, every_steps: int | None = None) -> None:
-        self._folder, self._every_steps, self._saved_s = folder, every_steps, perf_counter()
+        self._folder = folder
+        self._every_steps = every_steps
+        self._saved_s = perf_counter()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._job: Future[Path] | None = None
 
@@ -282,7 +284,8 @@ class CheckpointWriter:
         Raises:
             ColabUtilsError: It could not be written.
         """
-        job, self._job = self._job, None
+        job = self._job
+        self._job = None
         if job:
             job.result()
 

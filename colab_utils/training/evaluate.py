@@ -131,7 +131,9 @@ def _check_classes(model: Any, dataset: Any) -> None:
         raise ColabUtilsError(
             f"expected a ShardDataset or a CocoFolder, found {type(dataset).__name__}. Open one."
         )
-    ids, classes, known = dataset.category_ids, dataset.num_classes, dataset.num_classes
+    ids = dataset.category_ids
+    classes = dataset.num_classes
+    known = dataset.num_classes
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if isinstance(predictor, FastRCNNPredictor):
         known = predictor.cls_score.out_features
@@ -153,10 +155,8 @@ def _check_classes(model: Any, dataset: Any) -> None:
 @contextmanager
 def _set_up(model: nn.Module) -> Iterator[None]:
     """Evaluation mode with exact boxes; afterwards every module has the mode that it had."""
-    modes, hooks = (
-        [(module, module.training) for module in model.modules()],
-        keep_boxes_exact(model),
-    )
+    modes = [(module, module.training) for module in model.modules()]
+    hooks = keep_boxes_exact(model)
     model.eval()
     try:
         yield
@@ -174,7 +174,9 @@ def _evaluate(
     device: str | torch.device,
     size: int,
 ) -> AveragePrecision:
-    ids, pool = dataset.category_ids, fork_pool(1, _keep_truth, truth)  # before there are threads
+    # before there are threads
+    ids = dataset.category_ids
+    pool = fork_pool(1, _keep_truth, truth)
     drawing: list[Future[None]] = []
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
@@ -182,10 +184,8 @@ def _evaluate(
                 found = detect(model, images, device=device)
                 for job in drawing:  # of the batch before
                     job.result()
-                numbers, sizes = (
-                    dataset.image_ids[indices].tolist(),
-                    [image.shape[1:] for image in images],
-                )
+                numbers = dataset.image_ids[indices].tolist()
+                sizes = [image.shape[1:] for image in images]
                 drawing = [
                     pool.submit(_draw, *one, ids) for one in zip(found, numbers, sizes, strict=True)
                 ]
@@ -338,7 +338,8 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
         drawn = functional.interpolate(
             mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear"
         )[0, 0]
-        left, top = max(x0, 0), max(y0, 0)
+        left = max(x0, 0)
+        top = max(y0, 0)
         shown = (
             drawn[
                 top - y0 : max(min(y1 + 1, height) - y0, 0),

@@ -105,7 +105,8 @@ def compute_losses(
 
 
 def _check_input(model: Any, batch: Any) -> None:
-    name, wrappers = type(model).__name__, (DistributedDataParallel, DataParallel)
+    name = type(model).__name__
+    wrappers = (DistributedDataParallel, DataParallel)
     if isinstance(model, wrappers):
         problem = (
             f"a plain model, found {name} around it: wrap a module whose forward calls "

@@ -112,7 +112,8 @@ def build_mask_rcnn(
     known: Mapping[int, str] = {}
     if weights not in (None, "coco"):
         model, known = _load_run(name, weights)
-        model.transform.min_size, model.transform.max_size = (min_size,), max_size
+        model.transform.min_size = (min_size,)
+        model.transform.max_size = max_size
     elif state is None:
         model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from="random", **sizes)
     elif name == LIGHT_MODEL:
@@ -201,11 +202,15 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
 def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     """The model of a checkpoint, in training mode."""
     with explain_state(state):
-        plan, names = state["plan"], ("num_classes", "min_size", "max_size", "starts_from", "norms")
-        weights, classes, ids = choose_weights(state), state["class_names"], state["category_ids"]
+        plan = state["plan"]
+        names = ("num_classes", "min_size", "max_size", "starts_from", "norms")
+        weights = choose_weights(state)
+        classes = state["class_names"]
+        ids = state["category_ids"]
         model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
         load_weights(model, weights, state["path"])
-        model.class_names, model.category_ids = classes, ids
+        model.class_names = classes
+        model.category_ids = ids
     return model
 
 
@@ -235,7 +240,8 @@ def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> Mask
     # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the
     # features. Anchors from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px
     # large.
-    levels, anchors = {"3": 24, "6": 40, "12": 112, "15": 160}, (16, 32, 64, 128, 256)
+    levels = {"3": 24, "6": 40, "12": 112, "15": 160}
+    anchors = (16, 32, 64, 128, 256)
     return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
 
 
@@ -260,11 +266,9 @@ def _put_heads(
     """A feature pyramid on the stages of a body (``levels``: stage to channels), with one size of
     anchors a level, and heads that do a tenth of the usual work at a ``scale`` of 2.
     """
-    names, channels, hidden = (
-        {stage: str(level) for level, stage in enumerate(levels)},
-        32 * scale,
-        128 * scale,
-    )
+    names = {stage: str(level) for level, stage in enumerate(levels)}
+    channels = 32 * scale
+    hidden = 128 * scale
     return MaskRCNN(
         BackboneWithFPN(body, names, [*levels.values()], channels, extra_blocks=LastLevelMaxPool()),
         rpn_anchor_generator=AnchorGenerator(
@@ -322,7 +326,8 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
         raise ColabUtilsError(
             f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one."
         )
-    model, found = _read_model(state), state["plan"]["model"]
+    model = _read_model(state)
+    found = state["plan"]["model"]
     if found != name:
         raise ColabUtilsError(
             f"expected a run of the model {name}, found one of {found} in {run}. Pass that name."
@@ -347,12 +352,11 @@ def _replace_heads(
     }
     if matches:
         matches[0] = 0  # the background
-    heads, classes = model.roi_heads, model.roi_heads.box_predictor.cls_score.out_features
-    boxes, masks, convolution = (
-        heads.box_predictor,
-        heads.mask_predictor,
-        heads.mask_predictor.conv5_mask,
-    )
+    heads = model.roi_heads
+    classes = model.roi_heads.box_predictor.cls_score.out_features
+    boxes = heads.box_predictor
+    masks = heads.mask_predictor
+    convolution = heads.mask_predictor.conv5_mask
     heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
     heads.mask_predictor = MaskRCNNPredictor(
         convolution.in_channels, convolution.out_channels, num_classes
@@ -386,7 +390,8 @@ def fold_norms(model: nn.Module) -> int:
     """
     pairs = [*_find_pairs(model, nn.Conv2d)]
     for conv, norm in pairs:
-        conv.__class__, norm.__class__ = _FoldedConv2d, _FoldedNorm
+        conv.__class__ = _FoldedConv2d
+        norm.__class__ = _FoldedNorm
         for name in ("scale", "shift"):
             conv.register_buffer(name, None, persistent=False)
     if pairs:

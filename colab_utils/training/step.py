@@ -92,7 +92,8 @@ class TrainingStep:
         optimizer: torch.optim.Optimizer | None = None,
         ranks: "Ranks | None" = None,
     ) -> None:
-        self.device, self.ranks = torch.device(device), ranks or Ranks()
+        self.device = torch.device(device)
+        self.ranks = ranks or Ranks()
         try:
             self.model: Any = model.to(self.device).train()
         except RuntimeError as error:
@@ -114,7 +115,8 @@ class TrainingStep:
             self.device.type, enabled=self.precision == torch.float16
         )
         # is_applying: some weights have moved, and others have not
-        self.parts, self.is_applying = 1, False
+        self.parts = 1
+        self.is_applying = False
         self._memory_error = ""
         network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
@@ -179,11 +181,13 @@ class TrainingStep:
         ``synchronize=False`` leaves the gradients of several processes apart.
         """
         count = 0 if images is None else len(images)
-        size, loss_sum = max(1, -(-count // self.parts)), torch.zeros((), device=self.device)
+        size = max(1, -(-count // self.parts))
+        loss_sum = torch.zeros((), device=self.device)
         self.optimizer.zero_grad()
         try:
             for first in range(0, max(count, 1), size):
-                part, is_last = slice(first, first + size), first + size >= count
+                part = slice(first, first + size)
+                is_last = first + size >= count
                 given = [None if each is None else each[part] for each in (images, targets, flips)]
                 apart = self.ranks.count > 1 and not (synchronize and is_last)
                 with self._network.no_sync() if apart else nullcontext():  # type: ignore[operator]
@@ -333,7 +337,8 @@ def plan_memory(
     Raises:
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
-    model, counts = step.model, dataset.describe(rows)["counts"]
+    model = step.model
+    counts = dataset.describe(rows)["counts"]
     heaviest = _find_heaviest(
         np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts
     )

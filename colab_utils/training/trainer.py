@@ -55,17 +55,22 @@ class Trainer:
         *,
         checkpoint_steps: int | None = None,
     ) -> None:
-        self.plan, self.step, self.loader, self.folder = plan, step, loader, folder
-        self.validation, self.ranks, self.writer = (
-            validation,
-            step.ranks,
-            CheckpointWriter(folder, checkpoint_steps),
-        )
-        names, ids = dict(dataset.class_names), dict(dataset.category_ids)
+        self.plan = plan
+        self.step = step
+        self.loader = loader
+        self.folder = folder
+        self.validation = validation
+        self.ranks = step.ranks
+        self.writer = CheckpointWriter(folder, checkpoint_steps)
+        names = dict(dataset.class_names)
+        ids = dict(dataset.category_ids)
         # of each checkpoint
         self._facts = {"plan": asdict(plan), "class_names": names, "category_ids": ids}
-        self.clock, self._measured = LoopClock(), (0, 0.0, 0.0)
-        self.done = self._saved_step = self._logged_step = 0
+        self.clock = LoopClock()
+        self._measured = (0, 0.0, 0.0)
+        self.done = 0
+        self._saved_step = self.done
+        self._logged_step = self.done
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
@@ -73,7 +78,8 @@ class Trainer:
         # of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
-        self._is_interrupted = self._is_evaluating = False
+        self._is_interrupted = False
+        self._is_evaluating = self._is_interrupted
 
     def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
         """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it,
@@ -143,7 +149,8 @@ class Trainer:
                 self.done, steps=self.plan.steps, highest=self.plan.learning_rate
             )
         self._seed(2)
-        total, flips = self.loader.total, None
+        total = self.loader.total
+        flips = None
         images, targets = batch if isinstance(batch, tuple) else (batch, None)
         if self.plan.augment == "flip":
             # of all processes
@@ -181,10 +188,8 @@ class Trainer:
 
     def _log(self, log: "Callable[[LogLine], object] | None") -> None:
         self._fetch_losses()
-        loss, rate = (
-            fmean(self.losses[self._logged_step :]),
-            self.step.optimizer.param_groups[0]["lr"],
-        )
+        loss = fmean(self.losses[self._logged_step :])
+        rate = self.step.optimizer.param_groups[0]["lr"]
         gpu_bytes = (
             torch.cuda.max_memory_allocated(self.step.device)
             if self.step.device.type == "cuda"
@@ -277,14 +282,16 @@ class Trainer:
         """Read the losses of the latest steps from the device, and stop where one is not a
         number.
         """
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         fresh = torch.stack([loss for loss, _ in pending]).tolist() if pending else []
         for loss, (_, ids) in zip(fresh, pending, strict=True):
             self.losses.append(loss)
             if not math.isfinite(loss):
                 self._saved_step = self.done  # weights that are not numbers are not saved
                 self.writer.finish()
-                named, start = ", ".join(map(str, ids)), self.folder.newest or "the start"
+                named = ", ".join(map(str, ids))
+                start = self.folder.newest or "the start"
                 found = (
                     f"found {loss} at step {len(self.losses)}, of the images with the ids {named}"
                 )
@@ -307,10 +314,8 @@ class Trainer:
                 raise KeyboardInterrupt
             self._is_interrupted = True
 
-        previous, is_main = (
-            signal.getsignal(signal.SIGINT),
-            threading.current_thread() is threading.main_thread(),
-        )
+        previous = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
         # signals reach the main thread only; a shell's background job ignores Ctrl-C, and so does
         # its training
         if is_main and previous not in (signal.SIG_IGN, None):

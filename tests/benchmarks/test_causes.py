@@ -32,12 +32,10 @@ def test_a_cause_gives_the_same_batches_again(name, tmp_path, one_thread):
 
 
 def test_the_loop_runs_epoch_after_epoch_and_numbers_its_steps(tmp_path):
-    batches, seen, numbers, looked_at = (
-        [(["image"], ["target"]), {"image": 1}, [{}, {}]],
-        [],
-        [],
-        [],
-    )
+    batches = [(["image"], ["target"]), {"image": 1}, [{}, {}]]
+    seen = []
+    numbers = []
+    looked_at = []
 
     def make_loop(folder):
         return batches, lambda *batch: seen.append(batch), numbers.append
@@ -70,7 +68,8 @@ def test_shares_leave_out_the_very_first_wait():
 
 
 def test_the_step_trains():
-    step, images = Step(5), torch.rand(4, 3, 32, 32)
+    step = Step(5)
+    images = torch.rand(4, 3, 32, 32)
     before = [weight.clone() for weight in step.model.parameters()]
     step(images, None)
     assert any(not torch.equal(*pair) for pair in zip(before, step.model.parameters(), strict=True))

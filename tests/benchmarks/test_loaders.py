@@ -27,11 +27,9 @@ def results(tiny_dataset, tmp_path_factory):
 
     Only what is measured runs in a process of its own, and two crews are tried.
     """
-    work, run_apart, packed = (
-        tmp_path_factory.mktemp("work"),
-        loaders.run_apart,
-        get_system("packed"),
-    )
+    work = tmp_path_factory.mktemp("work")
+    run_apart = loaders.run_apart
+    packed = get_system("packed")
 
     def run_job_here(job, python, *, timeout_s):
         return (

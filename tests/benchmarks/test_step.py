@@ -24,9 +24,10 @@ from tests.tiny_model import TINY_MODEL
 def model():
     """It samples all anchors and all regions, so that nothing is left to chance."""
     made = make_model(TINY_MODEL, num_classes=7, min_size=64)
-    made.rpn.fg_bg_sampler.batch_size_per_image = (
+    made.rpn.fg_bg_sampler.batch_size_per_image = 100_000
+    (
         made.roi_heads.fg_bg_sampler.batch_size_per_image
-    ) = 100_000
+    ) = made.rpn.fg_bg_sampler.batch_size_per_image
     return made
 
 

@@ -168,7 +168,8 @@ def test_an_error_while_loading_ahead_reaches_the_loop(prepare, monkeypatch, nam
 
 
 def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
-    go_on, calls = threading.Event(), []
+    go_on = threading.Event()
+    calls = []
     read = strategies_module.PillowFolder.read
 
     def hang(self, index):
@@ -282,7 +283,9 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
     wanted = {path.name for path in images.iterdir()}
     for number in range(2000):
         os.link(first, images / f"other-{number}.jpg")
-    seen, listed, watching = set(), [], [True]
+    seen = set()
+    listed = []
+    watching = [True]
 
     def watch(event, arguments):
         if (
@@ -388,7 +391,8 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
 def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(
     race, tiny_dataset, tmp_path, fails
 ):
-    seen, work = [], tmp_path / "work"
+    seen = []
+    work = tmp_path / "work"
 
     def look(batches):
         drive = [tiny_dataset.images / "a.jpg", work / "drive" / "shards" / "a.tar"]
@@ -564,7 +568,10 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
     prepared.total = total
     setting = Setting(prepared, 4, workers, "cpu")
     row = comparing._Row(fake("any", keeps=keeps), setting, EmulatedStep(100), 4, 1)
-    row.difference, row.opened_s, row.cold, row.times = "", opened_s, cold, [cold]
+    row.difference = ""
+    row.opened_s = opened_s
+    row.cold = cold
+    row.times = [cold]
     return row.summarise()
 
 

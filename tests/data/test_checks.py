@@ -30,7 +30,8 @@ class Dataset:
     """A copy of the tiny dataset that a test may spoil."""
 
     def __init__(self, source, folder):
-        self.images, self.annotations = folder / "images", folder / "annotations.json"
+        self.images = folder / "images"
+        self.annotations = folder / "annotations.json"
         shutil.copytree(source.images, self.images)
         self.coco: dict[str, Any] = json.loads(source.annotations.read_text())
         rows = self.coco["annotations"]
@@ -558,10 +559,8 @@ def test_a_repaired_dataset_trains_an_epoch(dataset, tmp_path, one_thread):
 
 def test_the_numbers_of_a_dataset(coco_mini):
     report = check_dataset(coco_mini.images, coco_mini.annotations)
-    found, enlarged = (
-        report.statistics,
-        next(one for one in report.problems if one.kind == "enlarged image"),
-    )
+    found = report.statistics
+    enlarged = next(one for one in report.problems if one.kind == "enlarged image")
     raw = json.loads(coco_mini.annotations.read_text())
     rows = [one for one in raw["annotations"] if not one["iscrowd"]]
     assert found.objects == len(rows) == sum(found.classes.values()) == sum(found.sizes.values())
@@ -579,7 +578,8 @@ def test_the_numbers_of_a_dataset(coco_mini):
 
 
 def test_no_images_at_all(dataset):
-    dataset.coco["images"] = dataset.coco["annotations"] = []
+    dataset.coco["images"] = []
+    dataset.coco["annotations"] = dataset.coco["images"]
     report = dataset.check()
     assert not report.ok
     assert report.problems[0].kind == "no images"
@@ -596,7 +596,8 @@ def test_ids_that_start_again_in_each_image(dataset, tmp_path):
     """Only the bad annotation of that image goes, not those of the same id in others."""
     seen: dict[int, int] = {}
     for one in dataset.coco["annotations"]:
-        one["id"] = seen[one["image_id"]] = seen.get(one["image_id"], 0) + 1
+        one["id"] = seen.get(one["image_id"], 0) + 1
+        seen[one["image_id"]] = one["id"]
     dataset.coco["annotations"][0].update(segmentation=[], bbox=[0, 0, 0, 0])
     dataset.save()
     repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
@@ -762,7 +763,8 @@ def test_repair_takes_an_area_of_other_units_from_the_mask(tiny_dataset, tmp_pat
     areas = {one["id"]: one["area"] for one in coco["annotations"]}
     for one in coco["annotations"]:
         one["area"] = change(one["area"])
-    source, output = tmp_path / "a.json", tmp_path / "b.json"
+    source = tmp_path / "a.json"
+    output = tmp_path / "b.json"
     source.write_text(json.dumps(coco))
     report = repair_annotations(tiny_dataset.images, source, output=output)
     repaired = {one["id"]: one["area"] for one in json.loads(output.read_text())["annotations"]}
@@ -787,7 +789,8 @@ def test_repair_of_normalised_annotations_gives_areas_in_pixels(tiny_dataset, tm
             [number / (128 if place % 2 else 160) for place, number in enumerate(polygon)]
             for polygon in one["segmentation"]
         ]
-    source, output = tmp_path / "a.json", tmp_path / "b.json"
+    source = tmp_path / "a.json"
+    output = tmp_path / "b.json"
     source.write_text(json.dumps(coco))
     repair_annotations(tiny_dataset.images, source, output=output)
     repaired = {one["id"]: one["area"] for one in json.loads(output.read_text())["annotations"]}

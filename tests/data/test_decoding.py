@@ -99,7 +99,8 @@ def test_images_that_would_fill_the_memory_are_refused():
 
 
 def test_threads_do_not_disturb_each_other():
-    data, before = dump(np.ones((2, 3), np.float32)), gc.get_threshold()
+    data = dump(np.ones((2, 3), np.float32))
+    before = gc.get_threshold()
 
     def give_way(*_):
         # another thread runs in the middle of whatever allocates; Python's own parser fails at that
@@ -123,7 +124,8 @@ def test_an_operator_that_changed_is_told_and_pillow_decodes(monkeypatch):
     def fail(*_):
         raise TypeError("decode_jpeg() got an unexpected argument")
 
-    picture, file = Image.effect_noise((9, 7), 50).convert("RGB"), io.BytesIO()
+    picture = Image.effect_noise((9, 7), 50).convert("RGB")
+    file = io.BytesIO()
     picture.save(file, "JPEG")
     expected = decode_pixels(file.getvalue())
     load_jpeg_decoder.cache_clear()
@@ -285,7 +287,8 @@ def test_a_package_that_sets_the_switches_meanwhile_keeps_its_values(monkeypatch
 
 
 def test_a_process_forked_while_another_thread_reads_has_the_users_values(switches):
-    inside, leave = threading.Event(), threading.Event()
+    inside = threading.Event()
+    leave = threading.Event()
 
     def read():
         with guard_pillow():

@@ -21,7 +21,8 @@ RECIPES = re.findall(
     Path("docs/FORMATS.md").read_text(),
     re.DOTALL | re.MULTILINE,
 )
-WIDTH, HEIGHT = 256, 192
+WIDTH = 256
+HEIGHT = 192
 OBJECTS = {
     "a": [
         ("cat", [(20, 20), (120, 24), (112, 120), (24, 104)]),

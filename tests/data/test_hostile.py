@@ -146,7 +146,8 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
         data = make_png([(b"tRNS", b"\0\0")], depth=1, colour=0, row=bytes(4))
     else:
         entries = TiffImagePlugin.ImageFileDirectory_v2()
-        entries[34675], entries.tagtype[34675] = "abc", 2
+        entries[34675] = "abc"
+        entries.tagtype[34675] = 2
         file = io.BytesIO()
         Image.new("RGB", (32, 24)).save(file, "TIFF", tiffinfo=entries)
         data = file.getvalue()

@@ -56,7 +56,8 @@ def test_objects_are_those_of_torchvisions_tutorial(people):
 @pytest.mark.parametrize("kind", ["RGB", "P", "I;16", "1"])
 def test_every_kind_of_mask(people, kind):
     values = np.zeros((40, 60), np.uint16)
-    values[3:9, 2:8], values[20:30, 20:40] = 1, 1 if kind == "1" else 2
+    values[3:9, 2:8] = 1
+    values[20:30, 20:40] = 1 if kind == "1" else 2
     if kind == "RGB":
         mask = Image.fromarray(np.array([[0, 0, 0], [255, 0, 0], [255, 0, 1]], np.uint8)[values])
     elif kind == "P":

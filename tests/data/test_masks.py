@@ -111,7 +111,8 @@ def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
 
 
 def test_empty_runs_cost_no_image():
-    size, runs = [10_500, 10_500], [5, 0, 95, 10_500**2 - 100]
+    size = [10_500, 10_500]
+    runs = [5, 0, 95, 10_500**2 - 100]
     encode_segmentation([SQUARE], 20, 20)  # what the first call imports is not counted
     tracemalloc.start()
     rle = encode_segmentation({"size": size, "counts": runs}, *size)
@@ -122,7 +123,8 @@ def test_empty_runs_cost_no_image():
 
 def test_contours_of_many_points_pass():
     """20,000 points of a ragged outline, on a photo of 12 megapixels and on a small one."""
-    angles, rng = np.linspace(0, 2 * np.pi, 20_000), np.random.default_rng(0)
+    angles = np.linspace(0, 2 * np.pi, 20_000)
+    rng = np.random.default_rng(0)
     for height, width in ((3000, 4000), (480, 640)):
         radius = height * (0.4 + rng.uniform(0, 0.001, angles.size))
         points = np.stack(
@@ -148,7 +150,8 @@ def test_large_runs_are_read():
 
 
 def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
-    dataset, coco = read_coco(coco_mini.annotations), COCO(str(coco_mini.annotations))
+    dataset = read_coco(coco_mini.annotations)
+    coco = COCO(str(coco_mini.annotations))
     crowds = 0
     for i in range(len(dataset)):
         image = dataset.image(i)

@@ -70,7 +70,8 @@ def test_a_mask_that_is_resized_takes_the_nearest_pixels(polygons, sizes):
         ).astype(int)
         for before, after in zip(sizes[:2], sizes[2:], strict=True)
     )
-    rows, columns = rows.clip(max=sizes[0] - 1), columns.clip(max=sizes[1] - 1)
+    rows = rows.clip(max=sizes[0] - 1)
+    columns = columns.clip(max=sizes[1] - 1)
     assert np.array_equal(resized, mask[rows][:, columns])
 
 
@@ -84,7 +85,9 @@ def test_boxes_lie_in_the_image_and_have_an_area(boxes, height, width):
     """What is kept is the part of the box in the image; what is not kept has no such part."""
     found, kept = convert_boxes(boxes, height, width)
     for (x, y, w, h), corners, keep in zip(boxes, found.tolist(), kept.tolist(), strict=True):
-        x0, y0 = min(max(x, 0), width), min(max(y, 0), height)
-        x1, y1 = min(max(x + w, 0), width), min(max(y + h, 0), height)
+        x0 = min(max(x, 0), width)
+        y0 = min(max(y, 0), height)
+        x1 = min(max(x + w, 0), width)
+        y1 = min(max(y + h, 0), height)
         assert np.allclose(corners, [x0, y0, x1, y1], atol=1e-4)
         assert keep == (corners[2] > corners[0] and corners[3] > corners[1])

@@ -130,10 +130,8 @@ def test_of_several_jsons_one_is_to_be_named(tmp_path, tiny_dataset, ssd):
 def test_a_changed_zip_is_unpacked_anew(tmp_path, tiny_dataset, export, ssd):
     before = unpack_dataset(export, ssd)
     content = json.loads(tiny_dataset.annotations.read_text())
-    content["images"], wanted = (
-        content["images"][:3],
-        {image["file_name"] for image in content["images"][:3]},
-    )
+    wanted = {image["file_name"] for image in content["images"][:3]}
+    content["images"] = content["images"][:3]
     with zipfile.ZipFile(export, "w") as archive:
         for name in wanted:
             archive.write(tiny_dataset.images / name, f"train/{name}")
@@ -145,7 +143,8 @@ def test_a_changed_zip_is_unpacked_anew(tmp_path, tiny_dataset, export, ssd):
 
 
 def test_an_unpacking_that_was_stopped_goes_on(tiny_dataset, export, ssd, monkeypatch):
-    extract, asked = zipfile.ZipFile.extract, []
+    extract = zipfile.ZipFile.extract
+    asked = []
 
     def stop(self, info, target):
         asked.append(info.filename)
@@ -180,7 +179,8 @@ def test_a_flipped_bit_is_found(tiny_dataset, export, ssd):
 
 def make_link():
     link = zipfile.ZipInfo("train/link.jpg")
-    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    link.create_system = 3
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
     return link
 
 
@@ -306,7 +306,8 @@ def test_an_encrypted_zip_is_told(export, ssd):
 
 
 def test_a_zip_without_annotations_or_images_is_told(tmp_path, tiny_dataset, ssd):
-    pictures, texts = tmp_path / "pictures.zip", tmp_path / "texts.zip"
+    pictures = tmp_path / "pictures.zip"
+    texts = tmp_path / "texts.zip"
     with zipfile.ZipFile(pictures, "w") as archive:
         for path in tiny_dataset.images.iterdir():
             archive.write(path, path.name)
@@ -355,19 +356,18 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.knows_ranges, self.breaks, self.asked, self.status = (
-            b"",
-            True,
-            [],
-            [],
-            200,
-        )
+        self.content = b""
+        self.knows_ranges = True
+        self.breaks = []
+        self.asked = []
+        self.status = 200
         self.url = f"http://127.0.0.1:{self.server_address[1]}/files/export.zip?key=1"
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        server, asked = self.server, self.headers.get("Range")
+        server = self.server
+        asked = self.headers.get("Range")
         server.asked.append(asked)
         start = (
             int(asked.removeprefix("bytes=").removesuffix("-"))
@@ -416,7 +416,8 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(server, tiny_dataset, s
 
 
 def test_a_server_without_ranges_begins_again(server, tiny_dataset, ssd):
-    server.breaks, server.knows_ranges = [10_000, 20_000], False
+    server.breaks = [10_000, 20_000]
+    server.knows_ranges = False
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
     assert len(server.asked) == 3
 
@@ -465,7 +466,8 @@ def test_an_address_without_a_server_is_told_at_once(ssd, url):
 
 
 def test_a_web_page_in_place_of_a_zip_is_told_and_downloaded_anew(server, tiny_dataset, ssd):
-    whole, server.content = server.content, b"<!doctype html> sign in, please"
+    whole = server.content
+    server.content = b"<!doctype html> sign in, please"
     with pytest.raises(
         ColabUtilsError, match=r"expected a whole zip of a COCO export at http.*not a zip file"
     ):

@@ -39,7 +39,8 @@ def sum_up(samples):
     """What workers note of samples, each with its seconds and its index; half of the time is
     work.
     """
-    spread, wall_s = [(0, 0.0)] * 48, sum(seconds for seconds, _ in samples)
+    spread = [(0, 0.0)] * 48
+    wall_s = sum(seconds for seconds, _ in samples)
     for seconds, _ in samples:
         bits = int(seconds * 1e9).bit_length()
         spread[bits] = spread[bits][0] + 1, spread[bits][1] + seconds

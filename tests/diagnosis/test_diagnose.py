@@ -40,7 +40,8 @@ SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for t
 
 class _Sleepy(Dataset):
     def __init__(self, load_s=0.0, n=64):
-        self.load_s, self.n = load_s, n
+        self.load_s = load_s
+        self.n = n
 
     def __len__(self):
         return self.n
@@ -114,10 +115,8 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
         found = diagnose(loader, EmulatedStep(10), seconds=1.5)
     finally:
         loader.close()
-    stages, by_id = (
-        {stage.name: stage for stage in found.stages},
-        {fix.id: fix for fix in found.fixes},
-    )
+    stages = {stage.name: stage for stage in found.stages}
+    by_id = {fix.id: fix for fix in found.fixes}
     assert list(stages) == ["read", "decode", "masks", "collate and hand-off", "wait", "step"]
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in found.verdict
@@ -196,7 +195,8 @@ def test_the_step_trains_and_what_it_trained_is_put_back(no_fixes):
     def get_states():
         return copy.deepcopy([part.state_dict() for part in (model, optimizer, scheduler)])
 
-    loader, before = DataLoader(_Sleepy(), batch_size=4), get_states()
+    loader = DataLoader(_Sleepy(), batch_size=4)
+    before = get_states()
     diagnose(loader, step, seconds=0.2, restore=(model, optimizer, scheduler))
     weights, *others = get_states()
     assert all(torch.equal(weights[name], tensor) for name, tensor in before[0].items())
@@ -422,7 +422,8 @@ def test_another_file_is_refused(tmp_path, text):
 
 
 def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, capsys, monkeypatch):
-    before, command = tmp_path / "before.json", ["diagnose", "--images", str(tiny_dataset.images)]
+    before = tmp_path / "before.json"
+    command = ["diagnose", "--images", str(tiny_dataset.images)]
     command += [
         "--annotations",
         str(tiny_dataset.annotations),

@@ -28,7 +28,9 @@ pytestmark = [
     ),
 ]
 ROOT = Path(__file__).parents[2]
-ITEMS, MOST = 12, 9  # samples of a dataset; batches that a loop takes of a loader
+# samples of a dataset; batches that a loop takes of a loader
+ITEMS = 12
+MOST = 9
 
 
 @pytest.fixture
@@ -72,7 +74,8 @@ class _Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.seen = nn.Linear(2, 1), []
+        self.layer = nn.Linear(2, 1)
+        self.seen = []
 
     def forward(self, x):
         self.seen.append(x.tolist())
@@ -317,7 +320,8 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
 
 def train(loader, pick):
     """Train on a few batches of a loader; returns what they hold."""
-    layer, seen = nn.Linear(1, 1), []
+    layer = nn.Linear(1, 1)
+    seen = []
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
     for batch in islice(loader, MOST):
         values = pick(batch)
@@ -428,7 +432,8 @@ def test_a_stateful_loader_goes_on_where_it_stood(workers, capsys):
     def make():
         return stateful.StatefulDataLoader(list(range(ITEMS)), batch_size=2, num_workers=workers)
 
-    watched, after = check(make, ITEMS // 2), watch(make())
+    watched = check(make, ITEMS // 2)
+    after = watch(make())
     batches = iter(watched)
     before = [next(batches).tolist() for _ in range(4)]
     after.load_state_dict(watched.state_dict())

@@ -114,7 +114,9 @@ class Hoarder(Dataset):
 @pytest.mark.clock
 def test_a_worker_that_hoards_is_found_out():
     loader = DataLoader(Hoarder(), batch_size=2, num_workers=2)
-    batches, count, began_s = iter(loader), 0, time.perf_counter()
+    batches = iter(loader)
+    count = 0
+    began_s = time.perf_counter()
     log = MemoryLog()
     while time.perf_counter() - began_s < 7:
         next(batches)

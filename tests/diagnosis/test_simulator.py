@@ -64,7 +64,8 @@ def test_without_workers_loading_and_training_alternate():
 
 
 def test_traces_follow_the_recursion():
-    workers, prefetch = 3, 2
+    workers = 3
+    prefetch = 2
     run = simulate(
         workers=workers,
         load_s=0.2,
@@ -162,7 +163,8 @@ def _measure_surplus(workers, load_s, step_s):
     """Seconds that a load and a step take beyond their sleep: this machine wakes up late, and gets
     going late.
     """
-    many, none = [load_s] * 1000, [0.0] * 1000
+    many = [load_s] * 1000
+    none = [0.0] * 1000
     if not workers:
         return _time_loader(many, none, 0.4, num_workers=0)[0] - load_s, 0.0
     load, _ = _time_loader(many, none, 0.4, num_workers=1)

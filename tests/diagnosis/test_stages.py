@@ -44,7 +44,8 @@ class Transformed(Dataset):
 
     def __getitem__(self, index):
         time.sleep(0.005)
-        image, target = torch.zeros(3, 8, 8), {"boxes": torch.zeros(1, 4)}
+        image = torch.zeros(3, 8, 8)
+        target = {"boxes": torch.zeros(1, 4)}
         return self.transforms(image, target) if self.transforms else (image, target)
 
 

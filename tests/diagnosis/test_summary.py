@@ -27,7 +27,8 @@ pytestmark = [
 
 class _Items(Dataset):
     def __init__(self, count, wait_s=0.0):
-        self.count, self.wait_s = count, wait_s
+        self.count = count
+        self.wait_s = wait_s
 
     def __len__(self):
         return self.count
@@ -80,7 +81,8 @@ def test_attributes_of_the_loader_are_reachable():
 
 
 def test_a_summary_is_printed_once_for_a_pass_and_is_kept_as_json(capsys, tmp_path):
-    step, watched = make_step(), watch(DataLoader(_Items(8), batch_size=2))
+    step = make_step()
+    watched = watch(DataLoader(_Items(8), batch_size=2))
     for values, _ in watched:
         step(values)
     told = capsys.readouterr().err
@@ -130,7 +132,8 @@ def test_an_endless_stream_and_one_that_cannot_start_again(capsys):
 
 
 def test_two_watches_on_one_loader_tell_the_same(capsys):
-    step, loader = make_step(), DataLoader(_Items(8), batch_size=2)
+    step = make_step()
+    loader = DataLoader(_Items(8), batch_size=2)
     inner = watch(loader)
     outer = watch(inner)
     for values, _ in outer:

@@ -28,13 +28,11 @@ class _Samples(Dataset):
     """Zeros; sleeps and burns as told; raises at one index."""
 
     def __init__(self, n, *, sleep_s=0.0, burn_s=0.0, broken=None, error=None):
-        self.n, self.sleep_s, self.burn_s, self.broken, self.error = (
-            n,
-            sleep_s,
-            burn_s,
-            broken,
-            error or ValueError("bad jpeg"),
-        )
+        self.n = n
+        self.sleep_s = sleep_s
+        self.burn_s = burn_s
+        self.broken = broken
+        self.error = error or ValueError("bad jpeg")
 
     def __len__(self):
         return self.n

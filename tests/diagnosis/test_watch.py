@@ -316,10 +316,10 @@ def test_an_index_of_several_samples_is_no_sample():
 
 
 def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
-    watched, begun = (
-        watch((time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"),
-        [],
+    watched = watch(
+        (time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"
     )
+    begun = []
     thread = threading.Thread(target=lambda: begun.append(iter(watched)))
     thread.start()
     thread.join()

@@ -55,7 +55,8 @@ def main() -> int:
         numbers = [
             number for number in numbers if pick_case(asked.seed, number, KINDS)[0] == asked.kind
         ]
-    found, started = list[Result](), time.monotonic()
+    found = list[Result]()
+    started = time.monotonic()
     # what was found is told, and the folder removed
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), prepare() as (originals, folder):
@@ -114,10 +115,8 @@ def describe(results: list[Result], seed: int) -> str:
         mine = [result for result in results if kind in (result.kind, "all")]
         counts = Counter(result.outcome for result in mine)
         mean = 1000 * sum(result.seconds for result in mine) / len(mine)
-        slowest, most = (
-            max(result.seconds for result in mine),
-            max(result.megabytes for result in mine),
-        )
+        slowest = max(result.seconds for result in mine)
+        most = max(result.megabytes for result in mine)
         lines.append(
             f"{kind:18}{len(mine):9,}{counts['correct']:9,}{counts['refused']:9,}{counts['bug']:7,}{mean:9.0f}{slowest:11.1f}{most:9.0f}"
         )

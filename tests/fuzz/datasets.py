@@ -41,11 +41,13 @@ def _begin(case: Case) -> dict[str, Any]:
 
 def _judge(case: Case, annotations: bytes) -> None:
     """All that takes the dataset in ``data``, with this JSON; sometimes a repaired one, too."""
-    images, path = case.folder / "data/images", case.folder / "data/coco.json"
+    images = case.folder / "data/images"
+    path = case.folder / "data/coco.json"
     path.write_bytes(annotations)
     before = read_tree(case.folder / "data")
     _judge_json(case, images, path)
-    repaired, again = case.folder / "repaired.json", case.folder / "again.json"
+    repaired = case.folder / "repaired.json"
+    again = case.folder / "again.json"
     if case.rng.random() < 0.2 and case.attempt(repair_annotations, images, path, output=repaired):
         skipped = _judge_json(case, images, repaired)
         if left := [reason for reason in skipped if reason.startswith("annotation")]:
@@ -102,7 +104,8 @@ def json_tree(case: Case) -> None:
 
 def json_field(case: Case) -> None:
     """One field of one entry, as tools write it well or badly."""
-    rng, coco = case.rng, _begin(case)
+    rng = case.rng
+    coco = _begin(case)
     section = rng.choice(["images", "annotations", "annotations", "annotations", "categories"])
     entry = rng.choice(coco[section])
     key = rng.choice(sorted(entry))
@@ -168,17 +171,21 @@ def json_ids(case: Case) -> None:
     """Ids that images share: one twice, two files of one id, an export behind another that counts
     anew.
     """
-    rng, coco = case.rng, _begin(case)
-    images, rows = coco["images"], coco["annotations"]
+    rng = case.rng
+    coco = _begin(case)
+    images = coco["images"]
+    rows = coco["annotations"]
     if rng.random() < 0.3:
         images.insert(rng.randrange(len(images)), dict(rng.choice(images)))
     match rng.randrange(3):
         case 0:
             rng.choice(images)["id"] = rng.choice(images)["id"]
         case 1:
-            numbers, behind = {}, rng.randrange(1, len(images))
+            numbers = {}
+            behind = rng.randrange(1, len(images))
             for place, image in enumerate(images):
-                numbers[image["id"]] = image["id"] = place % behind + 1
+                numbers[image["id"]] = place % behind + 1
+                image["id"] = numbers[image["id"]]
             for row, one in enumerate(rows):
                 one["image_id"] = numbers.get(one["image_id"], 1)
                 one["id"] = row % max(1, len(rows) // 2) + 1
@@ -191,7 +198,8 @@ def image_kind(
     """A kind that changes one of these images, and sometimes the sizes that the JSON gives."""
 
     def run(case: Case) -> None:
-        coco, name = _begin(case), case.rng.choice(names)
+        coco = _begin(case)
+        name = case.rng.choice(names)
         coco["images"] = [
             image for image in coco["images"] if image["file_name"] in (name, "3.png")
         ]
@@ -208,11 +216,9 @@ def image_kind(
 
 def image_odd(case: Case) -> None:
     """No image at all in its place, or one of another mode and format."""
-    coco, name, rng = (
-        _begin(case),
-        case.rng.choice(["0.jpg", "sub/1.png", "2.tif", "3.png"]),
-        case.rng,
-    )
+    coco = _begin(case)
+    name = case.rng.choice(["0.jpg", "sub/1.png", "2.tif", "3.png"])
+    rng = case.rng
     path = case.folder / "data/images" / name
     content = path.read_bytes()
     path.unlink()
@@ -280,7 +286,8 @@ def _edit_export(rng: Random, name: str, content: bytes) -> bytes:
 
 def _judge_zip(case: Case, content: bytes) -> None:
     """What is unpacked is what zipfile reads; a second call gives the same, and reads the JSON."""
-    path, folder = case.folder / "export.zip", case.folder / "datasets"
+    path = case.folder / "export.zip"
+    folder = case.folder / "datasets"
     path.write_bytes(content)
     if (found := case.attempt(unpack_dataset, str(path), folder)) is REFUSED:
         return

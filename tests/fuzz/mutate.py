@@ -116,10 +116,8 @@ def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:
     """Flip, overwrite, cut, repeat, insert and swap some bytes."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, changes)):
-        place, length = (
-            rng.randrange(len(changed) + 1),
-            min(len(changed), int(2 ** rng.uniform(0, 9))),
-        )
+        place = rng.randrange(len(changed) + 1)
+        length = min(len(changed), int(2 ** rng.uniform(0, 9)))
         other = rng.randrange(len(changed) + 1)
         match rng.randrange(9):
             case 0 | 1 if place < len(changed):
@@ -170,7 +168,8 @@ def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
         places = _list_places(root)
         one = rng.choice(places[rng.choice(sorted(places))])
         other = rng.choice(places[rng.choice(sorted(places))])
-        (holder, key), value = one, one[0][one[1]]
+        value = one[0][one[1]]
+        (holder, key) = one
         match rng.randrange(8):
             case 0 | 1:
                 holder[key] = draw_value(rng)
@@ -205,7 +204,8 @@ def change_png(rng: Random, data: bytes) -> bytes:
     """Change the chunks of a PNG: order, number, kind, content, sizes; every checksum is right
     again.
     """
-    chunks, place = [], 8
+    chunks = []
+    place = 8
     while place < len(data):
         length = int.from_bytes(data[place : place + 4], "big")
         chunks.append((data[place + 4 : place + 8], data[place + 8 : place + 8 + length]))
@@ -245,12 +245,14 @@ def change_png(rng: Random, data: bytes) -> bytes:
 
 def change_jpeg(rng: Random, data: bytes) -> bytes:
     """Change the segments of a JPEG: size, orientation, order, number."""
-    segments, place = [], 2
+    segments = []
+    place = 2
     while place + 4 < len(data) and data[place] == 0xFF and data[place + 1] != 0xDA:
         length = int.from_bytes(data[place + 2 : place + 4], "big")
         segments.append(data[place : place + 2 + length])
         place += 2 + length
-    row, rest = rng.randrange(len(segments)), data[place:]
+    row = rng.randrange(len(segments))
+    rest = data[place:]
     frame = next(number for number, one in enumerate(segments) if one[1] in (0xC0, 0xC2))
     match rng.randrange(6):
         case 0:
@@ -287,7 +289,8 @@ def change_zip(rng: Random, data: bytes, edit: Callable[[Random, str, bytes], by
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = [(info, archive.read(info)) for info in archive.infolist()]
-    row, other = rng.randrange(len(members)), rng.randrange(len(members))
+    row = rng.randrange(len(members))
+    other = rng.randrange(len(members))
     info, content = members[row]
     match rng.randrange(9):
         case 0:
@@ -313,7 +316,8 @@ def change_zip(rng: Random, data: bytes, edit: Callable[[Random, str, bytes], by
 
 def _list_places(root: Any) -> dict[str, list[tuple[Any, Any]]]:
     """Where values lie, by their key; places in lists under the key of the list."""
-    places, waiting = dict[str, list[tuple[Any, Any]]](), [(root, "")]
+    places = dict[str, list[tuple[Any, Any]]]()
+    waiting = [(root, "")]
     while waiting:
         holder, name = waiting.pop()
         for key in list(holder) if isinstance(holder, dict) else range(len(holder)):

@@ -29,7 +29,8 @@ from tests.fuzz.truth import Expected, compare_record, read_truth
 
 Tree = dict[str, bytes]
 """Files of a folder: relative name to content."""
-HEIGHT, WIDTH = 24, 32
+HEIGHT = 24
+WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def write_tree(folder: Path, tree: Tree) -> None:
 
 def _read_known(root: Path, shards: Tree) -> Known:
     """By tarfile and json alone, compared with the dataset."""
-    data, records = (root / "coco.json").read_bytes(), {}
+    data = (root / "coco.json").read_bytes()
+    records = {}
     truth = {number: read() for number, read in read_truth(root / "images", data).items()}
     for name, content in shards.items():
         if name.endswith(".tar"):
@@ -177,14 +179,16 @@ def _read_known(root: Path, shards: Tree) -> Known:
 def _make_dataset(number: int) -> Tree:
     """Four images; ``number`` 1 has the same ones with other annotations, 2 has others."""
     tree: Tree = {}
-    rng, pick = np.random.default_rng(number // 2), random.Random(number)
+    rng = np.random.default_rng(number // 2)
+    pick = random.Random(number)
     formats = [
         ("0.jpg", "JPEG", "RGB"),
         ("sub/1.png", "PNG", "RGB"),
         ("2.tif", "TIFF", "RGB"),
         ("3.png", "PNG", "P"),
     ]
-    images, annotations = [], []
+    images = []
+    annotations = []
     for row, (name, kind, mode) in enumerate(formats):
         file = io.BytesIO()
         smooth = Image.fromarray(rng.integers(0, 255, (3, 4, 3), np.uint8)).resize((WIDTH, HEIGHT))
@@ -209,12 +213,10 @@ def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
     """A box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for a
     crowd.
     """
-    x, y, width, height = (
-        pick.randint(0, 20),
-        pick.randint(0, 14),
-        pick.randint(4, 12),
-        pick.randint(4, 10),
-    )
+    x = pick.randint(0, 20)
+    y = pick.randint(0, 14)
+    width = pick.randint(4, 12)
+    height = pick.randint(4, 10)
     mask = np.zeros((HEIGHT, WIDTH), np.uint8, order="F")
     mask[y : y + height, x : x + width] = 1
     counts = [x * HEIGHT + y, *([height, HEIGHT - height] * width)[:-1], HEIGHT * WIDTH]

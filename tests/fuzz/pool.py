@@ -32,7 +32,8 @@ from colab_utils.errors import ColabUtilsError
 from tests.fuzz.originals import Originals, run_here
 from tests.fuzz.truth import WrongDataError
 
-SECONDS, MEGABYTES = 10, 1024
+SECONDS = 10
+MEGABYTES = 1024
 REFUSED: Any = type("Refused", (), {"__bool__": lambda self: False})()
 _CASES_A_PROCESS = 2000  # then a fresh one: what a case leaves in memory ends with it
 _ROOT = Path(__file__).parents[2]
@@ -118,11 +119,9 @@ def run_cases(
     numbers: list[int], seed: int, kinds: Kinds, originals: Originals, root: Path, processes: int
 ) -> Generator[Result, None, None]:
     """Run these cases in processes of their own; yields each result when it is there."""
-    context, left, running = (
-        multiprocessing.get_context("fork"),
-        list(reversed(numbers)),
-        dict[Connection, list[Any]](),
-    )
+    context = multiprocessing.get_context("fork")
+    left = list(reversed(numbers))
+    running = dict[Connection, list[Any]]()
     places = list(range(processes))  # the number of a process's folder
     try:
         while left or running:
@@ -197,7 +196,8 @@ class _Guard:
     def __init__(self, folder: Path) -> None:
         self.inside = tuple(f"{os.path.realpath(folder)}/{name}/" for name in ("work", "tmp"))
         self.inside += ("/dev/shm/pym-",)  # memory that multiprocessing shares
-        self.on, self.met = False, ""
+        self.on = False
+        self.met = ""
         self.readable = tuple(
             f"{os.path.realpath(one)}/"
             for one in (sys.prefix, sys.base_prefix, _ROOT, "/proc", "/sys")
@@ -241,30 +241,34 @@ def _run_case(
     os.chdir(case / "work")
     os.truncate(folder / "stderr", 0)
     Path("/proc/self/clear_refs").write_text("5")  # the highest memory starts anew
-    before, started, outcome, bug, text = (
-        _read_memory("VmRSS"),
-        time.perf_counter(),
-        "correct",
-        "",
-        "",
-    )
+    before = _read_memory("VmRSS")
+    started = time.perf_counter()
+    outcome = "correct"
+    bug = ""
+    text = ""
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
-    guard.on, guard.met = True, ""
+    guard.on = True
+    guard.met = ""
     try:
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             kinds[kind][1](work := Case(rng, case / "work", originals))
         outcome = "refused" if work.refused else "correct"
     except BaseException as error:
-        outcome, bug, text = "bug", _name_bug(error), "".join(traceback.format_exception(error))
+        outcome = "bug"
+        bug = _name_bug(error)
+        text = "".join(traceback.format_exception(error))
         del error
     guard.on = False
     faulthandler.cancel_dump_traceback_later()
     if guard.met and not bug.startswith("Outside"):
-        outcome, bug = "bug", f"Outside: {re.sub('[0-9]+', 'N', guard.met)}"
-    seconds, megabytes = time.perf_counter() - started, _read_memory("VmHWM") - before
+        outcome = "bug"
+        bug = f"Outside: {re.sub('[0-9]+', 'N', guard.met)}"
+    seconds = time.perf_counter() - started
+    megabytes = _read_memory("VmHWM") - before
     if megabytes > MEGABYTES and outcome != "bug":
-        outcome, bug = "bug", "more than 1 GB"
+        outcome = "bug"
+        bug = "more than 1 GB"
     return Result(number, kind, outcome, bug, text[-4000:], seconds, megabytes)
 
 

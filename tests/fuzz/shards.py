@@ -115,7 +115,8 @@ def shard_kind(change: Callable[[Random, Tree, Originals], None]) -> Callable[[C
 
 def damage(rng: Random, tree: Tree, _: Any = None) -> None:
     """One of the files damaged, lost, cut or exchanged for another."""
-    name, other = rng.choice(sorted(tree)), rng.choice(sorted(tree))
+    name = rng.choice(sorted(tree))
+    other = rng.choice(sorted(tree))
     match rng.randrange(8):
         case 0:
             del tree[name]
@@ -158,7 +159,9 @@ def swap(rng: Random, tree: Tree, originals: Originals) -> None:
 
 def copy(case: Case) -> None:
     """A copy with a limit or without, damage at the source or the target, and another copy."""
-    rng, source, target = case.rng, case.folder / "shards", case.folder / "copy"
+    rng = case.rng
+    source = case.folder / "shards"
+    target = case.folder / "copy"
     write_tree(source, case.originals.shards[0])
     size = sum(
         len(content) for name, content in case.originals.shards[0].items() if "000000" in name

@@ -82,7 +82,8 @@ def _expect_annotation(
     else:
         mask = draw_mask(one.get("segmentation"), height, width)
     encoded = coco_mask.encode(np.asfortranarray(mask))
-    box, area = one.get("bbox"), one.get("area")
+    box = one.get("bbox")
+    area = one.get("area")
     numbers = [_to_float(side) for side in box] if box else coco_mask.toBbox(encoded).tolist()
     if len(numbers) != 4 or crowd is None:
         raise WrongDataError(f"bbox {box} or iscrowd {one.get('iscrowd')!r} accepted")
@@ -154,7 +155,8 @@ def read_pixels(data: bytes, size: tuple[int, int]) -> np.ndarray:
 
 
 def _strip_png(data: bytes) -> bytes:
-    parts, place = [data[:8]], 8
+    parts = [data[:8]]
+    place = 8
     while place < len(data):
         end = place + 12 + int.from_bytes(data[place : place + 4], "big")
         if data[place + 4 : place + 8] in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
@@ -227,7 +229,8 @@ class Truth:
 
 def compare(found: Any, expected: Any, what: str) -> None:
     """Two values or arrays, exactly; raises `WrongDataError` where they differ."""
-    one, other = np.asarray(found), np.asarray(expected)
+    one = np.asarray(found)
+    other = np.asarray(expected)
     if one.shape != other.shape or not np.array_equal(one, other):
         raise WrongDataError(f"{what} differ\n{one.tolist()!s:.300}\n{other.tolist()!s:.300}")
 
@@ -242,7 +245,8 @@ def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:
     image = Image.fromarray(expected.pixels).resize(
         size[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0
     )
-    scales, annotations = (size[0] / height, size[1] / width), []
+    scales = (size[0] / height, size[1] / width)
+    annotations = []
     for one in expected.annotations:
         dense = torch.from_numpy(one["mask"].copy())[None, None].float()
         mask = torch.nn.functional.interpolate(dense, size=size)[0, 0].byte().numpy()

@@ -91,7 +91,9 @@ def test_the_order_comes_again_from_a_state(drive, tmp_path):
     slow_down(drive, SLOW)
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     loader = make_loader(dataset, batch_size=2, workers=1, seed=3)
-    batches, before, state = iter(loader), [], {}
+    batches = iter(loader)
+    before = []
+    state = {}
     for batch in batches:
         before += list_ids([batch])
         if len(before) == 3:
@@ -124,7 +126,8 @@ def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, tm
 
 def test_a_drive_that_fails_for_a_while_is_tried_again(drive, tmp_path, monkeypatch):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01))
-    real, fails = os.preadv, iter([True, False, True, True])
+    real = os.preadv
+    fails = iter([True, False, True, True])
 
     def preadv(*call):
         if next(fails, False):
@@ -150,7 +153,8 @@ def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_p
 
     monkeypatch.setattr(Copying, "copy_file", copy_file)
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    batches, delivered = iter(make_loader(dataset, batch_size=1, workers=0)), []
+    batches = iter(make_loader(dataset, batch_size=1, workers=0))
+    delivered = []
 
     def train():
         for _, targets in batches:
@@ -224,9 +228,11 @@ def sum_up(samples):
 def test_workers_of_a_stock_dataloader_wait_for_shards(
     drive, tmp_path, monkeypatch, method, workers
 ):
-    real, gate = Copying.copy_file, threading.Event()
+    real = Copying.copy_file
+    gate = threading.Event()
     monkeypatch.setattr(Copying, "copy_file", lambda self, *file: gate.wait() and real(self, *file))
-    dataset, whole = ArrivingShards(drive, tmp_path / "ssd", workers=1), ShardDataset(drive)
+    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
+    whole = ShardDataset(drive)
     loader = DataLoader(
         dataset,
         batch_size=2,
@@ -287,7 +293,8 @@ def train_two_epochs(dataset):
 
 def test_the_copy_does_not_wait_for_the_tables(drive, tmp_path, monkeypatch):
     copied = threading.Event()
-    real_copy, real_load = Copying.copy_file, arriving.load_shard
+    real_copy = Copying.copy_file
+    real_load = arriving.load_shard
 
     def copy(self, *file):
         real_copy(self, *file)
@@ -421,7 +428,8 @@ def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
     slow_down(drive, SLOW)
     dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
     loader = make_loader(dataset, batch_size=2, workers=workers)
-    epochs, most = [], 0
+    epochs = []
+    most = 0
     for _ in range(3):
         epochs.append([])
         for images, targets in loader:
@@ -455,7 +463,8 @@ def test_what_an_earlier_session_left_counts_too(drive, tmp_path):
 def test_shards_take_turns_in_no_folder_that_holds_files(
     drive, tmp_path, tiny_shards, monkeypatch, kind
 ):
-    ssd, limit_gb = tmp_path / "ssd", read_index(drive).bytes * 0.6 / 1e9
+    ssd = tmp_path / "ssd"
+    limit_gb = read_index(drive).bytes * 0.6 / 1e9
     if kind == "a finished copy":
         copy_shards(drive, ssd)
     elif kind == "a copy broken off":
@@ -488,7 +497,8 @@ def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
     slow_down(drive, SLOW)
     dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit)
     loader = make_loader(dataset, batch_size=2, workers=1, seed=3)
-    batches, before = iter(loader), []
+    batches = iter(loader)
+    before = []
     for _ in range(3):
         before += list_ids([next(batches)])
     state = json.loads(json.dumps(loader.state_dict()))

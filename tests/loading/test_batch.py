@@ -71,7 +71,8 @@ def assert_same(sample, image, target):
 def test_a_batch_gives_back_the_samples(samples, device):
     batch = collate_packed([pack_target(*sample) for sample in samples])
     assert len(batch) == len(samples)
-    images, targets = batch.to_images(device), batch.to_targets(device)
+    images = batch.to_images(device)
+    targets = batch.to_targets(device)
     moved = batch.to(device)
     for once, twice in ((images, moved.to_images(device)), (targets, moved.to_targets(device))):
         assert len(once) == len(twice) == len(samples)

@@ -4,6 +4,8 @@ events.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -64,7 +66,9 @@ def test_the_last_of_several_steps_counts(time_goes):
 
 def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
     class FakeEvent:
-        clock_ms, over, synchronized = iter([0.0, 3000.0, 3500.0, 4000.0, 4200.0]), False, 0
+        clock_ms = iter([0.0, 3000.0, 3500.0, 4000.0, 4200.0])
+        over = False
+        synchronized = 0
 
         def __init__(self, *, enable_timing):
             assert enable_timing
@@ -76,7 +80,8 @@ def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
             return self.over
 
         def synchronize(self):
-            FakeEvent.synchronized, FakeEvent.over = FakeEvent.synchronized + 1, True
+            FakeEvent.synchronized = FakeEvent.synchronized + 1
+            FakeEvent.over = True
 
         def elapsed_time(self, end):
             return end.at_ms - self.at_ms
@@ -101,7 +106,9 @@ def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
 
 def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypatch):
     class FakeEvent:
-        made, done = [], -1  # the GPU works through them in order
+        # the GPU works through them in order
+        made: ClassVar[list] = []
+        done = -1
 
         def __init__(self, *, enable_timing):
             assert enable_timing

@@ -454,7 +454,8 @@ def test_files_that_do_not_belong_together_are_refused_by_all_alike(twins, tmp_p
     for number, open_them in enumerate(
         (ShardDataset, lambda source: ArrivingShards(source, tmp_path / "arriving"))
     ):
-        read = refused = 0
+        read = 0
+        refused = read
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ColabUtilsWarning)
             try:
@@ -597,11 +598,10 @@ def test_a_folder_that_vanishes(shards):
 
 
 def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch):
-    folder, fails = (
-        CocoFolder(tiny_dataset.images, tiny_dataset.annotations),
-        iter([errno.EIO, errno.ENOTCONN]),
-    )
-    whole, real = folder[3], io.open
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    fails = iter([errno.EIO, errno.ENOTCONN])
+    whole = folder[3]
+    real = io.open
 
     def open_badly(path, *mode, **options):
         if (number := next(fails, 0)) != 0:
@@ -667,7 +667,8 @@ def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, p
     whole = ShardDataset(shards)
     [shard] = whole.index.shards
     if part == "image":
-        path, place = shards / shard.name, int(whole._image_spans[5].sum()) - 200
+        path = shards / shard.name
+        place = int(whole._image_spans[5].sum()) - 200
     else:
         path = shards / shard.arrays_name
         place = path.read_bytes().index(whole.read_masks(5).bits.tobytes()) + 3
@@ -805,7 +806,8 @@ def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
     """Their size, the way up that it asks for, and all of their objects: as where shards are
     written.
     """
-    images, coco = tmp_path / "images", json.loads(tiny_dataset.annotations.read_text())
+    images = tmp_path / "images"
+    coco = json.loads(tiny_dataset.annotations.read_text())
     shutil.copytree(tiny_dataset.images, images)
     annotations, first, second = tmp_path / "annotations.json", *coco["images"][:2]
     exif = Image.Exif()

@@ -61,7 +61,8 @@ class Numbers(torch.utils.data.Dataset):
     """Somebody's own dataset: images of mixed sizes, some without objects."""
 
     def __init__(self, size, act=None):
-        self.size, self.act = size, act
+        self.size = size
+        self.act = act
 
     def __len__(self):
         return self.size
@@ -69,7 +70,9 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if self.act:
             self.act(index)
-        height, width, objects = 8 + index % 5, 6 + index % 3, index % 3
+        height = 8 + index % 5
+        width = 6 + index % 3
+        objects = index % 3
         masks = (
             torch.arange(objects * height * width).reshape(objects, height, width) % (index + 2)
             == 0
@@ -186,7 +189,8 @@ def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resu
     dataset = ShardDataset(tiny_shards)
     options = {"batch_size": 5, "deliver": "packed", "seed": 5}
     loader = make(dataset, workers=workers, **options)
-    batches, states = [], [loader.state_dict()]
+    batches = []
+    states = [loader.state_dict()]
     for _ in range(2):
         for batch in loader:
             batches.append(batch.image_ids.tolist())
@@ -261,7 +265,9 @@ def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("sizes", [(3,), (1, 4), (4, 4, 2)])
 def test_another_batch_size_goes_on_with_what_the_epoch_has_left(make, done, sizes):
-    loader, state, seen = make(Numbers(11), batch_size=2, workers=0, deliver="packed"), None, []
+    loader = make(Numbers(11), batch_size=2, workers=0, deliver="packed")
+    state = None
+    seen = []
     batches = chain.from_iterable(repeat(loader))
     for _ in range(done):
         seen += next(batches).image_ids.tolist()
@@ -302,7 +308,8 @@ def test_a_pass_broken_off_is_followed_by_the_next_epoch(make, workers):
 @pytest.mark.parametrize("seen", range(1, 8))
 def test_two_passes_at_once_are_refused(make, seen):
     loader = make(Numbers(20), batch_size=3, workers=2, prefetch=1)
-    first, second = iter(loader), iter(loader)
+    first = iter(loader)
+    second = iter(loader)
     next(first)
     # the last is all there is: nothing more will come for the first
     got = [next(second) for _ in range(seen)]
@@ -448,10 +455,8 @@ def test_a_folder_that_vanishes_is_said(tiny_shards, tmp_path, make):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_last_batch_is_dropped_where_it_is_not_full(make, workers):
     options = {"batch_size": 3, "workers": workers, "deliver": "packed", "drop_last": True}
-    loader, complete = (
-        make(Numbers(8), **options),
-        make(Numbers(8), **options | {"drop_last": False}),
-    )
+    loader = make(Numbers(8), **options)
+    complete = make(Numbers(8), **options | {"drop_last": False})
     assert len(loader) == 2
     for epoch in range(2):
         assert loader.epoch == epoch

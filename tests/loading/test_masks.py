@@ -64,7 +64,8 @@ def move(masks, device):
 
 
 def expand(way, masks, sizes, counts):
-    sizes, counts = sizes.tolist(), counts.tolist()
+    sizes = sizes.tolist()
+    counts = counts.tolist()
     if way == "rows":
         flat = torch.zeros(
             sum(count * h * w for count, (h, w) in zip(counts, sizes, strict=True)),
@@ -192,7 +193,8 @@ def project(images, objects, boxes, flips, size=28):
 
 
 def sample(masks, objects, boxes, sizes, counts, *, flips=None, to_sizes=None, size=28):
-    flips, to_sizes = flips or [False] * len(counts), to_sizes or sizes.tolist()
+    flips = flips or [False] * len(counts)
+    to_sizes = to_sizes or sizes.tolist()
     return sample_masks(
         masks, objects, boxes, sizes=sizes, counts=counts, flips=flips, to_sizes=to_sizes, size=size
     )
@@ -259,10 +261,8 @@ def test_targets_of_any_masks_and_boxes(images, chunk, data):
     objects = data.draw(st.lists(st.integers(0, total - 1), max_size=5)) if total else []
     numbers = st.floats(-60, 60, width=32)
     boxes = [data.draw(st.tuples(numbers, numbers, numbers, numbers)) for _ in objects]
-    objects, boxes = (
-        torch.tensor(objects, dtype=torch.int64),
-        torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
-    )
+    objects = torch.tensor(objects, dtype=torch.int64)
+    boxes = torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
         targets = sample(
@@ -282,7 +282,8 @@ def test_targets_of_any_masks_and_boxes(images, chunk, data):
 def test_targets_of_a_thousand_objects_in_half_precision_training(device):
     images = [make_blobs(0, objects=1000, height=90, width=110)]
     masks, sizes, counts = pack(images)
-    objects, boxes = torch.arange(1000), make_boxes("inside", 1000, height=90, width=110)
+    objects = torch.arange(1000)
+    boxes = make_boxes("inside", 1000, height=90, width=110)
     boxes.requires_grad_()
     with torch.autocast(device, dtype=torch.bfloat16):
         targets = sample(move(masks, device), objects.to(device), boxes.to(device), sizes, counts)
@@ -358,6 +359,7 @@ def test_the_last_pixel_of_a_window_is_found_as_float32_rounds_it():
     """3 * 10 / 6 is 5 in float32, and less in float64."""
     image = np.ones((1, 1, 10), np.uint8)
     masks, sizes, counts = pack([image])
-    boxes, objects = torch.tensor([[1.5, 0.0, 0.0, 0.0]]), torch.tensor([0])
+    boxes = torch.tensor([[1.5, 0.0, 0.0, 0.0]])
+    objects = torch.tensor([0])
     targets = sample(masks, objects, boxes, sizes, counts, to_sizes=[(1, 6)], size=5)
     assert targets.tolist() == [[[1.0] * 5] * 5]

@@ -120,7 +120,8 @@ def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):
 
 
 def test_workers_that_cannot_start_are_said_and_none_is_left(make, monkeypatch):
-    fork, count = os.fork, [0]
+    fork = os.fork
+    count = [0]
 
     def refuse():
         count[0] += 1
@@ -282,7 +283,8 @@ def test_jobs_of_this_process_are_listed(tiny_shards, make):
 def test_ranks_are_those_of_torch_distributed(make):
     options = {"batch_size": 4, "workers": 0, "deliver": "packed", "shuffle": False}
     with join_group(rank=1, ranks=2):
-        loader, alone = make(Numbers(6), **options), make(Numbers(6), sampler=range(6), **options)
+        loader = make(Numbers(6), **options)
+        alone = make(Numbers(6), sampler=range(6), **options)
     assert list_ids(loader) == [[1, 3], [5]]
     assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
 
@@ -324,16 +326,22 @@ def test_a_subclass_gives_its_own_samples(tiny_shards, make):
 def raw_shards(tiny_shards, tmp_path):
     """The tiny shards with every image as raw pixels."""
     folder = Path(shutil.copytree(tiny_shards, tmp_path / "raw"))
-    index, infos = read_index(folder), []
+    index = read_index(folder)
+    infos = []
     for info in index.shards:
-        content, builder, files, starts = b"", ArraysBuilder(), [], []
+        content = b""
+        builder = ArraysBuilder()
+        files = []
+        starts = []
         with tarfile.open(folder / info.name) as tar:
             for member in tar:
-                data, name = tar.extractfile(member).read(), member.name
+                data = tar.extractfile(member).read()
+                name = member.name
                 if not name.endswith(".json"):
                     file = io.BytesIO()
                     np.save(file, decode_pixels(data))
-                    data, name = file.getvalue(), name.rsplit(".", 1)[0] + ".npy"
+                    data = file.getvalue()
+                    name = name.rsplit(".", 1)[0] + ".npy"
                 starts.append(len(content) + 512)
                 content += b"".join(split_member(name, data))
                 files.append(data)
@@ -351,7 +359,8 @@ def raw_shards(tiny_shards, tmp_path):
 
 @pytest.mark.parametrize("count", WORKERS)
 def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, count):
-    compressed, raw = ShardDataset(tiny_shards), ShardDataset(raw_shards)
+    compressed = ShardDataset(tiny_shards)
+    raw = ShardDataset(raw_shards)
     assert raw.is_decoded
     assert not compressed.is_decoded
     assert torch.equal(raw[2][0], compressed[2][0])
@@ -455,10 +464,12 @@ class Drawing(Numbers):
 @pytest.mark.parametrize("own", [False, True])
 def test_random_samples_are_the_seeds_with_any_number_of_workers(tiny_shards, make, own):
     dataset = Drawing(12) if own else ShardDataset(tiny_shards, transforms=Chance())
-    state, runs = (random.getstate(), torch.get_rng_state()), []
+    state = (random.getstate(), torch.get_rng_state())
+    runs = []
     for count in (0, 2, 3, 1):
         for draws in (False, True):
-            loader, pixels = make(dataset, batch_size=3, workers=count, deliver="packed"), []
+            loader = make(dataset, batch_size=3, workers=count, deliver="packed")
+            pixels = []
             for batch in chain(loader, loader):
                 pixels.append(batch.pixels.clone())
                 if draws:  # as a training step does

@@ -193,7 +193,8 @@ def opened(request, browser, handed_out, tmp_path):
     """
     import nbformat  # importing it takes two seconds of every process that collects tests
 
-    name, folder = request.param, tmp_path / "alone"
+    name = request.param
+    folder = tmp_path / "alone"
     folder.mkdir()
     notebook = nbformat.read(next(path for path in handed_out if path.stem == name), as_version=4)
     source = next(
@@ -284,11 +285,10 @@ def drag_sliders(page):
     for handle in handles:
         handle.scroll_into_view_if_needed()
         before = handle.evaluate(READ_PICTURE)
-        box, rail = (
-            handle.bounding_box(),
-            handle.locator("xpath=ancestor::*[contains(@class, 'noUi-target')]").bounding_box(),
-        )
-        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        box = handle.bounding_box()
+        rail = handle.locator("xpath=ancestor::*[contains(@class, 'noUi-target')]").bounding_box()
+        x = box["x"] + box["width"] / 2
+        y = box["y"] + box["height"] / 2
         middle = rail["x"] + rail["width"] / 2
         page.mouse.move(x, y)
         page.mouse.down()
@@ -306,7 +306,8 @@ def drag_animations(page):
     roots = page.locator(".colab-sim").all()
     for root in roots:
         root.scroll_into_view_if_needed()
-        slider, told = root.locator("input.time"), []
+        slider = root.locator("input.time")
+        told = []
         for share in (0.25, 0.75):
             box = slider.bounding_box()
             slider.click(position={"x": share * box["width"], "y": box["height"] / 2})
@@ -324,7 +325,8 @@ def drag_animations(page):
 def test_run_all_from_the_menu(opened):
     name, page, said = opened
     run_all(page)
-    sliders, animations = drag_sliders(page), drag_animations(page)
+    sliders = drag_sliders(page)
+    animations = drag_animations(page)
     if name.startswith("01"):
         assert sliders >= 3
         assert animations >= 3

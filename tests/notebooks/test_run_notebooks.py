@@ -35,7 +35,10 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.loads, self.links, self.text, self.folded = [], [], "", 0
+        self.loads = []
+        self.links = []
+        self.text = ""
+        self.folded = 0
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
@@ -204,7 +207,8 @@ def test_a_kernel_that_dies_is_said(tmp_path):
 
 def test_a_second_demo_replaces_its_own_files_only(tmp_path):
     source = "import os; os.makedirs('empty/folder'); open('made.txt', 'w').close()"
-    notebooks, out = write_notebooks(tmp_path / "notebooks", source), tmp_path / "out"
+    notebooks = write_notebooks(tmp_path / "notebooks", source)
+    out = tmp_path / "out"
     first = run_demo(out, notebooks=notebooks)
     mine = [out / "mine.txt", first.work / "mine.txt"]
     for path in mine:
@@ -219,7 +223,8 @@ def test_a_second_demo_replaces_its_own_files_only(tmp_path):
 
 
 def test_files_of_somebody_else_are_not_overwritten(tmp_path):
-    notebooks, out = write_notebooks(tmp_path / "notebooks", "pass"), tmp_path / "out"
+    notebooks = write_notebooks(tmp_path / "notebooks", "pass")
+    out = tmp_path / "out"
     out.mkdir()
     (out / "index.html").write_text("mine")
     with pytest.raises(ColabUtilsError, match=r"found index\.html"):

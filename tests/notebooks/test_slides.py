@@ -19,7 +19,8 @@ def draw_png(colour):
     return picture.getvalue()
 
 
-RED, CLEAR = draw_png("red"), draw_png((0, 0, 0, 0))
+RED = draw_png("red")
+CLEAR = draw_png((0, 0, 0, 0))
 
 
 @pytest.fixture

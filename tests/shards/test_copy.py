@@ -48,7 +48,8 @@ RECIPE = {
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
     """A folder of shards as the index sees it; a copy does not look inside the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng, infos = random.Random(seed), []
+    rng = random.Random(seed)
+    infos = []
     for i in range(shards):
         names = f"shard-{i:06d}.tar", f"shard-{i:06d}.arrays"
         for name, size in zip(names, (tar_bytes + i, arrays_bytes), strict=True):

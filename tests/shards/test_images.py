@@ -47,7 +47,8 @@ def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
     """Size, masks and boxes of the record against torchvision's own transform of the dense
     target.
     """
-    image, annotations = dataset.image(i), dataset.annotations(i)
+    image = dataset.image(i)
+    annotations = dataset.annotations(i)
     size = image["height"], image["width"]
     stored = store_image(
         (folder / image["file_name"]).read_bytes(), size, min_size=min_size, max_size=max_size

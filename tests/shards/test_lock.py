@@ -21,7 +21,8 @@ from colab_utils.shards.lock import hold_folder, remove_leftovers
 def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
-    dead, alive = process.pid, os.getppid()
+    dead = process.pid
+    alive = os.getppid()
     gone = [
         f".shard-000001.tar.{dead}.part",
         f".index.json.{dead}.part",
@@ -66,10 +67,13 @@ def contend(barrier, folder, rounds, results):
 
 @pytest.mark.parametrize("dead", [False, True])  # the lock of a killed process is there
 def test_one_of_several_processes_gets_the_lock(tmp_path, dead):
-    rounds, count, context = 60, 3, multiprocessing.get_context("fork")
+    rounds = 60
+    count = 3
+    context = multiprocessing.get_context("fork")
     for n in range(rounds) if dead else ():
         write_lock(tmp_path / str(n))
-    barrier, results = context.Barrier(count), context.Queue()
+    barrier = context.Barrier(count)
+    results = context.Queue()
     processes = [
         context.Process(target=contend, args=(barrier, tmp_path, rounds, results))
         for _ in range(count)
@@ -171,7 +175,8 @@ def test_a_mark_that_this_process_could_not_take_away_is_none(tmp_path, monkeypa
 
 
 def test_the_same_folder_at_two_paths_has_one_writer(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     second.mkdir()
     with hold_folder(first):
         (second / "writer.txt").write_bytes((first / "writer.txt").read_bytes())

@@ -53,9 +53,13 @@ def objects(draw, height: int, width: int) -> dict[str, Any]:
 
 @st.composite
 def datasets(draw) -> tuple[dict[str, bytes], dict[str, Any]]:
-    files, images, annotations = dict[str, bytes](), list[dict[str, Any]](), list[dict[str, Any]]()
+    files = dict[str, bytes]()
+    images = list[dict[str, Any]]()
+    annotations = list[dict[str, Any]]()
     for number in draw(st.lists(st.integers(0, 999), min_size=1, max_size=3, unique=True)):
-        height, width, file = draw(st.integers(1, 30)), draw(st.integers(1, 30)), io.BytesIO()
+        height = draw(st.integers(1, 30))
+        width = draw(st.integers(1, 30))
+        file = io.BytesIO()
         pixels = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
         Image.fromarray(pixels).convert(draw(st.sampled_from(["RGB", "L"]))).save(
             file, draw(st.sampled_from(["PNG", "JPEG"]))
@@ -88,7 +92,8 @@ def test_any_dataset_comes_out_of_shards_as_it_went_in(dataset, storage, small):
         (root / "coco.json").write_text(json.dumps(coco))
         store(root, root / "coco.json", root / "shards", storage=storage, **sizes)
         truth = Truth(root, (root / "coco.json").read_bytes())
-        shards, loose = ShardDataset(root / "shards"), CocoFolder(root, root / "coco.json")
+        shards = ShardDataset(root / "shards")
+        loose = CocoFolder(root, root / "coco.json")
         assert (
             shards.image_ids.tolist()
             == loose.image_ids.tolist()
@@ -103,7 +108,8 @@ def test_any_dataset_comes_out_of_shards_as_it_went_in(dataset, storage, small):
             compare_sample(*loose[i], truth(number), loose.category_ids)
 
 
-text, size = st.text(max_size=9), st.integers(0, 2**50)
+text = st.text(max_size=9)
+size = st.integers(0, 2**50)
 recipe = {
     "min_size": 800,
     "max_size": 1333,

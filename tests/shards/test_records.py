@@ -61,7 +61,8 @@ def load_bits(path, shard):
 
 def assert_equal(one, other):
     for field in dataclasses.fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
+        a = getattr(one, field.name)
+        b = getattr(other, field.name)
         assert a.dtype == b.dtype, field.name
         assert np.array_equal(a, b), field.name
 
@@ -158,7 +159,8 @@ def test_crowds_and_boxes_without_area_are_left_out():
 
 
 def test_no_images_and_no_objects(tmp_path):
-    builder, path = ArraysBuilder(), tmp_path / "shard-000000.arrays"
+    builder = ArraysBuilder()
+    path = tmp_path / "shard-000000.arrays"
     for images in range(2):
         path.write_bytes(dump_arrays(HEAD | {"images": images}, builder.build()))
         head, info = describe_shard(path.read_bytes())
@@ -170,10 +172,13 @@ def test_no_images_and_no_objects(tmp_path):
 @pytest.fixture(scope="module")
 def small_shard(tmp_path_factory):
     """A tar of two records and its arrays, a few KB each; and the shard as an index lists it."""
-    folder, builder, tar = tmp_path_factory.mktemp("small"), ArraysBuilder(), b""
+    folder = tmp_path_factory.mktemp("small")
+    builder = ArraysBuilder()
+    tar = b""
     for number in range(2):
         record = make_record({}, {})
-        files, starts = (b"image", dump_record(record)), []
+        files = (b"image", dump_record(record))
+        starts = []
         for name, data in zip((f"{number}.jpg", f"{number}.json"), files, strict=True):
             starts.append(len(tar) + 512)
             tar += b"".join(split_member(name, data))

@@ -83,7 +83,9 @@ def snapshot(folder) -> dict[str, bytes]:
 
 
 def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
-    real_read, reading, most = write.read_image, [], []
+    real_read = write.read_image
+    reading = []
+    most = []
 
     def read(*arguments):
         reading.append(1)
@@ -279,7 +281,8 @@ def test_a_full_disk_leaves_finished_shards_and_continues(
     tiny_dataset, undisturbed, folder, monkeypatch
 ):
     """The third shard does not fit, and the first two are there when it is written."""
-    data, fsync = (tiny_dataset.images, tiny_dataset.annotations), os.fsync
+    data = (tiny_dataset.images, tiny_dataset.annotations)
+    fsync = os.fsync
 
     def fill(descriptor):
         if "shard-000002" in os.readlink(f"/proc/self/fd/{descriptor}"):
@@ -292,7 +295,8 @@ def test_a_full_disk_leaves_finished_shards_and_continues(
         patch.setattr(os, "fsync", fill)
         with pytest.raises(ColabUtilsError, match="found: No space left"):
             run(data, folder, workers=2)
-    expected, left = snapshot(undisturbed), snapshot(folder)
+    expected = snapshot(undisturbed)
+    left = snapshot(folder)
     assert not [name for name in left if name.startswith((".", "index", "shard-000002"))]
     assert {"shard-000000.tar", "shard-000001.arrays"} <= set(left)
     assert all(expected[name] == content for name, content in left.items())
@@ -332,11 +336,9 @@ def test_too_little_space_is_told_before_the_first_byte(tiny_dataset, folder, mo
 
 
 def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeypatch):
-    data, parent, read = (
-        (tiny_dataset.images, tiny_dataset.annotations),
-        os.getpid(),
-        image_module.read_file,
-    )
+    data = (tiny_dataset.images, tiny_dataset.annotations)
+    parent = os.getpid()
+    read = image_module.read_file
     last = names(tiny_dataset.annotations)[-1]
 
     def die(path, *options):
@@ -404,7 +406,8 @@ def test_a_shard_holds_fewer_images_where_masks_are_large(tmp_path, folder):
     """150 masks of 12 megapixels are 225 MB an image, beside a JPEG of some KB: a shard of many
     took gigabytes.
     """
-    images, annotations = [], []
+    images = []
+    annotations = []
     (tmp_path / "images").mkdir()
     for i in range(3):
         Image.new("RGB", (800, 600)).save(tmp_path / "images" / f"{i}.jpg")
@@ -440,7 +443,8 @@ def test_images_that_lie_elsewhere_than_named_are_found_and_said(dataset, folder
 
 @pytest.mark.parametrize("name", ["../outside.jpg", "{}/outside.jpg", "link.jpg"])
 def test_an_image_outside_of_the_folder_is_never_read(dataset, folder, name):
-    images, outside = json.loads(dataset[1].read_text())["images"], dataset[0].parent
+    images = json.loads(dataset[1].read_text())["images"]
+    outside = dataset[0].parent
     shutil.copy(dataset[0] / images[5]["file_name"], outside / "outside.jpg")
     (dataset[0] / "link.jpg").symlink_to(outside / "outside.jpg")
     images[5]["file_name"] = name.format(outside)
@@ -451,7 +455,8 @@ def test_an_image_outside_of_the_folder_is_never_read(dataset, folder, name):
 
 
 def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
-    bad, read = names(dataset[1])[3], image_module.read_file
+    bad = names(dataset[1])[3]
+    read = image_module.read_file
 
     def lock(path, *options):
         if path.name == bad:
@@ -468,7 +473,8 @@ def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("place", [0, 9])  # 0 is met while the first images are measured
 def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, workers, place):
-    lost, read = names(dataset[1])[place], image_module.read_file
+    lost = names(dataset[1])[place]
+    read = image_module.read_file
 
     def lose(path, *options):
         # writing reads ahead
@@ -690,7 +696,8 @@ def test_shards_that_were_damaged_while_they_were_unfinished_are_made_again(
 ):
     folder = Path(shutil.copytree(undisturbed, tmp_path / "shards"))
     (folder / "index.json").unlink()
-    one, other = folder / "shard-000000.arrays", folder / "shard-000001.arrays"
+    one = folder / "shard-000000.arrays"
+    other = folder / "shard-000001.arrays"
     content = bytearray(one.read_bytes())
     place = {"bits": len(content) - 3, "head": content.index(b'"annotations": ') + 15}.get(edit)
     if edit == "swapped":
@@ -812,7 +819,8 @@ def test_large_images_are_shrunk_and_small_ones_kept(coco_mini, folder):
         max_size=10_000,
         workers=2,
     )
-    kept = shrunk = 0
+    kept = 0
+    shrunk = kept
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
             members = tar.getmembers()
@@ -823,7 +831,8 @@ def test_large_images_are_shrunk_and_small_ones_kept(coco_mini, folder):
                 small = min(record["original_width"], record["original_height"]) <= 427
                 assert same is small
                 assert min(record["width"], record["height"]) <= 427
-                kept, shrunk = kept + small, shrunk + (not small)
+                kept = kept + small
+                shrunk = shrunk + (not small)
     assert kept + shrunk == report.images == 80
     assert kept
     assert shrunk
@@ -870,7 +879,8 @@ def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, wor
 
 
 def test_storages_of_larger_images(tiny_dataset, tmp_path):
-    data, sizes = (tiny_dataset.images, tiny_dataset.annotations), {}
+    data = (tiny_dataset.images, tiny_dataset.annotations)
+    sizes = {}
     for name, options in {
         "shrink": {},
         "keep": {"storage": "keep"},
@@ -940,12 +950,14 @@ def test_of_two_writers_one_gets_in(tiny_dataset, dataset, tmp_path, same):
     """The other one is refused in one line, or finds the same data finished; the dataset of the
     first survives.
     """
-    rounds, context = 8, multiprocessing.get_context("fork")
+    rounds = 8
+    context = multiprocessing.get_context("fork")
     data = [(tiny_dataset.images, tiny_dataset.annotations)] * 2
     if not same:
         change(dataset[1], info={"year": 1999})
         data[1] = dataset
-    barrier, results = context.Barrier(2), context.Queue()
+    barrier = context.Barrier(2)
+    results = context.Queue()
     processes = [
         context.Process(
             target=contend, args=(number, barrier, data, tmp_path / "out", rounds, results)

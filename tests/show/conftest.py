@@ -27,7 +27,8 @@ def make_timing():
 
     def make(name, **settings):
         rate, waits, costs = COURSE.get(name, COURSE["sequential"])
-        rate, strategy = settings.get("images_per_second", rate) or rate, STRATEGIES.get(name)
+        rate = settings.get("images_per_second", rate) or rate
+        strategy = STRATEGIES.get(name)
         timing = StrategyTiming(
             name=name,
             title=strategy.title.replace("{}", "2 workers") if strategy else name,

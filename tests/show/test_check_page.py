@@ -54,7 +54,8 @@ def test_somebody_elses_page_stays(spoiled, tmp_path):
 
 
 def test_a_repair_is_drawn_before_and_after(spoiled, tmp_path, capsys):
-    page, output = tmp_path / "page.html", tmp_path / "out.json"
+    page = tmp_path / "page.html"
+    output = tmp_path / "out.json"
     options = [
         "--images",
         str(spoiled[0]),

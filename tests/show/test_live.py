@@ -103,7 +103,8 @@ def test_impossible_speeds_are_refused(stalled, speed):
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed")
 def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
     unsteady = simulate(workers=2, load_s=0.15, step_s=0.1, load_cv=0.6, seconds=8)
-    first, second = animate_simulation(stalled), animate_simulation(unsteady)
+    first = animate_simulation(stalled)
+    second = animate_simulation(unsteady)
     page = tmp_path / "page.html"
     half = (
         "for (const slider of document.querySelectorAll('.time')) { slider.value = 0.5; "
@@ -276,7 +277,8 @@ def test_a_loss_that_is_no_number_draws(loss):
 
 
 def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatch):
-    pictures, clock = [], [0.0]
+    pictures = []
+    clock = [0.0]
 
     def display(page, *, display_id):
         assert display_id is True

@@ -27,7 +27,9 @@ SIGHT = {
 }
 TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
 WHITE = (0.9505, 1.0, 1.089)
-CHARTS, OBJECTS = 20, 15  # least distance in CIELAB; objects have outlines and names, too
+# least distance in CIELAB; objects have outlines and names, too
+CHARTS = 20
+OBJECTS = 15
 
 
 def find_lab(colour, sight):

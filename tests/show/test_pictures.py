@@ -120,7 +120,8 @@ def test_nothing_is_left_open_in_pyplot():
 
 
 def test_a_pair_says_whether_it_is_equal():
-    (image, target), names = make_sample((3, 3, 9, 9)), Samples.class_names
+    names = Samples.class_names
+    (image, target) = make_sample((3, 3, 9, 9))
     same = draw_pair((image, target), (image.copy(), target), class_names=names)
     assert same.get_suptitle() == "Pixel for pixel the same image, the same masks"
     other = image.copy()

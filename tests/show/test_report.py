@@ -18,7 +18,10 @@ class Reader(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.loads, self.links, self.text, self.tags = [], [], "", []
+        self.loads = []
+        self.links = []
+        self.text = ""
+        self.tags = []
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):

@@ -17,7 +17,9 @@ import threading
 from pathlib import Path
 from time import perf_counter
 
-IMAGES, MAX_SECONDS, MAX_BYTES = 5_000, 60, 500e6
+IMAGES = 5_000
+MAX_SECONDS = 60
+MAX_BYTES = 500e6
 
 
 def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Path, Path]:
@@ -37,7 +39,8 @@ def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Pat
                 "id": len(rows) + 1,
                 "file_name": f"{len(rows) + 1:012d}{Path(image['file_name']).suffix}",
             }
-            target, source = folder / "images" / row["file_name"], images / image["file_name"]
+            target = folder / "images" / row["file_name"]
+            source = images / image["file_name"]
             try:
                 os.link(source, target)
             except OSError:  # on another disk
@@ -69,9 +72,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if not options.images:
             made = make_dataset(Path(folder, "made"), n=160)
-            options.images, options.annotations = made.images, made.annotations
+            options.images = made.images
+            options.annotations = made.annotations
         data = multiply_dataset(options.images, options.annotations, Path(folder))
-        over, used = threading.Event(), [0]
+        over = threading.Event()
+        used = [0]
 
         def watch_memory() -> None:
             while not over.wait(0.2):

@@ -102,8 +102,10 @@ def main() -> int:
         make_command(folder / "data", folder / "undisturbed"), check=True, capture_output=True
     )
     undisturbed_s = time.perf_counter() - began_s
-    expected, chance = snapshot(folder / "undisturbed"), random.Random(options.seed)
-    kills = rounds = 0
+    expected = snapshot(folder / "undisturbed")
+    chance = random.Random(options.seed)
+    kills = 0
+    rounds = kills
     while kills < options.kills:
         shards = folder / f"round-{rounds}"
         command = make_command(folder / "data", shards)

@@ -30,8 +30,11 @@ from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.records import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.write import write_shards
 
-IMAGES, COPIES, OBJECTS = 1000, 118, 7.3
-MOST_GROWTH_MB, MOST_MB = 5, 1200
+IMAGES = 1000
+COPIES = 118
+OBJECTS = 7.3
+MOST_GROWTH_MB = 5
+MOST_MB = 1200
 
 
 def make_shards(folder: Path) -> Path:
@@ -43,7 +46,10 @@ def make_shards(folder: Path) -> Path:
     for i in range(IMAGES):
         Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8)).save(pictures / f"{i}.jpg")
         for _ in range(int(OBJECTS) + int(rng.random() < OBJECTS % 1)):
-            x, y, w, h = 4 + rng.integers(0, 20), 4 + rng.integers(0, 10), 12, 9
+            x = 4 + rng.integers(0, 20)
+            y = 4 + rng.integers(0, 10)
+            w = 12
+            h = 9
             corners = [x, y, x + w, y, x + w, y + h, x, y + h]
             annotations.append(
                 {
@@ -65,9 +71,11 @@ def make_shards(folder: Path) -> Path:
     (folder / "a.json").write_text(json.dumps(content))
     write_shards(pictures, folder / "a.json", shards=folder / "shards")
     index = read_index(folder / "shards")
-    [first], shards = index.shards, []
+    shards = []
+    [first] = index.shards
     path = folder / "shards" / first.arrays_name
-    head, arrays = describe_shard(path.read_bytes())[0], load_arrays(path, first)
+    head = describe_shard(path.read_bytes())[0]
+    arrays = load_arrays(path, first)
     arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
@@ -101,7 +109,8 @@ def main() -> int:
         loader = make_loader(dataset, batch_size=8, workers=2, deliver="packed")
         workers: list[float] = []
         for epoch in range(options.epochs):
-            started, images = perf_counter(), sum(len(batch) for batch in loader)
+            started = perf_counter()
+            images = sum(len(batch) for batch in loader)
             children = psutil.Process().children()
             workers.append(
                 max(measure_mb(child, "Private_Clean", "Private_Dirty") for child in children)

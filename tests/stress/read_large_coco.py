@@ -20,8 +20,11 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-IMAGES, OBJECTS, CATEGORIES = 118_000, 860_000, 90
-MAX_SECONDS, MAX_PEAK_BYTES = 60, 4e9
+IMAGES = 118_000
+OBJECTS = 860_000
+CATEGORIES = 90
+MAX_SECONDS = 60
+MAX_PEAK_BYTES = 4e9
 
 
 def make_large_coco(path: Path, *, digits: int) -> None:
@@ -83,7 +86,8 @@ def main() -> int:
             make_large_coco(path, digits=options.digits)
             os._exit(0)
         os.wait()
-        before, started = psutil.Process().memory_info().rss, perf_counter()
+        before = psutil.Process().memory_info().rss
+        started = perf_counter()
         dataset = read_coco(path)
         seconds = perf_counter() - started
         gc.collect()

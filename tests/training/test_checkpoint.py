@@ -507,7 +507,8 @@ def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(tmp_path: Path,
             try:
                 state = folder.read()
             except ColabUtilsError as error:
-                state, said = None, [error]
+                state = None
+                said = [error]
         assert state is None or (
             state["step"] == 10 and torch.equal(state["weight"], torch.arange(6.0))
         )

@@ -87,7 +87,8 @@ def be_rank(target, rank, count, port, folder, arguments):
 
 def train_and_look(shards, run, options):
     """What this rank saw and reports."""
-    seen, real = [], trainer.Trainer._train
+    seen = []
+    real = trainer.Trainer._train
 
     def note(self, batch):
         seen.append([self.done, [] if batch is None else batch.image_ids.tolist()])
@@ -299,7 +300,8 @@ def test_ranks_with_other_images_of_the_same_number_are_refused(many_shards, tmp
 
 
 def test_ranks_with_other_datasets_are_refused_in_all_of_them(shards, many_shards, tmp_path):
-    folders, other = [shards, shards], many_shards / "full"
+    folders = [shards, shards]
+    other = many_shards / "full"
     messages = run_ranks(
         refuse_to_train, 2, tmp_path / "out", [shards, other], tmp_path / "run", [{"steps": 1}] * 2
     )
@@ -493,7 +495,8 @@ def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
         batch.image_ids.tolist()
         for batch in make_loader(dataset, batch_size=4, workers=0, deliver="packed")
     ]
-    parts, totals = [], []
+    parts = []
+    totals = []
     for rank in range(ranks):
         with join_group(rank, ranks):
             loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed")

@@ -170,7 +170,8 @@ def measured(dataset):
 
 def test_the_batch_size_does_not_change_the_result(dataset, measured):
     model = build(dataset)
-    one, many = evaluate(model, dataset, batch_size=1), measured
+    one = evaluate(model, dataset, batch_size=1)
+    many = measured
     assert one.bbox > 0
     assert (many.bbox, many.segm) == pytest.approx((one.bbox, one.segm), rel=1e-4)
     assert model.training
@@ -310,7 +311,8 @@ def test_masks_in_boxes_are_those_that_torchvision_pastes(size):
     inside = ((boxes[:, :2] < torch.tensor([width, height])) & (boxes[:, 2:] > 0)).all(1)
     boxes = boxes[inside]
     masks = torch.rand(len(boxes), 28, 28, generator=generator)
-    masks[2], masks[3] = 0, 1
+    masks[2] = 0
+    masks[3] = 1
     expected = encode_dense(paste_masks_in_image(masks[:, None], boxes, size)[:, 0])
     assert encode_masks(masks, boxes, size) == expected
     assert encode_masks(masks[:0], boxes[:0], size) == []

@@ -127,7 +127,8 @@ def test_mask_targets_are_close_to_torchvisions(real_samples, monkeypatch):
     packed, images, targets = make_batch(real_samples, FLIPS)
     model = build(real_samples)
     seen = []
-    project, sample = roi_heads.project_masks_on_boxes, losses_module.sample_masks
+    project = roi_heads.project_masks_on_boxes
+    sample = losses_module.sample_masks
     monkeypatch.setattr(
         roi_heads,
         "project_masks_on_boxes",

@@ -226,13 +226,15 @@ def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_p
         sum(point.loss for point in part) for part in (report.losses[:3], report.losses[-3:])
     )
     assert last < 0.9 * first
-    trained, plain = load_trained_model(tmp_path / "run"), build_plain_tiny().eval()
+    trained = load_trained_model(tmp_path / "run")
+    plain = build_plain_tiny().eval()
     plain.load_state_dict(trained.state_dict())
     images = [torch.rand(3, 96, 128), torch.rand(3, 80, 128)]
     for model in (trained, plain):
         model.roi_heads.score_thresh = 0.0
     with torch.no_grad():
-        results, expected = trained(images), plain(images)
+        results = trained(images)
+        expected = plain(images)
     assert len(results[0]["labels"]) > 10
     for result, other in zip(results, expected, strict=True):
         assert all(
@@ -306,7 +308,8 @@ def test_training_starts_from_a_run_with_other_classes(run, tmp_path):
     model = build_mask_rcnn(TINY_MODEL, num_classes=3, weights=tmp_path, class_names=names)
     assert model.starts_from == "random"
     assert torch.equal(model.backbone.body["0"][0].weight, run.backbone.body["0"][0].weight)
-    new, old = model.roi_heads, run.roi_heads
+    new = model.roi_heads
+    old = run.roi_heads
     assert torch.equal(
         new.box_predictor.cls_score.weight[[0, 1]], old.box_predictor.cls_score.weight[[0, 3]]
     )
@@ -351,7 +354,8 @@ def test_results_and_gradients_stay(builder, layers):
     folded = copy.deepcopy(plain)
     assert fold_norms(folded) == layers
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
-    expected, found = plain(images), folded(images)
+    expected = plain(images)
+    found = folded(images)
     assert torch.allclose(
         found, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max())
     )
@@ -370,7 +374,9 @@ def test_results_and_gradients_stay(builder, layers):
 
 
 def test_weights_are_compatible_both_ways():
-    plain, folded, images = make_resnet(), make_resnet(), torch.rand(1, 3, 64, 64)
+    plain = make_resnet()
+    folded = make_resnet()
+    images = torch.rand(1, 3, 64, 64)
     fold_norms(folded)
     assert list(folded.state_dict()) == list(plain.state_dict())
     fill_norms(plain, seed=2)

@@ -90,7 +90,8 @@ def make_model(shards):
 
 @simulated
 def test_the_simulated_gpu_keeps_the_rules(gpu):
-    there, here = torch.zeros(3, device="cuda"), torch.ones(3)
+    there = torch.zeros(3, device="cuda")
+    here = torch.ones(3)
     assert there.device.type == "cuda"
     assert (there + 1).is_cuda
     assert there.cpu().device.type == "cpu"
@@ -116,7 +117,9 @@ def test_the_simulated_gpu_keeps_the_rules(gpu):
 
 @simulated
 def test_losses_are_those_of_the_cpu(shards, gpu):
-    batch, model, flips = read_batch(shards), make_model(shards), [True, False, True, False]
+    batch = read_batch(shards)
+    model = make_model(shards)
+    flips = [True, False, True, False]
     torch.manual_seed(1)
     expected = compute_losses(model, batch, flips=flips)
     fold_norms(model)
@@ -154,8 +157,10 @@ def test_batches_arrive_without_waiting(shards, gpu, deliver):
 @simulated
 def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
     """torchvision's output of masks waits for each of them."""
-    dataset, model = ShardDataset(shards, contiguous_labels=True), make_model(shards).eval()
-    model.roi_heads.score_thresh, image = 0.0, dataset[0][0]
+    dataset = ShardDataset(shards, contiguous_labels=True)
+    model = make_model(shards).eval()
+    model.roi_heads.score_thresh = 0.0
+    image = dataset[0][0]
     facts = {"image_id": 1, "size": image.shape[1:], "category_ids": dataset.category_ids}
     expected = describe_detections(detect(model, [image], device="cpu")[0], **facts)
     model.to("cuda")
@@ -174,7 +179,8 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
 
 
 def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
-    lines, more = [], {"augment": "none"}
+    lines = []
+    more = {"augment": "none"}
     first = train(
         shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, **QUICK, **more
     )
@@ -277,7 +283,8 @@ def test_losses_in_half_precision_are_those_of_torchvision(shards, device, preci
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         pytest.skip("this GPU has no bfloat16")
-    batch, model = read_batch(shards, 2), make_model(shards).to(device)
+    batch = read_batch(shards, 2)
+    model = make_model(shards).to(device)
     keep_boxes_exact(model)
     with torch.autocast(device, precision), torch.no_grad():
         torch.manual_seed(1)
@@ -291,7 +298,8 @@ def test_losses_in_half_precision_are_those_of_torchvision(shards, device, preci
 @real
 def test_steps_in_float16_train(shards, monkeypatch):
     monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
-    step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards).to("cuda")
+    step = TrainingStep(make_model(shards), "cuda")
+    batch = read_batch(shards).to("cuda")
     before = [
         parameter.detach().clone()
         for parameter in step.model.parameters()
@@ -326,12 +334,11 @@ def test_three_hundred_objects_train_where_torchvisions_path_runs_out_of_memory(
     settings = QUICK | {"min_size": 800, "max_size": 1333, "batch_size": 2}
     torch.cuda.reset_peak_memory_stats()
     train(tmp_path / "shards", tmp_path / "free", epochs=1, **settings)
-    peak, total = (
-        torch.cuda.max_memory_allocated(),
-        torch.cuda.get_device_properties(0).total_memory,
-    )
+    peak = torch.cuda.max_memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
     dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
-    batch, classes = read_batch(tmp_path / "shards", 2), dataset.num_classes
+    batch = read_batch(tmp_path / "shards", 2)
+    classes = dataset.num_classes
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.5 * peak / total)
     try:

@@ -141,7 +141,9 @@ def test_ctrl_c_during_an_evaluation_interrupts_at_once_and_saves(shards, tmp_pa
 
 def test_nothing_is_written_when_train_has_ended(shards, tmp_path, monkeypatch):
     """A new run in the same folder would find a checkpoint of the one before."""
-    save, real, running = CheckpointFolder.save, TrainingStep.__call__, []
+    save = CheckpointFolder.save
+    real = TrainingStep.__call__
+    running = []
 
     def save_slowly(self, state, *, step, **more):
         running.append(step)

@@ -72,7 +72,8 @@ def test_overflow_in_float16_skips_the_step(monkeypatch):
 def test_a_skipped_first_step_leaves_no_memory_that_was_never_written(monkeypatch):
     """torch's fused SGD skips the step, but keeps averages that it has only made room for."""
     monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
-    model, other = TinyDetector(), TinyDetector()
+    model = TinyDetector()
+    other = TinyDetector()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
     step = TrainingStep(model, "cpu", optimizer=optimizer)
     step([torch.full((3, 4, 4), float("inf"))], [{}])
@@ -90,11 +91,9 @@ class Greedy(TinyDetector):
 
     def __init__(self, most: int, error: Exception | None = None) -> None:
         super().__init__()
-        self.most, self.seen, self.error = (
-            most,
-            [],
-            error or torch.cuda.OutOfMemoryError("CUDA out of memory"),
-        )
+        self.most = most
+        self.seen = []
+        self.error = error or torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     def forward(self, images, targets):
         self.seen.append(len(images))
@@ -107,8 +106,10 @@ class Greedy(TinyDetector):
     ("most", "seen"), [(4, [8, 4, 4]), (3, [8, 4, 2, 2, 2, 2]), (1, [8, 4, 2, *[1] * 8])]
 )
 def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, seen):
-    images, targets = [torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8
-    step, whole = TrainingStep(Greedy(most), "cpu"), TrainingStep(TinyDetector(), "cpu")
+    images = [torch.rand(3, 4, 4)] * 8
+    targets = [{"labels": torch.ones(1)}] * 8
+    step = TrainingStep(Greedy(most), "cpu")
+    whole = TrainingStep(TinyDetector(), "cpu")
     with pytest.warns(
         ColabUtilsWarning, match="trained in [248] parts .* The effective batch size stays the same"
     ):
@@ -156,17 +157,15 @@ def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
     from colab_utils.training.losses import compute_losses
     from colab_utils.training.step import TrainingStep
 
-    image, target = (
-        torch.zeros(3, 64, 64, dtype=torch.uint8),
-        {
-            "boxes": torch.tensor([[8.0, 8, 40, 40]]),
-            "labels": torch.tensor([1]),
-            "masks": torch.ones(1, 64, 64).byte(),
-            "image_id": 1,
-            "area": torch.tensor([1024.0]),
-            "iscrowd": torch.tensor([0]),
-        },
-    )
+    image = torch.zeros(3, 64, 64, dtype=torch.uint8)
+    target = {
+        "boxes": torch.tensor([[8.0, 8, 40, 40]]),
+        "labels": torch.tensor([1]),
+        "masks": torch.ones(1, 64, 64).byte(),
+        "image_id": 1,
+        "area": torch.tensor([1024.0]),
+        "iscrowd": torch.tensor([0]),
+    }
     batch = collate_packed([pack_target(image, target)])
     model = build_mask_rcnn(TINY_MODEL, num_classes=2, weights=None, min_size=64)
     before = [parameter.clone() for parameter in model.parameters()]

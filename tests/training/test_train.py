@@ -74,7 +74,8 @@ def tiny_shards(dataset, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def logged(one_thread, tiny_shards, tmp_path_factory) -> tuple[TrainReport, list]:
     """Five steps in one go, more than an epoch of the six images, and what was logged."""
-    lines, run = [], tmp_path_factory.mktemp("runs") / "whole"
+    lines = []
+    run = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "_LOG_STEPS", 3)
         return train(tiny_shards, run, steps=5, checkpoint_steps=2, log=lines.append, **TINY), lines
@@ -345,7 +346,8 @@ def refusal(monkeypatch) -> Refusal:
     return refusal
 
 
-NEWEST, BEST = "checkpoint-00000003.pt", "best-00000003.pt"
+NEWEST = "checkpoint-00000003.pt"
+BEST = "best-00000003.pt"
 LAST = pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -407,7 +409,8 @@ def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
 def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
     tiny_shards, tmp_path, refusal, error, times
 ):
-    folder, name = CheckpointFolder(tmp_path / "run"), "checkpoint-00000002.pt"
+    folder = CheckpointFolder(tmp_path / "run")
+    name = "checkpoint-00000002.pt"
     refusal.times[name] = times
 
     def stop(line):
@@ -429,7 +432,8 @@ def test_what_waits_is_sent_where_the_state_itself_is_not_saved(
 ):
     """The weights have moved in part; the checkpoint of the step before waits."""
     refusal.times["checkpoint-00000001.pt"] = 1
-    real, calls = TrainingStep.apply_gradients, []
+    real = TrainingStep.apply_gradients
+    calls = []
 
     def fail_second(self):
         calls.append(1)
@@ -498,7 +502,8 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(
     undisturbed, tiny_shards, tmp_path, monkeypatch
 ):
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
-    seen, real = [], trainer.Trainer._train
+    seen = []
+    real = trainer.Trainer._train
     position = CheckpointFolder(run).read(repair=True)["loader"]
     # two of six images are left
     assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)
@@ -770,8 +775,11 @@ def test_validation_with_other_categories_is_refused_before_training(
 def test_training_goes_on_while_a_checkpoint_is_written(
     undisturbed, tiny_shards, tmp_path, monkeypatch
 ):
-    real_save, real_step = CheckpointFolder.save, TrainingStep.__call__
-    later_steps, done, saved = threading.Event(), [], {}
+    real_save = CheckpointFolder.save
+    real_step = TrainingStep.__call__
+    later_steps = threading.Event()
+    done = []
+    saved = {}
 
     def save_slowly(self, state, *, step, **options):
         if step < 5:
@@ -797,7 +805,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
-    saved, save = [], CheckpointFolder.save
+    saved = []
+    save = CheckpointFolder.save
 
     def note(self, state, *, step, **more):
         saved.append(step)
@@ -814,7 +823,8 @@ def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
 ):
     content = torch.load(undisturbed.checkpoint, weights_only=True)
     assert all(tensor.is_contiguous() for tensor in content["model"].values())
-    seen, load = [], trainer.Trainer.load_state
+    seen = []
+    load = trainer.Trainer.load_state
 
     def note(self, state):
         load(self, state)
@@ -847,7 +857,8 @@ def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
     tiny_shards, tmp_path, monkeypatch
 ):
-    real, steps = TrainingStep.__call__, []
+    real = TrainingStep.__call__
+    steps = []
 
     def fail(self, state, *, step, **options):
         raise ColabUtilsError("expected to write the checkpoint x, found: No space left on device")
@@ -910,7 +921,8 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
 def test_an_error_inside_a_batch_saves_what_was_done_before(
     undisturbed, tiny_shards, tmp_path, monkeypatch
 ):
-    real, calls = TrainingStep.add_gradients, []
+    real = TrainingStep.add_gradients
+    calls = []
 
     def fail_third(self, *given, **more):
         calls.append(1)
@@ -1064,7 +1076,8 @@ def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(
     torch.save({"step": 2, "x": Bomb(tmp_path / "was-here")}, best)
     if content == "damaged":
         best.write_bytes(best.read_bytes()[:-9])
-    kept, settings = best.read_bytes(), {"steps": 3, "val_shards": tiny_shards, **TINY}
+    kept = best.read_bytes()
+    settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
     if content == "bomb":
         with pytest.raises(ColabUtilsError, match=r"best-00000002\.pt, found one that was changed"):
             train(tiny_shards, tmp_path, **settings)
