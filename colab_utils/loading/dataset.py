@@ -6,13 +6,8 @@ int, area float32 [N], iscrowd int64 [N]. Crowds and boxes without area are left
 torchvision's ``references/detection`` does.
 """
 
-import io
 import json
-import os
-import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
@@ -31,177 +25,18 @@ from colab_utils.data.masks import (
     pack_masks,
     unpack_masks,
 )
-from colab_utils.drive import DriveLostError, Retries, guard_drive
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import DriveFile, hash_bytes, read_file
-from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes, read_file
+from colab_utils.loading.readers import ShardFiles, load_shard
+from colab_utils.loading.samples import CocoSamples
+from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.require import require_local_path
-from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, read_index
-from colab_utils.shards.records import ShardArrays, convert_boxes, load_arrays, rebuild_arrays
-from colab_utils.slow_drive import find_profile
-
-OPEN_FILES = 512
+from colab_utils.shards.format import ShardIndex, read_index
+from colab_utils.shards.records import ShardArrays, convert_boxes
 
 
-class _CocoSamples(Dataset[tuple[Tensor, Target]]):
-    """What both datasets share: labels, ids and sizes of the images, and the annotations in COCO
-    form.
-    """
-
-    image_ids: NDArray[np.int64]
-    sizes: NDArray[np.int32]
-
-    def _set_labels(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
-        names = {category["id"]: category["name"] for category in categories}
-        ids = sorted(names)
-        mapped = contiguous or (bool(ids) and ids[0] < 1)  # label 0 is torchvision's background
-        self.category_ids: dict[int, int] = (
-            dict(enumerate(ids, 1)) if mapped else {number: number for number in ids}
-        )
-        self.class_names: dict[int, str] = {
-            label: names[number] for label, number in self.category_ids.items()
-        }
-        self.num_classes = max(self.class_names, default=0) + 1
-
-    def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
-        labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T
-        return labels[np.searchsorted(ids, category_ids)]
-
-    def __len__(self) -> int:
-        return len(self.image_ids)
-
-    def _check(self, index: int) -> int:
-        return range(len(self))[index]  # or an IndexError
-
-    @staticmethod
-    def decode(data: bytes | bytearray) -> Tensor:
-        """JPEG, PNG, any other image, or raw pixels as uint8 [3, H, W]; see ``decode_pixels``.
-
-        Raises:
-            ColabUtilsError: if the bytes are not a whole image.
-        """
-        # by numpy: torch's own copy uses OpenMP threads, which a forked process has lost
-        return torch.from_numpy(np.ascontiguousarray(decode_pixels(data).transpose(2, 0, 1)))
-
-    def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
-        parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
-        return {
-            "image_id": int(self.image_ids[index]),
-            **{key: torch.from_numpy(part) for key, part in parts.items()},
-        }
-
-    def list_annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, crowds included."""
-        raise NotImplementedError
-
-    def to_coco(self) -> Any:
-        """The dataset as pycocotools' ``COCO``, crowds included, for evaluators that take one.
-
-        Example:
-            >>> from pycocotools.cocoeval import COCOeval
-            >>> COCOeval(ShardDataset("shards").to_coco(), iouType="segm")  # doctest: +SKIP
-        """
-        from pycocotools.coco import COCO
-
-        images = list[dict[str, Any]]()
-        annotations = list[dict[str, Any]]()
-        for index, (height, width) in enumerate(self.sizes.tolist()):
-            images.append({"id": int(self.image_ids[index]), "height": height, "width": width})
-            # ids from 1: COCOeval takes an annotation with id 0 for "no match"
-            for one in self.list_annotations(index):
-                annotations.append(
-                    {**one, "image_id": images[-1]["id"], "id": len(annotations) + 1}
-                )
-        categories = [
-            {"id": number, "name": self.class_names[label]}
-            for label, number in self.category_ids.items()
-        ]
-        coco = COCO()
-        coco.dataset = {
-            "info": {},
-            "images": images,
-            "annotations": annotations,
-            "categories": categories,
-        }
-        with redirect_stdout(io.StringIO()):
-            coco.createIndex()
-        return coco
-
-
-class ShardFiles:
-    """Reads pieces of a folder's files, and keeps those that were read last open."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # what falls out is closed when nothing reads it any more
-        self._open = lru_cache(OPEN_FILES)(partial(DriveFile, retries=Retries()))
-
-    def __reduce__(self) -> Any:  # open files stay in this process
-        return ShardFiles, (self.folder,)
-
-    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of
-        that number.
-
-        Raises:
-            ColabUtilsError: if the file went away or was cut short.
-        """
-        # not as a Path, which takes longer than the read
-        path = os.path.join(self.folder, name)
-        length = memoryview(buffer).nbytes
-        try:
-            count = self._open(path).readinto(buffer, start)
-            found = "it cut short"
-        except OSError as error:
-            count = -1
-            found = str(error.strerror)
-        if count < length:
-            cure = "Copy the shards again, or mount Drive again."
-            raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}"
-            )
-
-
-def load_shard(
-    folder: Path, shard: ShardInfo, *, index: ShardIndex, retries: Retries
-) -> ShardArrays:
-    """The arrays of one shard; made again from its tar, with a warning, where they are missing or
-    damaged.
-
-    Raises:
-        ColabUtilsError: if the tar is missing, cut short or damaged.
-        DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
-    """
-    return retries.run(guard_drive(folder)(partial(_load, folder, shard, index)))
-
-
-def _load(folder: Path, shard: ShardInfo, index: ShardIndex) -> ShardArrays:
-    path = folder / shard.name
-    arrays_path = folder / shard.arrays_name
-    if not has_size(path, shard.bytes):
-        found = f"{path.stat().st_size:,}" if path.is_file() else "none"
-        cure = "it was cut short or changed. Copy it again, or run preprocess again on this folder."
-        raise ColabUtilsError(f"expected {shard.bytes:,} bytes in {path}, found {found}: {cure}")
-    try:
-        arrays = guard_drive(folder)(load_arrays)(arrays_path, shard)
-    except DriveLostError:
-        raise
-    except (ColabUtilsError, OSError) as error:
-        warnings.warn(
-            f"{error} It is made again in memory; copy or preprocess again.",
-            ColabUtilsWarning,
-            stacklevel=5,
-        )
-        return rebuild_arrays(path, shard)
-    if find_profile(arrays_path) is not None:
-        # What was read so far came at full speed. It is read again at the speed of the slowed
-        # folder.
-        with DriveFile(arrays_path) as file:
-            file.pread(int(arrays.bits), 0)
-    return arrays
-
-
-class CocoFolder(_CocoSamples):
+class CocoFolder(CocoSamples):
     """A folder of images and a COCO JSON as a map-style dataset with torchvision's detection
     contract.
 
@@ -305,7 +140,7 @@ class CocoFolder(_CocoSamples):
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
-class ShardDataset(_CocoSamples):
+class ShardDataset(CocoSamples):
     """A folder of shards as a map-style dataset with torchvision's detection contract.
 
     Labels are the COCO category ids, as torchvision's own path gives them; with

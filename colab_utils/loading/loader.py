@@ -4,131 +4,30 @@ device.
 
 import warnings
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
-from colab_utils.loading.workers import (
-    PREFETCH,
-    Fetcher,
-    Prefetcher,
-    WorkerJob,
-    seed_random,
-    tune_workers,
-)
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.fetcher import Fetcher
+from colab_utils.loading.prefetcher import PREFETCH, Prefetcher, WorkerJob
+from colab_utils.loading.sampler import BatchSampler
+from colab_utils.loading.targets import Target, Transforms, apply_transforms
+from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
+
+
 Delivery = Literal["dense", "packed"]
-
-
-class BatchSampler(Sampler[list[int]]):
-    """An epoch as lists of indices; the same for the same seed and epoch.
-
-    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in
-    torchvision's references (``GroupedBatchSampler``); what the two leave over makes the last
-    batches.
-
-    Args:
-        size: images in all.
-        batch_size: images in a batch.
-        seed: of the order; None keeps the dataset's order.
-        sizes: int32 [I, 2], height and width of each image in pixels; None does not group.
-        shard_of: int64 [I], the shard of each image, for ``windows``.
-        sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called
-            where it has one, and it draws from ``seed`` and epoch.
-        drop_last: leave out the last batch where it is not full.
-
-    Attributes:
-        epoch: the epoch that the next pass runs.
-        left: int64, the images of this epoch: all, or what batches of another size have left.
-        windows: of shards, which are trained on one after another, each shuffled together with what
-            the one before left over (see `Arrival.plan_windows`); without windows all images are
-            shuffled.
-
-    Example:
-        >>> list(BatchSampler(5, 2, seed=None))
-        [[0, 1], [2, 3], [4]]
-    """
-
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int | None,
-        *,
-        sizes: NDArray[np.int32] | None = None,
-        shard_of: Any = None,
-        sampler: Any = None,
-        drop_last: bool = False,
-    ) -> None:
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.sampler = sampler
-        self.drop_last = drop_last
-        self._shard_of = shard_of
-        self._wide = (
-            np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
-        )
-        self.start_epoch(0)
-
-    def start_epoch(self, epoch: int) -> None:
-        """The next pass runs this epoch, with all images."""
-        self.left = np.arange(self.size)
-        self.epoch = epoch
-        self.windows: list[list[int]] = []
-
-    def __len__(self) -> int:
-        images = len(self.left if self.sampler is None else self.sampler)
-        return images // self.batch_size if self.drop_last else -(-images // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self.sampler is not None:
-            rest = yield from self._group(self._draw())
-        elif not self.windows:
-            rest = yield from self._group(self._shuffle(self.left))
-        else:
-            rest = []
-            for place, window in enumerate(self.windows):
-                images = np.flatnonzero(np.isin(self._shard_of, window)).tolist()
-                rest = yield from self._group(self._shuffle([*rest, *images], place))
-        end = len(rest) // self.batch_size * self.batch_size if self.drop_last else len(rest)
-        for start in range(0, end, self.batch_size):
-            yield rest[start : start + self.batch_size]
-
-    def _draw(self) -> NDArray[np.int64]:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)
-        with seed_random((self.seed or 0, self.epoch)):
-            return np.fromiter(self.sampler, np.int64)
-
-    def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
-        indices = np.array(indices, np.int64)
-        if self.seed is None:
-            return indices
-        return np.random.default_rng((self.seed, self.epoch, *key)).permutation(indices)
-
-    def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
-        """Full batches of wide or of tall images, as they fill; returns what is left over."""
-        filling: list[list[int]] = [[], []]
-        for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
-            batch = filling[is_wide]
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                filling[is_wide] = []
-                yield batch
-        return filling[0] + filling[1]
 
 
 def make_loader(

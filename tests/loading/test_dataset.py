@@ -33,7 +33,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from colab_utils.data.masks import unpack_masks
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import dataset as files
+from colab_utils.loading import dataset as dataset_module
+from colab_utils.loading import readers
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -263,7 +264,7 @@ def count_descriptors():
 
 
 def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, monkeypatch):
-    monkeypatch.setattr(files, "OPEN_FILES", 2)
+    monkeypatch.setattr(readers, "OPEN_FILES", 2)
     before = count_descriptors()
     dataset = ShardDataset(tiny_shards)
     assert count_descriptors() == before  # a thousand shards must not need a thousand open files
@@ -544,7 +545,7 @@ def test_an_image_that_another_version_of_a_decoder_refuses_is_named(shards, mon
     def refuse(_):
         raise ColabUtilsError("not a complete image: no such coding")
 
-    monkeypatch.setattr(files, "decode_pixels", refuse)
+    monkeypatch.setattr(dataset_module, "decode_pixels", refuse)
     dataset = ShardDataset(shards)
     with pytest.raises(
         ColabUtilsError, match=rf"found image {dataset.image_ids[4]} damaged \(not a complete image"

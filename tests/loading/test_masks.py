@@ -18,15 +18,10 @@ from torchvision.models.detection.roi_heads import project_masks_on_boxes
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import mask_targets
 from colab_utils.loading import masks as module
-from colab_utils.loading.masks import (
-    MaskBits,
-    draw_masks,
-    expand_masks,
-    flip_boxes,
-    sample_masks,
-    split_masks,
-)
+from colab_utils.loading.mask_targets import sample_masks
+from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, flip_boxes, split_masks
 
 CUDA = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -234,7 +229,7 @@ def make_boxes(kind, count, *, height, width, seed=0):
     ],
 )
 def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
+    monkeypatch.setattr(mask_targets, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
     images = [make_blobs(0, objects=9), make_blobs(1, objects=0), make_blobs(2, objects=8)]
     flips = [False, True, True]
     masks, sizes, counts = pack(images)
@@ -264,7 +259,7 @@ def test_targets_of_any_masks_and_boxes(images, chunk, data):
     objects = torch.tensor(objects, dtype=torch.int64)
     boxes = torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
+        patch.setattr(mask_targets, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
         targets = sample(
             masks, objects, boxes, sizes, counts, flips=flips, to_sizes=to_sizes, size=5
         )
