@@ -66,17 +66,22 @@ class PackedBatch:
         dense masks.
         """
         first, end, _ = part.indices(len(self))
-        pixels = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
-        objects = [0, *accumulate(self.counts.tolist())]
-        images = slice(first, end)
-        of = slice(objects[first], objects[end])
-        tables = {name: getattr(self, name)[images] for name in ("sizes", "image_ids", "counts")}
-        tables |= {name: getattr(self, name)[of] for name in _PARTS}
+        pixel_ends = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
+        object_ends = [0, *accumulate(self.counts.tolist())]
+        first_object = object_ends[first]
+        end_object = object_ends[end]
+        bits, crops, offsets = self.masks
         masks = MaskBits(
-            self.masks.bits, self.masks.crops[of], self.masks.offsets[of.start : of.stop + 1]
+            bits, crops[first_object:end_object], offsets[first_object : end_object + 1]
         )
+        objects = {name: getattr(self, name)[first_object:end_object] for name in _PARTS}
         return PackedBatch(
-            pixels=self.pixels[pixels[first] : pixels[end]], masks=masks, dense=None, **tables
+            pixels=self.pixels[pixel_ends[first] : pixel_ends[end]],
+            sizes=self.sizes[first:end],
+            image_ids=self.image_ids[first:end],
+            counts=self.counts[first:end],
+            masks=masks,
+            **objects,
         )
 
     @cached_property
@@ -114,19 +119,16 @@ class PackedBatch:
         images = replace(self, pixels=send(self.pixels, device)).split_images()
         if dtype == torch.uint8:
             return images
-        return [
-            image.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-            for image in images
-        ]
+        dense = torch.contiguous_format
+        return [image.to(torch.float32, memory_format=dense).div_(255) for image in images]
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
         counts: list[int] = self.counts.tolist()
         sizes: list[list[int]] = self.sizes.tolist()
         if self.dense is None:
-            masks = expand_masks(
-                self.masks._replace(bits=send(self.masks.bits, device)), sizes, counts
-            )
+            packed = self.masks._replace(bits=send(self.masks.bits, device))
+            masks = expand_masks(packed, sizes, counts)
         else:
             masks = split_masks(send(self.dense, device), sizes, counts)
         # copies: a box that you keep must not keep the whole batch
@@ -178,9 +180,10 @@ class BatchShape(NamedTuple):
 
     def open_tables(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """The tables in a buffer, uint8 [bytes], as views of it."""
+        layout, _ = self.lay_out()
         return {
-            name: buffer[at].view(kind).reshape(shape)
-            for name, (at, kind, shape) in self.lay_out()[0].items()
+            name: buffer[place].view(kind).reshape(shape)
+            for name, (place, kind, shape) in layout.items()
         }
 
 
@@ -202,49 +205,70 @@ def write_batch(
         BadSampleError: if an image cannot be read.
     """
     tables = source.describe(indices)
-    if flips is not None:
-        right, mirrored = (
-            np.repeat(part, tables["counts"]) for part in (tables["sizes"][:, 1], flips)
-        )
-        tables["boxes"][mirrored, ::2] = right[mirrored, None] - tables["boxes"][mirrored, 2::-2]
-    lengths = tables.pop("mask_bytes")
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
     sizes: list[list[int]] = tables["sizes"].tolist()
     counts: list[int] = tables["counts"].tolist()
-    areas = [h * w for h, w in sizes]
-    dense_bytes = sum(n * area for n, area in zip(counts, areas, strict=True)) if dense else 0
-    shape = BatchShape(len(sizes), len(lengths), 3 * sum(areas), int(offsets[-1]), dense_bytes)
-    memory = reserve(shape.lay_out()[1])
+    if flips is not None:
+        mirrored = np.repeat(flips, counts)
+        widths = np.repeat(tables["sizes"][:, 1], counts)[mirrored, None]
+        tables["boxes"][mirrored, ::2] = widths - tables["boxes"][mirrored, 2::-2]
+    shape = _measure_shape(sizes, counts, int(tables["mask_bytes"].sum()), dense=dense)
+    _, size = shape.lay_out()
+    memory = reserve(size)
     views = shape.open_tables(memory)
-    for name, table in (*tables.items(), ("offsets", offsets)):
+    views["offsets"][0] = 0
+    np.cumsum(tables.pop("mask_bytes"), out=views["offsets"][1:])
+    for name, table in tables.items():
         views[name][:] = table
-    first = 0
-    pixel = first
-    for place, (index, (height, width), count) in enumerate(
-        zip(indices, sizes, counts, strict=True)
-    ):
-        pixels = views["pixels"][pixel : pixel + 3 * height * width].reshape(height, width, 3)
+    _write_images(source, indices, sizes, counts, views, flips)
+    if shape.dense_bytes:
+        masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
+        draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
+    return shape, memory
+
+
+def _measure_shape(
+    sizes: list[list[int]], counts: list[int], mask_bytes: int, *, dense: bool
+) -> BatchShape:
+    pixels = 0
+    dense_bytes = 0
+    for (height, width), count in zip(sizes, counts, strict=True):
+        pixels += height * width
+        dense_bytes += count * height * width
+    if not dense:
+        dense_bytes = 0
+    return BatchShape(len(sizes), sum(counts), 3 * pixels, mask_bytes, dense_bytes)
+
+
+def _write_images(
+    source: Any,
+    indices: Sequence[int],
+    sizes: list[list[int]],
+    counts: list[int],
+    views: dict[str, NDArray[Any]],
+    flips: NDArray[np.bool_] | None,
+) -> None:
+    """Write the pixels and mask bits of each image into their place, one after the other."""
+    offsets = views["offsets"].tolist()
+    first_pixel = 0
+    first_object = 0
+    for place, (height, width) in enumerate(sizes):
+        end_pixel = first_pixel + 3 * height * width
+        end_object = first_object + counts[place]
+        pixels = views["pixels"][first_pixel:end_pixel].reshape(height, width, 3)
+        bits = views["bits"][offsets[first_object] : offsets[end_object]]
         with blame_sample(place):
-            source.read_into(index, pixels, views["bits"][offsets[first] : offsets[first + count]])
+            source.read_into(indices[place], pixels, bits)
         if flips is not None and flips[place]:
             for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):  # they stay in the cache
                 part.copy_(part.flip(1))
-        pixel = pixel + pixels.size
-        first = first + count
-    if dense_bytes:
-        bits, crops, ends, out = map(
-            torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"])
-        )
-        draw_masks(MaskBits(bits, crops, ends), split_masks(out, sizes, counts), flips)
-    return shape, memory
+        first_pixel = end_pixel
+        first_object = end_object
 
 
 def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
     """The batch in a buffer, uint8 [bytes]; its tensors are views of it."""
-    parts = {
-        name: torch.from_numpy(table) for name, table in shape.open_tables(buffer.numpy()).items()
-    }
+    tables = shape.open_tables(buffer.numpy())
+    parts = {name: torch.from_numpy(table) for name, table in tables.items()}
     masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
     dense = parts.pop("dense")
     return PackedBatch(masks=masks, dense=dense if shape.dense_bytes else None, **parts)

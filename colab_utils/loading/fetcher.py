@@ -48,14 +48,11 @@ class Fetcher:
         self.dataset = dataset
         self.dense = dense
         self.flip = flip
-        if (
-            isinstance(dataset, str)
-            or not hasattr(dataset, "__len__")
-            or not hasattr(dataset, "__getitem__")
-        ):
-            found = type(dataset).__name__
+        has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, str) or not has_indices:
             raise ColabUtilsError(
-                f"expected a dataset with a length and indices, found {found}: use a ShardDataset"
+                "expected a dataset with a length and indices, "
+                f"found {type(dataset).__name__}: use a ShardDataset"
             )
         if not len(self):
             raise ColabUtilsError(
@@ -74,10 +71,8 @@ class Fetcher:
         self.writes_itself = is_plain and base.transforms is None
         load_jpeg_decoder()  # now, so that workers need not
         self.arrival: Arrival | None = getattr(base, "arrival", None)
-        tables = [getattr(base, name, None) for name in ("shard_of", "sizes")]
-        self.shard_of, self.sizes = (
-            table[rows] if isinstance(table, np.ndarray) else None for table in tables
-        )
+        self.shard_of = _take_rows(base, "shard_of", rows)
+        self.sizes = _take_rows(base, "sizes", rows)
         self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
 
     def __len__(self) -> int:
@@ -90,7 +85,7 @@ class Fetcher:
         and name them.
         """
         indices = list(indices)
-        bad = list[tuple[int, str]]()
+        bad: list[tuple[int, str]] = []
         while indices:
             try:
                 return Result(self._write(indices, reserve, seed), bad)
@@ -105,14 +100,23 @@ class Fetcher:
 
     def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> BatchShape:
         """Write a batch; all random numbers of its samples come from ``seed``."""
-        flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
+        flips = None
+        if self.flip:
+            flips = np.random.default_rng(seed).random(len(indices)) < self.flip
         source = self._base
         rows = self._rows[indices].tolist()
         if not self.writes_itself:
             with seed_random(seed):
                 source = pack_samples(self.dataset, indices)
                 rows = range(len(indices))
-        return write_batch(source, rows, reserve, dense=self.dense, flips=flips)[0]
+        shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips)
+        return shape
+
+
+def _take_rows(dataset: Any, name: str, rows: NDArray[Any]) -> Any:
+    """Return the rows of a dataset's table, or None where it has no such array."""
+    table = getattr(dataset, name, None)
+    return table[rows] if isinstance(table, np.ndarray) else None
 
 
 @contextmanager
@@ -121,13 +125,15 @@ def seed_random(seed: Sequence[int]) -> Iterator[None]:
     process's as they were.
     """
     entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     random.seed(entropy[0])
     np.random.seed(entropy[1] % 2**32)
     torch.default_generator.manual_seed(entropy[2])
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

@@ -5,11 +5,8 @@ device.
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from copy import copy
-from itertools import chain
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -18,7 +15,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, Prefetcher, WorkerJob
-from colab_utils.loading.sampler import BatchSampler
+from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.targets import Target, Transforms, apply_transforms
 from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
@@ -110,19 +107,19 @@ def make_loader(
     prefetch = require_count("prefetch", prefetch)
     seed = require_count("seed", seed, least=0)
     max_bad = require_count("max_bad", max_bad, least=0)
-    count = (
-        min(4, count_cores()) if workers == "auto" else require_count("workers", workers, least=0)
-    )
+    if workers == "auto":
+        count = min(4, count_cores())
+    else:
+        count = require_count("workers", workers, least=0)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
-    transforms = None if flip else transforms
+    if flip:
+        transforms = None
     if transforms is not None and deliver == "packed":
-        cure = (
-            "they need dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
-        )
         raise ColabUtilsError(
-            f"expected deliver='dense' for transforms on the device, found 'packed': {cure}"
+            "expected deliver='dense' for transforms on the device, found 'packed': they need "
+            "dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
         )
     fetcher = Fetcher(dataset, dense=dense, flip=flip)
     order = BatchSampler(
@@ -134,13 +131,13 @@ def make_loader(
         sampler=sampler,
         drop_last=drop_last,
     )
-    is_here = fetcher.arrival is None or fetcher.arrival.is_complete
-    rates = dict[int, float]()
-    if sampler is not None and not is_here:
+    is_complete = fetcher.arrival is None or fetcher.arrival.is_complete
+    rates: dict[int, float] = {}
+    if sampler is not None and not is_complete:
         raise ColabUtilsError(
             "expected no sampler while shards arrive, found one. Wait until all are here."
         )
-    if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * batch_size:
+    if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
     loader = Loader(
@@ -165,8 +162,9 @@ def _find_flip(transforms: Any) -> float:
     """
     from torchvision.transforms import v2
 
-    # a subclass may do anything
-    return float(transforms.p) if type(transforms) is v2.RandomHorizontalFlip else 0.0
+    if type(transforms) is not v2.RandomHorizontalFlip:  # a subclass may do anything
+        return 0.0
+    return float(transforms.p)
 
 
 class Loader:
@@ -208,10 +206,11 @@ class Loader:
         self.bad: list[tuple[int, str]] = []
         self.total = 0
         group = torch.distributed
-        is_shared = order.sampler is None and group.is_available() and group.is_initialized()
-        self._rank, self._ranks = (
-            (group.get_rank(), group.get_world_size()) if is_shared else (0, 1)
-        )
+        self._rank = 0
+        self._ranks = 1
+        if order.sampler is None and group.is_available() and group.is_initialized():
+            self._rank = group.get_rank()
+            self._ranks = group.get_world_size()
         self._fetcher = fetcher
         self._order = order
         self._totals: dict[int, int] = {}
@@ -234,7 +233,9 @@ class Loader:
         return len(self) - self._delivered
 
     def __str__(self) -> str:
-        how = f"workers={self.workers}" + (f", prefetch={self.prefetch}" if self.workers else "")
+        how = f"workers={self.workers}"
+        if self.workers:
+            how += f", prefetch={self.prefetch}"
         return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({how})"
 
     __repr__ = __str__
@@ -253,7 +254,7 @@ class Loader:
             if not self.left:
                 self._end_epoch()
             if batch is not None or self._ranks > 1:
-                yield batch and self._deliver(batch)
+                yield None if batch is None else self._deliver(batch)
                 # before waiting: the results of this pass went to the other one
                 if this_pass != self._passes:
                     raise ColabUtilsError(
@@ -306,17 +307,17 @@ class Loader:
         return self._prefetcher.list_jobs() if self._prefetcher else []
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
-        for index, found in bad:
-            self.bad.append((index, found))
+        for index, reason in bad:
+            self.bad.append((index, reason))
             count = len(self.bad)
             if count > self.max_bad:
                 self.close()
-                last = f"{count}. Allow more, or mend them; the last: {found}"
                 raise ColabUtilsError(
-                    f"expected at most {self.max_bad} bad images (max_bad), found {last}"
+                    f"expected at most {self.max_bad} bad images (max_bad), found {count}. "
+                    f"Allow more, or mend them; the last: {reason}"
                 )
             warnings.warn(
-                f"an image is left out (number {count} so far): {found}",
+                f"an image is left out (number {count} so far): {reason}",
                 ColabUtilsWarning,
                 stacklevel=3,
             )
@@ -325,20 +326,15 @@ class Loader:
         """A batch as it is delivered."""
         if self.deliver == "packed":
             return batch.to(self.device)
-        images = batch.to_images(self.device, torch.uint8 if self.transforms else self.image_dtype)
         targets = batch.to_targets(self.device)
-        if self.transforms:
-            pairs = [
-                apply_transforms(self.transforms, *pair)
-                for pair in zip(images, targets, strict=True)
-            ]
-            images = [image for image, _ in pairs]
-            targets = [target for _, target in pairs]
-            if self.image_dtype == torch.float32:
-                images = [
-                    image.float().div_(255) if image.dtype == torch.uint8 else image
-                    for image in images
-                ]
+        if self.transforms is None:
+            return batch.to_images(self.device, self.image_dtype), targets
+        images = batch.to_images(self.device, torch.uint8)
+        for place, target in enumerate(targets):
+            image, targets[place] = apply_transforms(self.transforms, images[place], target)
+            if self.image_dtype == torch.float32 and image.dtype == torch.uint8:
+                image = image.float().div_(255)
+            images[place] = image
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,17 +342,20 @@ class Loader:
         ``joined`` lists the windows of shards of an epoch that began while they arrived; ``left``
         the images that batches of another size left of this epoch.
         """
+        return vars(self._take_state())
+
+    def _take_state(self) -> LoaderState:
         order = self._order
-        return {
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "shuffle": int(order.seed is not None),
-            "images": order.size,
-            "epoch": order.epoch,
-            "batch": self._delivered,
-            "joined": [list(one) for one in order.windows],
-            "left": order.left.tolist() if len(order.left) < order.size else [],
-        }
+        return LoaderState(
+            seed=self.seed,
+            batch_size=self.batch_size,
+            shuffle=int(order.seed is not None),
+            images=order.size,
+            epoch=order.epoch,
+            batch=self._delivered,
+            joined=[list(window) for window in order.windows],
+            left=order.left.tolist() if len(order.left) < order.size else [],
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch that a state was taken at; with batches of another size, with
@@ -367,47 +366,29 @@ class Loader:
                 batch size where shards were still arriving), or was changed.
         """
         order = self._order
-        kept = ("seed", "shuffle", "images", "batch_size")
-        here, there = ({key: one.get(key) for key in kept} for one in (self.state_dict(), state))
-        values: list[Any] = [
-            state.get(key) for key in ("batch_size", "epoch", "batch", "joined", "left")
-        ]
-        size, epoch, count, windows, left = values
-        try:
-            joined = sorted(chain(*windows))
-            numbers = [size - 1, epoch, count, *joined, *left]
-            sound = all(type(number) is int and number >= 0 for number in numbers)
-            sound = (
-                sound
-                and max(left, default=0) < order.size
-                and joined in ([], [*range(self._fetcher.shards)])
-            )
-        except TypeError:
-            sound = False
-        if not sound:
-            raise ColabUtilsError(
-                "expected a state as Loader.state_dict gives it, found it changed: start a new "
-                "epoch"
-            )
-        resized = size != self.batch_size and not windows and order.sampler is None
-        if there != (here | {"batch_size": size} if resized else here):
+        found = LoaderState.parse(state, images=order.size, shards=self._fetcher.shards)
+        is_resized = (
+            found.batch_size != self.batch_size and not found.joined and order.sampler is None
+        )
+        self._require_same_order(found, any_batch_size=is_resized)
+        order.resume(found)
+        self._delivered = found.batch
+        self._resumed = True
+        if is_resized:
+            order.leave_out_seen(found)
+            self._delivered = 0
+        if self.left < 1:  # or a pass without batches would follow another one for ever
+            self._end_epoch()
+
+    def _require_same_order(self, found: LoaderState, *, any_batch_size: bool) -> None:
+        here = self._take_state().describe_order()
+        there = found.describe_order()
+        wanted = here | {"batch_size": found.batch_size} if any_batch_size else here
+        if there != wanted:
             raise ColabUtilsError(
                 f"expected a state of the same order {here}, found {there}: use those settings "
                 "again"
             )
-        order.start_epoch(epoch)
-        order.windows = [list(one) for one in windows]
-        order.left = np.unique(np.array(left, np.int64)) if left else order.left
-        self._delivered = count
-        self._resumed = True
-        if resized:
-            before = copy(order)
-            before.batch_size = size
-            seen = [batch for number, batch in enumerate(before) if number < count]
-            order.left = np.setdiff1d(order.left, [*chain(*seen)])
-            self._delivered = 0
-        if self.left < 1:  # or a pass without batches would follow another one for ever
-            self._end_epoch()
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""

@@ -29,13 +29,8 @@ from colab_utils.units import format_bytes
 PREFETCH = 2
 """Batches ahead for each worker."""
 
-
-# that a training loop may hold: its batch, the next one, and two more that somebody keeps to look
-# at
+# that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
 _LENT_BUFFERS = 4
-
-
-_END = object()
 
 
 class WorkerJob(NamedTuple):
@@ -66,29 +61,29 @@ def describe_exit(code: int) -> str:
         >>> describe_exit(-9), describe_exit(1)
         ('killed by signal: Killed', 'exit code 1')
     """
-    return f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+    if code < 0:
+        return f"killed by signal: {signal.strsignal(-code)}"
+    return f"exit code {code}"
 
 
-def explain_death(found: str) -> str:
-    """A worker's death in words, from what is known about it.
+def explain_death(ending: str) -> str:
+    """Explain a worker's death, from what is known about its ending.
 
     Example:
-        >>> print(explain_death(describe_exit(3)))
-        expected every worker process to live, found one that ended (exit code 3). Your own code or a library ended it:
-        load with workers=0 to see where.
+        >>> explain_death(describe_exit(3)).partition(".")[0]
+        'expected every worker process to live, found one that ended (exit code 3)'
     """
-    how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", found)
+    how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", ending)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
-    if re.search("Killed|Bus error", found):
+    if re.search("Killed|Bus error", ending):
         free = format_bytes(find_free_memory())
         shm = format_bytes(shutil.disk_usage("/dev/shm").free)
         cure = (
             f"Now {free} of memory and {shm} of /dev/shm are free. Mostly memory ran out: use "
-            "fewer workers, a smaller "
-            "prefetch or a smaller batch, and run it again."
+            "fewer workers, a smaller prefetch or a smaller batch, and run it again."
         )
-    ended = how[0] if how else "no reason given"
-    return f"expected every worker process to live, found one that ended ({ended}). {cure}"
+    reason = how[0] if how else "no reason given"
+    return f"expected every worker process to live, found one that ended ({reason}). {cure}"
 
 
 def _serve(connection: Connection, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
@@ -151,11 +146,10 @@ class Prefetcher:
                 self._processes.append(process)
         except OSError as error:  # no more processes
             self.close()
-            found = (
-                f"that they cannot be started ({error}): close what you do not need, or use "
-                "workers=0"
-            )
-            raise ColabUtilsError(f"expected {workers} worker processes, found {found}") from None
+            raise ColabUtilsError(
+                f"expected {workers} worker processes, found that they cannot be started "
+                f"({error}): close what you do not need, or use workers=0"
+            ) from None
 
     def run(
         self,
@@ -173,12 +167,15 @@ class Prefetcher:
         """
         self._drop_pass()
         todo = iter(batches)
-        over = False
+        is_over = False
         while True:
-            while not over and len(self._sent) < self._ahead:
-                item = next(todo, _END)
-                over = item is _END
-                if not isinstance(item, tuple):
+            while not is_over and len(self._sent) < self._ahead:
+                try:
+                    item = next(todo)
+                except StopIteration:
+                    is_over = True
+                    break
+                if item is None:
                     break
                 number, indices = item
                 self._send(number, indices, (*seed, number), skips_bad)
@@ -187,7 +184,7 @@ class Prefetcher:
                 while first not in self._done:
                     self._receive()
                 yield self._finish(first)
-            elif over:
+            elif is_over:
                 return
             else:
                 sleep(POLL_S)
@@ -255,7 +252,8 @@ class Prefetcher:
         self._done[number] = result
 
     def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
-        (_, buffer), result = self._sent.pop(number), self._done.pop(number)
+        _, buffer = self._sent.pop(number)
+        result = self._done.pop(number)
         if result.shape is None:
             self._buffers.give_back(buffer)
             if result.error is not None:

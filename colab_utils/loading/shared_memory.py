@@ -42,17 +42,15 @@ class SharedBuffer:
             # some more, so that it seldom grows
             wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES
             try:
-                if size - have > (free := find_free_memory()):
+                free = find_free_memory()
+                if size - have > free:
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
                 # now, and not by a bus error on the first touch
                 os.posix_fallocate(self._file, 0, wanted)
             except OSError as error:
-                found = (
-                    f"too little ({error.strerror}): use fewer workers, a smaller prefetch or "
-                    "a smaller batch"
-                )
                 raise ColabUtilsError(
-                    f"expected {format_bytes(size)} of shared memory, found {found}"
+                    f"expected {format_bytes(size)} of shared memory, found too little "
+                    f"({error.strerror}): use fewer workers, a smaller prefetch or a smaller batch"
                 ) from None
         return self.view(size)
 

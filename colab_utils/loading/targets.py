@@ -40,15 +40,11 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
     Raises:
         ColabUtilsError: if the image or the target is not of the contract.
     """
-    if (
-        not isinstance(image, Tensor)
-        or image.dtype != torch.uint8
-        or image.ndim != 3
-        or len(image) != 3
-    ):
-        found = _describe(image)
+    is_bytes = isinstance(image, Tensor) and image.dtype == torch.uint8
+    if not is_bytes or image.ndim != 3 or len(image) != 3:
         raise ColabUtilsError(
-            f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor."
+            f"expected an image as a uint8 tensor [3, H, W], found {_describe(image)}. "
+            "Leave out ToTensor."
         )
     try:
         parts = {
@@ -57,9 +53,9 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         }
         image_id = int(target["image_id"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        found = f"{error} is missing or of another kind: add it to the dict that your dataset gives"
         raise ColabUtilsError(
-            f"expected a target of torchvision's contract, found one whose {found}"
+            f"expected a target of torchvision's contract, found one whose {error} is missing "
+            "or of another kind: add it to the dict that your dataset gives"
         ) from None
     count = len(parts["labels"])
     masks = parts["masks"]
@@ -74,9 +70,8 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         if not fits or (key == "masks" and masks.dtype not in (np.uint8, np.bool_)):
             raise ColabUtilsError(
                 f"expected {key} of shape {list(shape)} for {count} labels and an image of "
-                f"{list(image.shape)} (masks "
-                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}: correct "
-                "your dataset's target"
+                f"{list(image.shape)} (masks as uint8 or bool), found {_describe(target[key])} "
+                f"in image {image_id}: correct your dataset's target"
             )
     packed = pack_pixels(masks)
     tables: dict[str, NDArray[Any]] = {
@@ -124,14 +119,14 @@ def apply_transforms(
     height, width = image.shape[-2:]
     boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(height, width))
     given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
-    found = transforms(tv_tensors.Image(image), given)
-    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], dict):
-        kind = type(found).__name__
+    pair = transforms(tv_tensors.Image(image), given)
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], dict):
         raise ColabUtilsError(
-            f"expected (image, target) from your transforms, found {kind}: see torchvision's v2"
+            f"expected (image, target) from your transforms, found {type(pair).__name__}: "
+            "see torchvision's v2"
         )
-    image = found[0]
-    target = {"image_id": given["image_id"], **found[1]}
+    image = pair[0]
+    target = {"image_id": given["image_id"], **pair[1]}
     for key, value in target.items():
         target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
     if "area" in target and len(target["area"]) != len(target["boxes"]):
@@ -186,11 +181,11 @@ def pack_samples(dataset: Any, indices: Sequence[int]) -> PackedSamples:
     samples = []
     for place, index in enumerate(indices):
         with blame_sample(place):
-            found = dataset[index]
-            if not isinstance(found, tuple | list) or len(found) != 2:
-                kind = type(found).__name__
+            sample = dataset[index]
+            if not isinstance(sample, tuple | list) or len(sample) != 2:
                 raise ColabUtilsError(
-                    f"expected (image, target) from your dataset, found {kind}: see torchvision's"
+                    "expected (image, target) from your dataset, "
+                    f"found {type(sample).__name__}: see torchvision's"
                 )
-            samples.append(pack_target(*found))
+            samples.append(pack_target(*sample))
     return PackedSamples(samples)

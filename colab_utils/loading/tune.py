@@ -38,25 +38,20 @@ def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> tuple[int, dict[
     batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
     most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
     cores = count_cores()
-    counts = [
-        count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most
-    ]
+    choices = sorted({max(1, cores // 4), max(1, cores // 2), cores})
+    counts = [count for count in choices if count <= most]
     if is_slow or not counts:
         return max(counts, default=0), {}
-    trials = (_measure_rate(fetcher, batches, count) for count in counts)
-    rates = dict(
-        zip(
-            counts,
-            show_progress("tuning workers", trials, total=len(counts), unit="trial"),
-            strict=True,
-        )
-    )
+    rates = {}
+    for count in show_progress("tuning workers", counts, unit="trial"):
+        rates[count] = _measure_rate(fetcher, batches, count)
     return _pick(rates), rates
 
 
 def _pick(rates: dict[int, float]) -> int:
     """The fastest number of workers; of those that are about as fast, the smallest."""
-    return min(workers for workers, rate in rates.items() if rate >= _CLOSE * max(rates.values()))
+    best = max(rates.values())
+    return min(workers for workers, rate in rates.items() if rate >= _CLOSE * best)
 
 
 def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
@@ -68,7 +63,10 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
     began_s = perf_counter() - thread_time()
     shape = fetcher.load(indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True).shape
     waited_s = perf_counter() - thread_time() - began_s
-    return (shape.lay_out()[1] * _SPARE, waited_s > _SLOW_S) if shape else (1.0, True)
+    if shape is None:
+        return 1.0, True
+    _, batch_bytes = shape.lay_out()
+    return batch_bytes * _SPARE, waited_s > _SLOW_S
 
 
 def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> float:

@@ -299,7 +299,8 @@ def test_no_proposals(device, objects):
 MEMORY = """
 import numpy as np, torch
 from pathlib import Path
-from colab_utils.loading.masks import MaskBits, sample_masks
+from colab_utils.loading.mask_targets import sample_masks
+from colab_utils.loading.masks import MaskBits
 
 def read_peak_kb():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
