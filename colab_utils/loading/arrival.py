@@ -72,14 +72,12 @@ class Arrival:
         self._limit = limit_bytes
         self._workers = workers
         self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
-        # of nan neither is true
-        if not limit_bytes >= (least := min(index.bytes, 2 * max(self._sizes, default=0))):
-            found = (
+        least = min(index.bytes, 2 * max(self._sizes, default=0))
+        if math.isnan(limit_bytes) or limit_bytes < least:
+            raise ColabUtilsError(
+                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found "
                 f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards "
                 "(--shard-mb)"
-            )
-            raise ColabUtilsError(
-                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {found}"
             )
         self.key = hash_bytes(repr(sorted(index.files())).encode())
         # that of an earlier arrival, or an index, tells that the shards in the target are of this
@@ -88,21 +86,20 @@ class Arrival:
         status = read_status(target, self.key)
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
-            found = (
-                f"files in {target}, which are never removed: name another folder, or leave "
-                "limit_gb out"
-            )
             raise ColabUtilsError(
-                f"expected a new or empty folder for shards that take turns, found {found}"
+                "expected a new or empty folder for shards that take turns, found files in "
+                f"{target}, which are never removed: name another folder, or leave limit_gb out"
             )
-        fitting = zip(index.shards, accumulate(self._sizes), strict=True)
-        files = [file for shard, end in fitting if end <= limit_bytes for file in shard.files()]
+        files: list[tuple[str, int, str]] = []
+        for shard, end in zip(index.shards, accumulate(self._sizes), strict=True):
+            if end <= limit_bytes:
+                files += shard.files()
         check_space(target, files, cached=is_on_drive(source))
         self._job = Copying(source, target, retries, overwrite=previous is not None or bool(status))
         self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
         self._wanted = self._order
-        self._used = set[int]()
-        self._moves = dict[int, Future[None]]()
+        self._used: set[int] = set()
+        self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
         self.began_s = perf_counter()
@@ -131,15 +128,18 @@ class Arrival:
         time. Where shards take turns, every second epoch begins with those that the one before left
         on the disk.
         """
-        order = self._order[::-1] if self.rolls and epoch % 2 else self._order
-        most = (
-            min(COPY_STREAMS, max(1, int(self._limit / max(self._sizes) / 2)))
-            if self.rolls
-            else COPY_STREAMS
-        )
+        order = self._order
+        most = COPY_STREAMS
+        if self.rolls:
+            most = min(most, max(1, int(self._limit / max(self._sizes) / 2)))
+            if epoch % 2:
+                order = order[::-1]
         windows: list[list[int]] = []
-        while (first := sum(map(len, windows))) < len(order):
-            windows.append(order[first : first + min(most, max(1, first))])
+        first = 0
+        while first < len(order):
+            window = order[first : first + min(most, max(1, first))]
+            windows.append(window)
+            first += len(window)
         return windows
 
     def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
@@ -149,15 +149,16 @@ class Arrival:
         Raises:
             ColabUtilsError: see `has`.
         """
-        place = max(
-            (place for place, window in enumerate(windows) if shards & set(window)), default=0
-        )
+        place = 0
+        for number, window in enumerate(windows):
+            if shards.intersection(window):
+                place = number
         wanted = [*chain(*windows[place:])]
         with self._lock:  # those in use are kept, and where all stay, the others are copied, too
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
             self._wanted = wanted if self.rolls else [*wanted, *self._order]
         if self.rolls:  # what is left of earlier windows is read on Drive, if it was removed
-            shards = shards & {*chain(*windows[place : place + 1])}
+            shards = shards.intersection(chain(*windows[place : place + 1]))
         while not self.has(shards):
             yield None
 
@@ -187,14 +188,14 @@ class Arrival:
                     return
         except CancelledError:
             pass
-        except Exception as found:
-            error = found
+        except Exception as failure:
+            error = failure
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
         with self._lock:
-            safe = (
-                f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target} are safe"
+            self._error = kind(
+                f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards in "
+                f"{self.target} are safe, and the same call continues there"
             )
-            self._error = kind(f"{error}; {safe}, and the same call continues there")
             try:
                 self._write_status()
             except OSError:
@@ -205,27 +206,40 @@ class Arrival:
         """Copy and remove shards until all are here; where they take turns, until the copy is
         stopped.
         """
-        # what an earlier session left
-        for number, shard in enumerate(self.index.shards if self.rolls else ()):
-            if any((self.target / name).exists() for name, _, _ in shard.files()):
-                self._fetch(number) if self._fits(number) else self._remove(number)
+        if self.rolls:
+            self._keep_what_fits()
         with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
             try:
                 while not self._job.stop.is_set() and not self.is_complete:
-                    while len(self._moves) < self._workers and (move := self._choose()):
-                        work, number = move
-                        self._moves[number] = pool.submit(work, number)
+                    self._start_moves(pool)
                     self._job.stop.wait(POLL_S)
-                    for number in [number for number, work in self._moves.items() if work.done()]:
+                    ended = [number for number, move in self._moves.items() if move.done()]
+                    for number in ended:
                         self._moves.pop(number).result()
             finally:
                 self._job.stop.set()  # one failed: the others end, too
 
+    def _keep_what_fits(self) -> None:
+        """Keep the shards that an earlier session left, as far as there is room for them."""
+        for number, shard in enumerate(self.index.shards):
+            if not any((self.target / name).exists() for name, _, _ in shard.files()):
+                continue
+            if self._fits(number):
+                self._fetch(number)
+            else:
+                self._remove(number)
+
+    def _start_moves(self, pool: ThreadPoolExecutor) -> None:
+        while len(self._moves) < self._workers:
+            choice = self._choose()
+            if choice is None:
+                return
+            work, number = choice
+            self._moves[number] = pool.submit(work, number)
+
     def _fits(self, number: int) -> bool:
-        return (
-            self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moves)
-            <= self._limit
-        )
+        kept = self.spans_s.keys() | self._moves
+        return self._sizes[number] + sum(self._sizes[other] for other in kept) <= self._limit
 
     def _choose(self) -> tuple[Callable[[int], None], int] | None:
         """Copy the next shard, or remove one where there is no room for it; None where neither can
@@ -238,13 +252,11 @@ class Arrival:
                 return None
             if self._fits(number):
                 return self._fetch, number
-            rank = {one: place for place, one in enumerate(self._wanted)}
-            later = {
-                one for one in self.spans_s if rank.get(one, math.inf) > rank[number]
-            } - self._used
-            if not later:
+            ranks = {shard: place for place, shard in enumerate(self._wanted)}
+            unused = self.spans_s.keys() - self._used
+            leaving = max(unused, key=lambda shard: ranks.get(shard, math.inf), default=number)
+            if ranks.get(leaving, math.inf) <= ranks[number]:
                 return None
-            leaving = max(later, key=lambda one: rank.get(one, math.inf))
             del self.spans_s[leaving]
             return self._remove, leaving
 
@@ -262,16 +274,14 @@ class Arrival:
         """Remove a shard from the disk; never the only one left."""
         files = self.index.shards[number].files()
 
-        look = guard_drive(self.source)(
-            lambda: all(has_size(self.source / name, size) for name, size, _ in files)
-        )
-        if not self.retries.run(look):
-            cure = (
-                f"that in {self.target} is the last one, and is kept: copy it back, then run "
-                "the same again"
-            )
+        def is_on_source() -> bool:
+            with guard_drive(self.source):
+                return all(has_size(self.source / name, size) for name, size, _ in files)
+
+        if not self.retries.run(is_on_source):
             raise ColabUtilsError(
-                f"expected {files[0][0]} in {self.source}, found none of its size: {cure}"
+                f"expected {files[0][0]} in {self.source}, found none of its size: that in "
+                f"{self.target} is the last one, and is kept: copy it back, then run the same again"
             )
         for name, _, _ in files:
             # a worker may hold it open, and its room with it
@@ -280,14 +290,12 @@ class Arrival:
                 file.truncate(0)
 
     def _write_status(self) -> None:
-        arrived = list(self.spans_s)
-        error = str(self._error or "")
         status = {
             "key": self.key,
             "rolls": self.rolls,
             "pid": os.getpid(),
-            "arrived": arrived,
-            "error": error,
+            "arrived": list(self.spans_s),
+            "error": str(self._error or ""),
         }
         write_file(self.target / STATUS_NAME, json.dumps(status).encode())
 

@@ -60,12 +60,10 @@ class _ArrivingFiles(ShardFiles):
             if shard in self._arrived:
                 return
             if status["error"] or not psutil.pid_exists(status["pid"]):
-                ended = (
-                    f"expected shards to arrive in {self.folder}, found that the process that "
-                    "copied them has ended"
-                )
                 raise ColabUtilsError(
-                    status["error"] or f"{ended}: make ArrivingShards again, it continues there"
+                    status["error"]
+                    or f"expected shards to arrive in {self.folder}, found that the process that "
+                    "copied them has ended: make ArrivingShards again, it continues there"
                 )
             sleep(POLL_S)
 
@@ -126,7 +124,7 @@ class ArrivingShards(ShardDataset):
             retries=retries,
             limit_bytes=math.inf if limit_gb is None else limit_gb * 1e9,
         )
-        load = partial(load_shard, source, index=index, retries=retries)
+        load = partial(load_shard, source, retries=retries)
         # one after the other, 150 shards take Drive 10 to 90 seconds
         with ThreadPoolExecutor(_READERS) as pool:
             try:

@@ -79,11 +79,10 @@ class CocoFolder(CocoSamples):
         data = self.read(index)
         try:
             image = self.decode(data)
-            (height, width) = self.sizes[index].tolist()
+            height, width = self.sizes[index].tolist()
             if height and width and image.shape[1:] != (height, width):
-                image = torch.from_numpy(
-                    decode_upright(data, height, width).transpose(2, 0, 1).copy()
-                )
+                upright = decode_upright(data, height, width)
+                image = torch.from_numpy(upright.transpose(2, 0, 1).copy())
         except ColabUtilsError as error:
             raise ColabUtilsError(
                 f"{self.find_path(index)}: {error}. Run check on the dataset."
@@ -100,15 +99,18 @@ class CocoFolder(CocoSamples):
         try:
             return read_file(path, self.retries)
         except OSError as error:
-            found = f"none at {path} ({error.strerror}). Run check on the dataset."
-            raise ColabUtilsError(f"expected an image file, found {found}") from None
+            raise ColabUtilsError(
+                f"expected an image file, found none at {path} ({error.strerror}). "
+                "Run check on the dataset."
+            ) from None
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the
         annotations give.
         """
         index = self._check(index)
-        return self._read_objects(index, *self.sizes[index].tolist())[2]
+        _, _, masks = self._read_objects(index, *self.sizes[index].tolist())
+        return masks
 
     def find_path(self, index: int) -> Path:
         """The image's file.
@@ -187,7 +189,7 @@ class ShardDataset(CocoSamples):
         folder = require_local_path(folder)
         retries = Retries()
         index = read_index(folder, retries)
-        shards = [load_shard(folder, shard, index=index, retries=retries) for shard in index.shards]
+        shards = [load_shard(folder, shard, retries=retries) for shard in index.shards]
         self._open(
             ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
         )
@@ -219,17 +221,13 @@ class ShardDataset(CocoSamples):
         self.shard_of = np.repeat(
             np.arange(len(shards)), [len(shard.image_ids) for shard in shards]
         )
-        tables = {
-            name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")
-        }
-        self.image_ids = tables["image_ids"]
-        self.sizes = tables["sizes"]
-        counts = tables["counts"]
-        mask_bytes = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
-        self._tables = tables | {
-            "labels": self._map_labels(join("labels")),
-            "mask_bytes": mask_bytes,
-        }
+        names = ("sizes", "image_ids", "counts", "boxes", "areas", "crops")
+        self._tables = {name: join(name) for name in names}
+        self._tables["labels"] = self._map_labels(join("labels"))
+        self._tables["mask_bytes"] = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
+        self.image_ids = self._tables["image_ids"]
+        self.sizes = self._tables["sizes"]
+        counts = self._tables["counts"]
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
@@ -252,11 +250,12 @@ class ShardDataset(CocoSamples):
         pixels, bits, tables = self.read_packed(index)
         image = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
         masks = unpack_masks(_join_masks(bits, tables), *pixels.shape[:2])
-        boxes, labels, area = (tables[name] for name in ("boxes", "labels", "areas"))
-        target = self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
-        return (
-            apply_transforms(self.transforms, image, target) if self.transforms else (image, target)
+        target = self._make_target(
+            index, boxes=tables["boxes"], labels=tables["labels"], masks=masks, area=tables["areas"]
         )
+        if self.transforms is None:
+            return image, target
+        return apply_transforms(self.transforms, image, target)
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
         """Height and width in pixels, without reading the image (torchvision's aspect-ratio
@@ -287,11 +286,10 @@ class ShardDataset(CocoSamples):
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
         objects = np.repeat(self._first[rows], tables["counts"]) + number_within(tables["counts"])
-        tables |= {
-            name: self._tables[name][objects]
-            for name in ("boxes", "labels", "areas", "crops", "mask_bytes")
-        }
-        return tables | {"iscrowd": np.zeros(len(objects), np.int64)}
+        for name in ("boxes", "labels", "areas", "crops", "mask_bytes"):
+            tables[name] = self._tables[name][objects]
+        tables["iscrowd"] = np.zeros(len(objects), np.int64)
+        return tables
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of
@@ -334,7 +332,8 @@ class ShardDataset(CocoSamples):
 
     def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
         start, length = spans[index].tolist()
-        self._read_tar(index, start, data := bytearray(length))
+        data = bytearray(length)
+        self._read_tar(index, start, data)
         self._compare(index, part, data)
         return data
 
@@ -345,9 +344,8 @@ class ShardDataset(CocoSamples):
     def _compare(self, index: int, part: int, *data: Any) -> None:
         """Refuse what is not what was written: a flipped bit may well be an image."""
         if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
-            raise self._explain_damage(
-                index, f"its {('bytes', 'masks', 'record')[part]} do not match their checksum"
-            )
+            name = ("bytes", "masks", "record")[part]
+            raise self._explain_damage(index, f"its {name} do not match their checksum")
 
     def find_path(self, index: int) -> Path:
         """The shard that the image lies in."""
@@ -365,12 +363,11 @@ class ShardDataset(CocoSamples):
         """The image's annotations in COCO form, crowds included."""
         return list(self.record(index)["annotations"])
 
-    def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
+    def _explain_damage(self, index: int, problem: str) -> ColabUtilsError:
         return ColabUtilsError(
             f"expected a complete image and record in {self.find_path(index)}, found image "
-            f"{self.image_ids[index]} "
-            f"damaged ({found}). Run verify on the shards, and copy or preprocess again what it "
-            "names."
+            f"{self.image_ids[index]} damaged ({problem}). Run verify on the shards, and copy or "
+            "preprocess again what it names."
         )
 
 

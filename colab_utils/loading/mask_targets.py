@@ -6,6 +6,7 @@ memory.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,24 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import CHUNK_BYTES, Ints, MaskBits, send
 
 SAMPLED_BYTES = 16
+"""Bytes of memory that a pixel takes while it is sampled."""
+
+
+class _Proposals(NamedTuple):
+    """What is known of R proposals, on the CPU."""
+
+    crops: Ints
+    """int64 [R, 4]: x0, y0, x1, y1 of each mask's crop in stored pixels."""
+    first_bits: Ints
+    """int64 [R]: where each mask starts."""
+    stored: Ints
+    """int64 [R, 2]: width and height of each image, as stored."""
+    flipped: NDArray[np.bool_]
+    """bool [R]: whether the image is mirrored."""
+    sides: NDArray[np.float32]
+    """float32 [R, 2]: width and height of each box, at least 1."""
+    grids: NDArray[np.float32]
+    """float32 [R, 5, 2]: for x and y, what `_weigh_pixels` takes as its grid."""
 
 
 @torch.no_grad()
@@ -63,69 +82,97 @@ def sample_masks(
 
     Example:
         >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
-        >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
+        >>> bits = torch.tensor([0b10110000], dtype=torch.uint8)
+        >>> masks = MaskBits(bits, crops, torch.tensor([0, 1]))
         >>> box, sizes = torch.tensor([[0.0, 0.0, 4.0, 2.0]]), torch.tensor([[2, 4]])
-        >>> batch = {"sizes": sizes, "counts": torch.tensor([1]), "flips": [False], "to_sizes": [(2, 4)]}
+        >>> batch = {"sizes": sizes, "counts": torch.tensor([1]), "flips": [False]}
+        >>> batch["to_sizes"] = [(2, 4)]
         >>> sample_masks(masks, torch.tensor([0]), box, **batch, size=2).tolist()
         [[[0.625, 0.125], [0.75, 0.25]]]
     """
-    of = objects.cpu().numpy()
+    proposals = _tabulate(masks, objects, boxes, sizes, counts, flips, to_sizes, size)
+    lows, highs = _find_windows(proposals)
+    device = masks.bits.device
+    targets = torch.zeros((len(lows), size, size), dtype=torch.float32, device=device)
+    most = CHUNK_BYTES[device.type] // SAMPLED_BYTES
+    bins = proposals.grids[:, 2].astype(np.int64)
+    with torch.autocast(device.type, enabled=False):  # half precision would round the weights
+        for row, low, span in _cut_chunks(lows, highs, bins, size, pixels=most):
+            chunk = _Proposals(*(table[row] for table in proposals))
+            part = _sample_chunk(masks.bits, chunk, low, span, size)
+            targets.index_add_(0, send(row, device), part)
+    return targets
+
+
+def _tabulate(
+    masks: MaskBits,
+    objects: Tensor,
+    boxes: Tensor,
+    sizes: Tensor,
+    counts: Tensor,
+    flips: Sequence[bool],
+    to_sizes: Sequence[Sequence[int]],
+    size: int,
+) -> _Proposals:
     corners = boxes.float().cpu().numpy()
     if not np.isfinite(corners).all():
         raise ColabUtilsError(
             "expected finite boxes as proposals, found others. Lower the learning rate."
         )
-    images = np.repeat(np.arange(len(counts)), counts)[of]
-    crops, offsets = (np.asarray(part, np.int64)[of] for part in (masks.crops, masks.offsets[:-1]))
-    starts = corners[:, :2]
-    flipped = np.array(flips)[images]
-    stored, limits = (np.asarray(part, np.int64)[images, ::-1] for part in (sizes, to_sizes))
+    numbers = objects.cpu().numpy()
+    images = np.repeat(np.arange(len(counts)), counts)[numbers]
+    stored = np.asarray(sizes, np.int64)[images, ::-1]
+    limits = np.asarray(to_sizes, np.int64)[images, ::-1]
     # as nearest_indices works it out
     shrinks = stored.astype(np.float32) / limits.astype(np.float32)
     # as roi_align works it out, in float32, so that the samples lie where its own do
+    starts = corners[:, :2]
     sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
     steps = sides / np.float32(size)
     grids = np.stack([starts, steps, np.ceil(steps), limits, shrinks], 1).astype(np.float32)
-    # the part of each crop that samples can read, as stored
-    lows, lasts = (
-        edge.clip(0, limits - 1).astype(np.int64) for edge in (starts, starts + sides + 1)
+    return _Proposals(
+        crops=np.asarray(masks.crops, np.int64)[numbers],
+        first_bits=np.asarray(masks.offsets, np.int64)[numbers] * 8,
+        stored=stored,
+        flipped=np.array(flips)[images],
+        sides=sides,
+        grids=grids,
     )
-    lows, highs = ((edge.astype(np.float32) * shrinks).astype(np.int64) for edge in (lows, lasts))
-    highs += 1
-    lows[flipped, 0], highs[flipped, 0] = (stored - highs)[flipped, 0], (stored - lows)[flipped, 0]
-    lows = np.maximum(lows, crops[:, :2])
-    highs = np.minimum(highs, crops[:, 2:])
-    signs = np.where(flipped, -1, 1)
 
-    device = masks.bits.device
-    targets = torch.zeros((len(of), size, size), dtype=torch.float32, device=device)
-    with torch.autocast(device.type, enabled=False):  # half precision would round the weights
-        most = CHUNK_BYTES[device.type] // SAMPLED_BYTES
-        for row, low, span in _cut_chunks(
-            lows, highs, grids[:, 2].astype(np.int64), size, pixels=most
-        ):
-            crop = crops[row]
-            (x, y) = low.T
-            stride = crop[:, 2] - crop[:, 0]
-            first = offsets[row] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
-            across = np.stack(
-                [signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]]
-            )
-            down = np.stack([np.ones_like(y), -y, span[:, 1]])
-            pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
-            both = np.concatenate([across, down], 1)  # in one go: a GPU has fewer calls to wait for
-            weights = _weigh_pixels(
-                np.concatenate([*grids[row].transpose(2, 0, 1)]).T,
-                both,
-                (size, max(pixels.shape[1:])),
-                device,
-            )
-            columns, rows = (
-                part[..., :count]
-                for part, count in zip(weights.chunk(2), pixels.shape[:0:-1], strict=True)
-            )
-            targets.index_add_(0, send(row, device), rows @ (pixels @ columns.mT))
-    return targets
+
+def _find_windows(proposals: _Proposals) -> tuple[Ints, Ints]:
+    """Find the part of each crop that samples can read, as stored: int64 [R, 2] x, y of its first
+    pixel, and of the one after its last.
+    """
+    starts, _, _, limits, shrinks = proposals.grids.swapaxes(0, 1)
+    firsts = np.clip(starts, 0, limits - 1).astype(np.int64)
+    lasts = np.clip(starts + proposals.sides + 1, 0, limits - 1).astype(np.int64)
+    lows = (firsts.astype(np.float32) * shrinks).astype(np.int64)
+    highs = (lasts.astype(np.float32) * shrinks).astype(np.int64) + 1
+    flipped = proposals.flipped
+    mirrored = proposals.stored[flipped, 0]
+    left = mirrored - highs[flipped, 0]
+    highs[flipped, 0] = mirrored - lows[flipped, 0]
+    lows[flipped, 0] = left
+    return np.maximum(lows, proposals.crops[:, :2]), np.minimum(highs, proposals.crops[:, 2:])
+
+
+def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, size: int) -> Tensor:
+    """Sample blocks of pixels, which begin at ``low`` and are ``span`` wide and high: what each
+    adds to its target, float32 [k, size, size].
+    """
+    x, y = low.T
+    crops = proposals.crops
+    stride = crops[:, 2] - crops[:, 0]
+    first = proposals.first_bits + (y - crops[:, 1]) * stride + x - crops[:, 0]
+    pixels = _read_pixels(bits, np.stack([first, stride]), span.max(0).tolist())
+    height, width = pixels.shape[1:]
+    # both axes in one go: a GPU has fewer calls to wait for
+    grid = np.concatenate([*proposals.grids.transpose(2, 0, 1)]).T
+    reach = _find_reach(proposals, low, span)
+    weights = _weigh_pixels(grid, reach, (size, max(height, width)), bits.device)
+    columns, rows = weights.chunk(2)
+    return rows[..., :height] @ (pixels @ columns[..., :width].mT)
 
 
 def _cut_chunks(
@@ -149,8 +196,21 @@ def _cut_chunks(
         cost = (padded.prod(1) + size * (padded + 4 * samples).sum(1)) * np.arange(
             1, len(order) + 1
         )
-        chunk, order = np.split(order, [max(1, int(np.searchsorted(cost, pixels, "right")))])
+        count = max(1, int(np.searchsorted(cost, pixels, "right")))
+        chunk = order[:count]
+        order = order[count:]
         yield row[chunk], low[chunk], span[chunk]
+
+
+def _find_reach(proposals: _Proposals, low: Ints, span: Ints) -> Ints:
+    """Find the reach of k blocks, as `_weigh_pixels` takes it: int64 [3, 2k], across, then down."""
+    x, y = low.T
+    flipped = proposals.flipped
+    signs = np.where(flipped, -1, 1)
+    edges = np.where(flipped, proposals.stored[:, 0] - 1 - x, -x)
+    across = np.stack([signs, edges, span[:, 0]])
+    down = np.stack([np.ones_like(y), -y, span[:, 1]])
+    return np.concatenate([across, down], 1)
 
 
 def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
@@ -167,9 +227,8 @@ def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
     lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
     numbers = torch.arange(256, device=bits.device)
     shifts = torch.arange(7, -1, -1, device=bits.device)
-    return torch.nn.functional.embedding(lined, ((numbers[:, None] >> shifts) & 1).float()).flatten(
-        2
-    )
+    bits_of_bytes = ((numbers[:, None] >> shifts) & 1).float()
+    return torch.nn.functional.embedding(lined, bits_of_bytes).flatten(2)
 
 
 def _weigh_pixels(
@@ -189,11 +248,8 @@ def _weigh_pixels(
     start, side, count, limit, shrink = send(grid, device)[..., None, None]
     sign, edge, length = send(reach, device)[..., None, None]
     number = torch.arange(int(grid[2].max()), dtype=torch.float32, device=device) + 0.5
-    place = (
-        start
-        + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side
-        + number * side / count
-    )
+    place = torch.arange(shape[0], dtype=torch.float32, device=device)[:, None]
+    place = start + place * side + number * side / count
     weight = ((number < count) & (place >= -1) & (place <= limit)) / count
     place = place.clamp_(min=0).minimum(limit - 1)
     share = place.frac()

@@ -69,7 +69,8 @@ def expand_masks(
 
     Example:
         >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
-        >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
+        >>> bits = torch.tensor([0b10110000], dtype=torch.uint8)
+        >>> masks = MaskBits(bits, crops, torch.tensor([0, 1]))
         >>> expand_masks(masks, [(2, 4)], [1])[0].tolist()
         [[[0, 1, 0, 0], [0, 1, 1, 0]]]
     """
@@ -107,26 +108,36 @@ def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
     """Draw by torch, all objects' rows at once; ``sizes`` are those of each object's image,
     ``dense`` is flat.
     """
-    left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
-    # each row of each object: its object, its place in the crop, its width
-    of = np.repeat(np.arange(len(top)), bottom - top)
-    row = number_within(bottom - top)
-    wide = (right - left)[of]
-    begins = np.cumsum(wide) - wide
-    areas = sizes.prod(1)
-    to = (np.cumsum(areas) - areas)[of] + (top[of] + row) * sizes[of, 1] + left[of]
-    # with a pixel's number among all drawn ones: its bit, and its place
-    table = np.stack([wide, masks.offsets.numpy()[of] * 8 + row * wide - begins, to - begins])
     bits = masks.bits
-    most = CHUNK_BYTES[masks.bits.device.type] // DRAWN_BYTES
-    cuts = np.searchsorted(begins, np.arange(0, wide.sum() + most, most))
+    table = _list_rows(masks, sizes)
+    ends = np.cumsum(table[0])
+    begins = ends - table[0]
+    most = CHUNK_BYTES[bits.device.type] // DRAWN_BYTES
+    cuts = np.searchsorted(begins, np.arange(0, table[0].sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
         part = send(table[:, first:last], bits.device)
         begin = int(begins[first])
-        length = int(wide[first:last].sum())
+        length = int(ends[last - 1]) - begin
         pixel = torch.arange(begin, begin + length, device=bits.device)
         bit, place = part[1:].repeat_interleave(part[0], 1, output_size=length).add_(pixel)
         dense[place] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
+
+
+def _list_rows(masks: MaskBits, sizes: Ints) -> Ints:
+    """List each row of each object, int64 [3, rows]: its width; and what is added to a pixel's
+    number among all drawn ones for its bit, and for its place.
+    """
+    left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
+    heights = bottom - top
+    owner = np.repeat(np.arange(len(top)), heights)
+    row = number_within(heights)
+    width = (right - left)[owner]
+    begins = np.cumsum(width) - width
+    areas = sizes.prod(1)
+    image_starts = (np.cumsum(areas) - areas)[owner]
+    places = image_starts + (top[owner] + row) * sizes[owner, 1] + left[owner]
+    first_bits = masks.offsets.numpy()[owner] * 8 + row * width
+    return np.stack([width, first_bits - begins, places - begins])
 
 
 def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:

@@ -29,7 +29,7 @@ from colab_utils.units import format_bytes
 PREFETCH = 2
 """Batches ahead for each worker."""
 
-# that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
+# A training loop may hold these: its batch, the next one, and two more that somebody looks at.
 _LENT_BUFFERS = 4
 
 

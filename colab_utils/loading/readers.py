@@ -9,7 +9,7 @@ from typing import Any
 from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import DriveFile
-from colab_utils.shards.format import ShardIndex, ShardInfo, has_size
+from colab_utils.shards.format import ShardInfo, has_size
 from colab_utils.shards.records import ShardArrays, load_arrays, rebuild_arrays
 from colab_utils.slow_drive import find_profile
 
@@ -39,20 +39,18 @@ class ShardFiles:
         length = memoryview(buffer).nbytes
         try:
             count = self._open(path).readinto(buffer, start)
-            found = "it cut short"
+            problem = "it cut short"
         except OSError as error:
             count = -1
-            found = str(error.strerror)
+            problem = str(error.strerror)
         if count < length:
-            cure = "Copy the shards again, or mount Drive again."
             raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}"
+                f"expected {start + length:,} bytes or more in {path}, found {problem}. "
+                "Copy the shards again, or mount Drive again."
             )
 
 
-def load_shard(
-    folder: Path, shard: ShardInfo, *, index: ShardIndex, retries: Retries
-) -> ShardArrays:
+def load_shard(folder: Path, shard: ShardInfo, *, retries: Retries) -> ShardArrays:
     """The arrays of one shard; made again from its tar, with a warning, where they are missing or
     damaged.
 
@@ -60,18 +58,26 @@ def load_shard(
         ColabUtilsError: if the tar is missing, cut short or damaged.
         DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
     """
-    return retries.run(guard_drive(folder)(partial(_load, folder, shard, index)))
+
+    def load() -> ShardArrays:
+        with guard_drive(folder):
+            return _load(folder, shard)
+
+    return retries.run(load)
 
 
-def _load(folder: Path, shard: ShardInfo, index: ShardIndex) -> ShardArrays:
+def _load(folder: Path, shard: ShardInfo) -> ShardArrays:
     path = folder / shard.name
     arrays_path = folder / shard.arrays_name
     if not has_size(path, shard.bytes):
-        found = f"{path.stat().st_size:,}" if path.is_file() else "none"
-        cure = "it was cut short or changed. Copy it again, or run preprocess again on this folder."
-        raise ColabUtilsError(f"expected {shard.bytes:,} bytes in {path}, found {found}: {cure}")
+        size = f"{path.stat().st_size:,}" if path.is_file() else "none"
+        raise ColabUtilsError(
+            f"expected {shard.bytes:,} bytes in {path}, found {size}: it was cut short or changed. "
+            "Copy it again, or run preprocess again on this folder."
+        )
     try:
-        arrays = guard_drive(folder)(load_arrays)(arrays_path, shard)
+        with guard_drive(folder):
+            arrays = load_arrays(arrays_path, shard)
     except DriveLostError:
         raise
     except (ColabUtilsError, OSError) as error:

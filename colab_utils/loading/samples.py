@@ -27,9 +27,8 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         names = {category["id"]: category["name"] for category in categories}
         ids = sorted(names)
         mapped = contiguous or (bool(ids) and ids[0] < 1)  # label 0 is torchvision's background
-        self.category_ids: dict[int, int] = (
-            dict(enumerate(ids, 1)) if mapped else {number: number for number in ids}
-        )
+        labels = range(1, len(ids) + 1) if mapped else ids
+        self.category_ids: dict[int, int] = dict(zip(labels, ids, strict=True))
         self.class_names: dict[int, str] = {
             label: names[number] for label, number in self.category_ids.items()
         }
@@ -57,10 +56,10 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
         parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
-        return {
-            "image_id": int(self.image_ids[index]),
-            **{key: torch.from_numpy(part) for key, part in parts.items()},
-        }
+        target: Target = {"image_id": int(self.image_ids[index])}
+        for key, part in parts.items():
+            target[key] = torch.from_numpy(part)
+        return target
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -75,15 +74,15 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         """
         from pycocotools.coco import COCO
 
-        images = list[dict[str, Any]]()
-        annotations = list[dict[str, Any]]()
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
         for index, (height, width) in enumerate(self.sizes.tolist()):
-            images.append({"id": int(self.image_ids[index]), "height": height, "width": width})
+            image_id = int(self.image_ids[index])
+            images.append({"id": image_id, "height": height, "width": width})
             # ids from 1: COCOeval takes an annotation with id 0 for "no match"
-            for one in self.list_annotations(index):
-                annotations.append(
-                    {**one, "image_id": images[-1]["id"], "id": len(annotations) + 1}
-                )
+            for annotation in self.list_annotations(index):
+                number = len(annotations) + 1
+                annotations.append({**annotation, "image_id": image_id, "id": number})
         categories = [
             {"id": number, "name": self.class_names[label]}
             for label, number in self.category_ids.items()

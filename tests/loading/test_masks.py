@@ -87,7 +87,8 @@ RING = [2, 2, 30, 2, 30, 20, 2, 20], [10, 8, 20, 8, 20, 14, 10, 14]
 
 
 def draw_hole(height, width):
-    outer, inner = (coco_mask.decode(encode_segmentation([part], height, width)) for part in RING)
+    outer = coco_mask.decode(encode_segmentation([RING[0]], height, width))
+    inner = coco_mask.decode(encode_segmentation([RING[1]], height, width))
     mask = (outer & ~inner).ravel("F")
     runs = np.diff([0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), mask.size]).tolist()
     return {"size": [height, width], "counts": runs}
@@ -311,7 +312,8 @@ crops = np.concatenate([corners, corners + 60], 1).astype(np.int32)
 crops[0] = 0, 0, 4000, 3000
 sides = crops[:, 2:] - crops[:, :2]
 ends = np.concatenate([[0], np.cumsum(-(-sides.prod(1) // 8))])
-masks = MaskBits(torch.full((int(ends[-1]),), 255, dtype=torch.uint8), torch.from_numpy(crops), torch.from_numpy(ends))
+bits = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
+masks = MaskBits(bits, torch.from_numpy(crops), torch.from_numpy(ends))
 objects = torch.from_numpy(np.concatenate([np.zeros(6, np.int64), np.arange(300)]))
 boxes = torch.from_numpy(crops).float()[objects]
 batch = {"sizes": torch.tensor([[3000, 4000]]), "counts": torch.tensor([300]), "flips": [False]}

@@ -89,10 +89,8 @@ def test_memory_is_used_again():
     numbers = [pool.take() for _ in range(3)]
     for number in numbers:
         pool.buffers[number].reserve(100)[:] = number
-    first, second, third = (pool.hold(number, 100) for number in numbers)
-    assert [part.unique().tolist() for part in (first, second, third)] == [
-        [number] for number in numbers
-    ]
+    parts = [pool.hold(number, 100) for number in numbers]
+    assert [part.unique().tolist() for part in parts] == [[number] for number in numbers]
     assert pool.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
     del first
