@@ -211,7 +211,14 @@ def write_batch(
         mirrored = np.repeat(flips, counts)
         widths = np.repeat(tables["sizes"][:, 1], counts)[mirrored, None]
         tables["boxes"][mirrored, ::2] = widths - tables["boxes"][mirrored, 2::-2]
-    shape = _measure_shape(sizes, counts, int(tables["mask_bytes"].sum()), dense=dense)
+    areas = tables["sizes"].prod(1, dtype=np.int64)
+    shape = BatchShape(
+        images=len(sizes),
+        objects=len(tables["labels"]),
+        pixel_bytes=3 * int(areas.sum()),
+        mask_bytes=int(tables["mask_bytes"].sum()),
+        dense_bytes=int(areas @ tables["counts"]) if dense else 0,
+    )
     _, size = shape.lay_out()
     memory = reserve(size)
     views = shape.open_tables(memory)
@@ -224,19 +231,6 @@ def write_batch(
         masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
         draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
     return shape, memory
-
-
-def _measure_shape(
-    sizes: list[list[int]], counts: list[int], mask_bytes: int, *, dense: bool
-) -> BatchShape:
-    pixels = 0
-    dense_bytes = 0
-    for (height, width), count in zip(sizes, counts, strict=True):
-        pixels += height * width
-        dense_bytes += count * height * width
-    if not dense:
-        dense_bytes = 0
-    return BatchShape(len(sizes), sum(counts), 3 * pixels, mask_bytes, dense_bytes)
 
 
 def _write_images(

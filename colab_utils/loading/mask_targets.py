@@ -6,7 +6,7 @@ memory.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,10 @@ class _Proposals(NamedTuple):
     """float32 [R, 2]: width and height of each box, at least 1."""
     grids: NDArray[np.float32]
     """float32 [R, 5, 2]: for x and y, what `_weigh_pixels` takes as its grid."""
+
+    def take(self, rows: Ints) -> "_Proposals":
+        tables: list[Any] = [table[rows] for table in self]
+        return _Proposals(*tables)
 
 
 @torch.no_grad()
@@ -98,8 +102,7 @@ def sample_masks(
     bins = proposals.grids[:, 2].astype(np.int64)
     with torch.autocast(device.type, enabled=False):  # half precision would round the weights
         for row, low, span in _cut_chunks(lows, highs, bins, size, pixels=most):
-            chunk = _Proposals(*(table[row] for table in proposals))
-            part = _sample_chunk(masks.bits, chunk, low, span, size)
+            part = _sample_chunk(masks.bits, proposals.take(row), low, span, size)
             targets.index_add_(0, send(row, device), part)
     return targets
 

@@ -39,7 +39,8 @@ class LoaderState:
         Raises:
             ColabUtilsError: if it was changed.
         """
-        parsed = cls(**{field.name: state.get(field.name) for field in fields(cls)})
+        values: dict[str, Any] = {field.name: state.get(field.name) for field in fields(cls)}
+        parsed = cls(**values)
         try:
             is_sound = parsed._is_sound(images, shards)
         except TypeError:  # a list is none

@@ -37,8 +37,8 @@ def pack_rles(images):
     """
     packed = [pack_masks(rles) for _, rles in images]
     ends = np.cumsum(np.concatenate([[0], *(np.diff(part.offsets) for part in packed)]))
-    tables = (np.concatenate([part[i] for part in packed]) for i in (0, 1))
-    bits, crops = (torch.from_numpy(table) for table in tables)
+    bits = torch.from_numpy(np.concatenate([part.bits for part in packed]))
+    crops = torch.from_numpy(np.concatenate([part.crops for part in packed]))
     counts = torch.tensor([len(rles) for _, rles in images])
     return (
         MaskBits(bits, crops, torch.from_numpy(ends)),
@@ -77,9 +77,11 @@ def make_blobs(seed, *, objects, height=37, width=53):
     """Noise in boxes of any size and place; every fourth mask is empty."""
     rng = np.random.default_rng(seed)
     masks = np.zeros((objects, height, width), np.uint8)
-    for mask in (mask for i, mask in enumerate(masks) if i % 4):
-        (y0, y1), (x0, x1) = (np.sort(rng.integers(0, side + 1, 2)) for side in (height, width))
-        mask[y0:y1, x0:x1] = rng.random((y1 - y0, x1 - x0)) < 0.7
+    for i, mask in enumerate(masks):
+        if i % 4:
+            y0, y1 = np.sort(rng.integers(0, height + 1, 2))
+            x0, x1 = np.sort(rng.integers(0, width + 1, 2))
+            mask[y0:y1, x0:x1] = rng.random((y1 - y0, x1 - x0)) < 0.7
     return masks
 
 

@@ -89,8 +89,12 @@ def test_memory_is_used_again():
     numbers = [pool.take() for _ in range(3)]
     for number in numbers:
         pool.buffers[number].reserve(100)[:] = number
-    parts = [pool.hold(number, 100) for number in numbers]
-    assert [part.unique().tolist() for part in parts] == [[number] for number in numbers]
+    first = pool.hold(numbers[0], 100)
+    second = pool.hold(numbers[1], 100)
+    third = pool.hold(numbers[2], 100)
+    assert first.unique().tolist() == [numbers[0]]
+    assert second.unique().tolist() == [numbers[1]]
+    assert third.unique().tolist() == [numbers[2]]
     assert pool.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
     del first
