@@ -21,8 +21,8 @@ from torch import Tensor
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
-from colab_utils.loading.batch import Target
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.targets import Target
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 

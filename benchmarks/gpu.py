@@ -41,9 +41,10 @@ from benchmarks.step import (
 )
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
-from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
+from colab_utils.loading.targets import pack_target
 from colab_utils.machine import describe_machine
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
+from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.targets import pack_target
 from colab_utils.show.table import make_table
 from colab_utils.training import losses
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms

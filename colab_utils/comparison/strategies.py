@@ -32,7 +32,8 @@ from colab_utils.files import read_file
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import BatchSampler, Loader, make_loader
+from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.loading.sampler import BatchSampler
 from colab_utils.machine import find_free_memory, require_space
 from colab_utils.processes import quiet_fork
 from colab_utils.progress import show_progress

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from colab_utils.loading.workers import describe_exit
+from colab_utils.loading.prefetcher import describe_exit
 
 # Workers that are remembered, and threads of each that can be at a sample.
 _ROWS = 128

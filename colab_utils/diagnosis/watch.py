@@ -20,7 +20,7 @@ from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
-from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
+from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.machine import require_linux
 from colab_utils.processes import quiet_fork
 

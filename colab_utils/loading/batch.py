@@ -2,8 +2,7 @@
 made there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -15,156 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import pack_pixels
-from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
+from colab_utils.loading.targets import PackedSample, PackedSamples, Target, blame_sample
 
-Target = dict[str, Any]
-"""torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks
-uint8 [N, H, W], image_id int, area float32 [N], iscrowd int64 [N]."""
-Transforms = Callable[..., Any]
-"""(image, target) to (image, target): one of ``torchvision.transforms.v2``, or any callable."""
 _PARTS = ("boxes", "labels", "areas", "iscrowd")  # of objects
+
+
 _ALIGNMENT = 64
+
+
 _FLIPPED_ROWS = 64
-
-
-class PackedSample(NamedTuple):
-    """One image and its objects as they cross to the training process."""
-
-    pixels: NDArray[np.uint8]
-    """uint8 [H, W, 3]."""
-    bits: NDArray[np.uint8]
-    """uint8 [bytes]: of all masks."""
-    tables: dict[str, NDArray[Any]]
-    """The rest, as that of a batch of one image: see `PackedSamples.describe`."""
-
-
-def pack_target(image: Tensor, target: Target) -> PackedSample:
-    """A sample of any dataset with torchvision's target contract as a packed one; other keys are
-    left behind.
-
-    Raises:
-        ColabUtilsError: if the image or the target is not of the contract.
-    """
-    if (
-        not isinstance(image, Tensor)
-        or image.dtype != torch.uint8
-        or image.ndim != 3
-        or len(image) != 3
-    ):
-        found = _describe(image)
-        raise ColabUtilsError(
-            f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor."
-        )
-    try:
-        parts = {
-            key: torch.as_tensor(target[key]).numpy()
-            for key in ("boxes", "labels", "masks", "area", "iscrowd")
-        }
-        image_id = int(target["image_id"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        found = f"{error} is missing or of another kind: add it to the dict that your dataset gives"
-        raise ColabUtilsError(
-            f"expected a target of torchvision's contract, found one whose {found}"
-        ) from None
-    count = len(parts["labels"])
-    masks = parts["masks"]
-    wanted = {
-        "boxes": (count, 4),
-        "area": (count,),
-        "iscrowd": (count,),
-        "masks": (count, *image.shape[1:]),
-    }
-    for key, shape in wanted.items():
-        fits = len(parts[key]) == count and (not count or parts[key].shape == shape)
-        if not fits or (key == "masks" and masks.dtype not in (np.uint8, np.bool_)):
-            raise ColabUtilsError(
-                f"expected {key} of shape {list(shape)} for {count} labels and an image of "
-                f"{list(image.shape)} (masks "
-                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}: correct "
-                "your dataset's target"
-            )
-    packed = pack_pixels(masks)
-    tables: dict[str, NDArray[Any]] = {
-        "sizes": np.array([image.shape[1:]], np.int32),
-        "image_ids": np.array([image_id], np.int64),
-        "counts": np.array([count], np.int64),
-        "boxes": parts["boxes"].astype(np.float32).reshape(count, 4),
-        "labels": parts["labels"].astype(np.int64),
-        "areas": parts["area"].astype(np.float32),
-        "iscrowd": parts["iscrowd"].astype(np.int64),
-        "crops": packed.crops,
-        "mask_bytes": np.diff(packed.offsets),
-    }
-    return PackedSample(image.as_subclass(Tensor).numpy().transpose(1, 2, 0), packed.bits, tables)
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def apply_transforms(
-    transforms: Transforms, image: Tensor, target: Target
-) -> tuple[Tensor, Target]:
-    """Apply transforms to one image, uint8 [3, H, W], and its target, given as tv_tensors; plain
-    tensors come back.
-
-    Where they drop objects (``SanitizeBoundingBoxes``), ``area`` is made again from the masks and
-    ``iscrowd`` is 0.
-
-    Raises:
-        ColabUtilsError: if they give something else than an image and its target.
-
-    Example:
-        >>> from torchvision.transforms import v2
-        >>> image, masks = torch.zeros(3, 2, 6).byte(), torch.ones(1, 2, 6).byte()
-        >>> target = {"boxes": torch.tensor([[0.0, 0, 2, 2]]), "masks": masks, "image_id": 1}
-        >>> image, target = apply_transforms(v2.RandomHorizontalFlip(1), image, target)
-        >>> target["boxes"].tolist()
-        [[4.0, 0.0, 6.0, 2.0]]
-    """
-    from torchvision import tv_tensors
-
-    height, width = image.shape[-2:]
-    boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(height, width))
-    given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
-    found = transforms(tv_tensors.Image(image), given)
-    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], dict):
-        kind = type(found).__name__
-        raise ColabUtilsError(
-            f"expected (image, target) from your transforms, found {kind}: see torchvision's v2"
-        )
-    image = found[0]
-    target = {"image_id": given["image_id"], **found[1]}
-    for key, value in target.items():
-        target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
-    if "area" in target and len(target["area"]) != len(target["boxes"]):
-        target["area"] = target["masks"].flatten(1).sum(1, dtype=torch.float32)
-        target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
-    return image.as_subclass(Tensor), target
-
-
-class BadSampleError(Exception):
-    """Inside the loader: the error of a sample that cannot be loaded, and its place in the
-    batch.
-    """
-
-
-@contextmanager
-def blame_sample(place: int) -> Iterator[None]:
-    """Raise whatever goes wrong with this sample as BadSampleError, but not a lost Drive or too
-    little memory.
-    """
-    try:
-        yield
-    except (DriveLostError, MemoryError):
-        raise
-    except Exception as error:
-        raise BadSampleError(error, place) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,17 +66,22 @@ class PackedBatch:
         dense masks.
         """
         first, end, _ = part.indices(len(self))
-        pixels = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
-        objects = [0, *accumulate(self.counts.tolist())]
-        images = slice(first, end)
-        of = slice(objects[first], objects[end])
-        tables = {name: getattr(self, name)[images] for name in ("sizes", "image_ids", "counts")}
-        tables |= {name: getattr(self, name)[of] for name in _PARTS}
+        pixel_ends = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
+        object_ends = [0, *accumulate(self.counts.tolist())]
+        first_object = object_ends[first]
+        end_object = object_ends[end]
+        bits, crops, offsets = self.masks
         masks = MaskBits(
-            self.masks.bits, self.masks.crops[of], self.masks.offsets[of.start : of.stop + 1]
+            bits, crops[first_object:end_object], offsets[first_object : end_object + 1]
         )
+        objects = {name: getattr(self, name)[first_object:end_object] for name in _PARTS}
         return PackedBatch(
-            pixels=self.pixels[pixels[first] : pixels[end]], masks=masks, dense=None, **tables
+            pixels=self.pixels[pixel_ends[first] : pixel_ends[end]],
+            sizes=self.sizes[first:end],
+            image_ids=self.image_ids[first:end],
+            counts=self.counts[first:end],
+            masks=masks,
+            **objects,
         )
 
     @cached_property
@@ -255,19 +119,16 @@ class PackedBatch:
         images = replace(self, pixels=send(self.pixels, device)).split_images()
         if dtype == torch.uint8:
             return images
-        return [
-            image.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-            for image in images
-        ]
+        dense = torch.contiguous_format
+        return [image.to(torch.float32, memory_format=dense).div_(255) for image in images]
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
         counts: list[int] = self.counts.tolist()
         sizes: list[list[int]] = self.sizes.tolist()
         if self.dense is None:
-            masks = expand_masks(
-                self.masks._replace(bits=send(self.masks.bits, device)), sizes, counts
-            )
+            packed = self.masks._replace(bits=send(self.masks.bits, device))
+            masks = expand_masks(packed, sizes, counts)
         else:
             masks = split_masks(send(self.dense, device), sizes, counts)
         # copies: a box that you keep must not keep the whole batch
@@ -319,9 +180,10 @@ class BatchShape(NamedTuple):
 
     def open_tables(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """The tables in a buffer, uint8 [bytes], as views of it."""
+        layout, _ = self.lay_out()
         return {
-            name: buffer[at].view(kind).reshape(shape)
-            for name, (at, kind, shape) in self.lay_out()[0].items()
+            name: buffer[place].view(kind).reshape(shape)
+            for name, (place, kind, shape) in layout.items()
         }
 
 
@@ -343,89 +205,67 @@ def write_batch(
         BadSampleError: if an image cannot be read.
     """
     tables = source.describe(indices)
-    if flips is not None:
-        right, mirrored = (
-            np.repeat(part, tables["counts"]) for part in (tables["sizes"][:, 1], flips)
-        )
-        tables["boxes"][mirrored, ::2] = right[mirrored, None] - tables["boxes"][mirrored, 2::-2]
-    lengths = tables.pop("mask_bytes")
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
     sizes: list[list[int]] = tables["sizes"].tolist()
     counts: list[int] = tables["counts"].tolist()
-    areas = [h * w for h, w in sizes]
-    dense_bytes = sum(n * area for n, area in zip(counts, areas, strict=True)) if dense else 0
-    shape = BatchShape(len(sizes), len(lengths), 3 * sum(areas), int(offsets[-1]), dense_bytes)
-    memory = reserve(shape.lay_out()[1])
+    if flips is not None:
+        mirrored = np.repeat(flips, counts)
+        widths = np.repeat(tables["sizes"][:, 1], counts)[mirrored, None]
+        tables["boxes"][mirrored, ::2] = widths - tables["boxes"][mirrored, 2::-2]
+    areas = tables["sizes"].prod(1, dtype=np.int64)
+    shape = BatchShape(
+        images=len(sizes),
+        objects=len(tables["labels"]),
+        pixel_bytes=3 * int(areas.sum()),
+        mask_bytes=int(tables["mask_bytes"].sum()),
+        dense_bytes=int(areas @ tables["counts"]) if dense else 0,
+    )
+    _, size = shape.lay_out()
+    memory = reserve(size)
     views = shape.open_tables(memory)
-    for name, table in (*tables.items(), ("offsets", offsets)):
+    views["offsets"][0] = 0
+    np.cumsum(tables.pop("mask_bytes"), out=views["offsets"][1:])
+    for name, table in tables.items():
         views[name][:] = table
-    first = 0
-    pixel = first
-    for place, (index, (height, width), count) in enumerate(
-        zip(indices, sizes, counts, strict=True)
-    ):
-        pixels = views["pixels"][pixel : pixel + 3 * height * width].reshape(height, width, 3)
+    _write_images(source, indices, sizes, counts, views, flips)
+    if shape.dense_bytes:
+        masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
+        draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
+    return shape, memory
+
+
+def _write_images(
+    source: Any,
+    indices: Sequence[int],
+    sizes: list[list[int]],
+    counts: list[int],
+    views: dict[str, NDArray[Any]],
+    flips: NDArray[np.bool_] | None,
+) -> None:
+    """Write the pixels and mask bits of each image into their place, one after the other."""
+    offsets = views["offsets"].tolist()
+    first_pixel = 0
+    first_object = 0
+    for place, (height, width) in enumerate(sizes):
+        end_pixel = first_pixel + 3 * height * width
+        end_object = first_object + counts[place]
+        pixels = views["pixels"][first_pixel:end_pixel].reshape(height, width, 3)
+        bits = views["bits"][offsets[first_object] : offsets[end_object]]
         with blame_sample(place):
-            source.read_into(index, pixels, views["bits"][offsets[first] : offsets[first + count]])
+            source.read_into(indices[place], pixels, bits)
         if flips is not None and flips[place]:
             for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):  # they stay in the cache
                 part.copy_(part.flip(1))
-        pixel = pixel + pixels.size
-        first = first + count
-    if dense_bytes:
-        bits, crops, ends, out = map(
-            torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"])
-        )
-        draw_masks(MaskBits(bits, crops, ends), split_masks(out, sizes, counts), flips)
-    return shape, memory
+        first_pixel = end_pixel
+        first_object = end_object
 
 
 def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
     """The batch in a buffer, uint8 [bytes]; its tensors are views of it."""
-    parts = {
-        name: torch.from_numpy(table) for name, table in shape.open_tables(buffer.numpy()).items()
-    }
+    tables = shape.open_tables(buffer.numpy())
+    parts = {name: torch.from_numpy(table) for name, table in tables.items()}
     masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
     dense = parts.pop("dense")
     return PackedBatch(masks=masks, dense=dense if shape.dense_bytes else None, **parts)
-
-
-class PackedSamples:
-    """Samples at hand as what a batch is written from."""
-
-    def __init__(self, samples: Sequence[PackedSample]) -> None:
-        self.samples = samples
-
-    def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of
-        the offsets.
-        """
-        tables = [self.samples[index].tables for index in indices]
-        return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-
-    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
-        pixels[:], bits[:], _ = self.samples[index]
-
-
-def pack_samples(dataset: Any, indices: Sequence[int]) -> PackedSamples:
-    """Samples of any dataset with torchvision's contract.
-
-    Raises:
-        BadSampleError: if one cannot be loaded.
-    """
-    samples = []
-    for place, index in enumerate(indices):
-        with blame_sample(place):
-            found = dataset[index]
-            if not isinstance(found, tuple | list) or len(found) != 2:
-                kind = type(found).__name__
-                raise ColabUtilsError(
-                    f"expected (image, target) from your dataset, found {kind}: see torchvision's"
-                )
-            samples.append(pack_target(*found))
-    return PackedSamples(samples)
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:

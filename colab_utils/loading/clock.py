@@ -103,9 +103,13 @@ class LoopClock:
         waited for.
         """
         at_work = self._moments[:2] if len(self._moments) > 1 else []
-        last = [*(moments[-1] for moments in self._pending), *at_work][-1:]
-        if last and last[0].event:
-            last[0].event.synchronize()
+        newest = None
+        if at_work:
+            newest = at_work[-1]
+        elif self._pending:
+            newest = self._pending[-1][-1]
+        if newest is not None and newest.event:
+            newest.event.synchronize()
         self._settle()
         return float(self.parts_s[:, 0].sum()) + sum(_measure(at_work))
 
@@ -117,14 +121,22 @@ class LoopClock:
 
     def _settle(self) -> None:
         """Work out the parts of the batches that a GPU is done with."""
-        while self._pending and ((event := self._pending[0][-1].event) is None or event.query()):
-            self._parts.extend([*_measure(self._pending[0]), 0.0][:3])
+        while self._pending:
+            moments = self._pending[0]
+            event = moments[-1].event
+            if event is not None and not event.query():
+                return
+            parts_s = _measure(moments)
+            if len(parts_s) == 2:  # no step ended: all that followed is the step
+                parts_s.append(0.0)
+            self._parts.extend(parts_s)
             self._pending.popleft()
 
 
 class _Moment(NamedTuple):
     wall_s: float
-    event: Any  # on the stream, where this process uses CUDA; else None
+    # on the stream, where this process uses CUDA; else None
+    event: Any
 
 
 def _note_moment() -> _Moment:

@@ -6,13 +6,8 @@ int, area float32 [N], iscrowd int64 [N]. Crowds and boxes without area are left
 torchvision's ``references/detection`` does.
 """
 
-import io
 import json
-import os
-import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
@@ -31,177 +25,18 @@ from colab_utils.data.masks import (
     pack_masks,
     unpack_masks,
 )
-from colab_utils.drive import DriveLostError, Retries, guard_drive
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import DriveFile, hash_bytes, read_file
-from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes, read_file
+from colab_utils.loading.readers import ShardFiles, load_shard
+from colab_utils.loading.samples import CocoSamples
+from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.require import require_local_path
-from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, read_index
-from colab_utils.shards.records import ShardArrays, convert_boxes, load_arrays, rebuild_arrays
-from colab_utils.slow_drive import find_profile
-
-OPEN_FILES = 512
+from colab_utils.shards.format import ShardIndex, read_index
+from colab_utils.shards.records import ShardArrays, convert_boxes
 
 
-class _CocoSamples(Dataset[tuple[Tensor, Target]]):
-    """What both datasets share: labels, ids and sizes of the images, and the annotations in COCO
-    form.
-    """
-
-    image_ids: NDArray[np.int64]
-    sizes: NDArray[np.int32]
-
-    def _set_labels(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
-        names = {category["id"]: category["name"] for category in categories}
-        ids = sorted(names)
-        mapped = contiguous or (bool(ids) and ids[0] < 1)  # label 0 is torchvision's background
-        self.category_ids: dict[int, int] = (
-            dict(enumerate(ids, 1)) if mapped else {number: number for number in ids}
-        )
-        self.class_names: dict[int, str] = {
-            label: names[number] for label, number in self.category_ids.items()
-        }
-        self.num_classes = max(self.class_names, default=0) + 1
-
-    def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
-        labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T
-        return labels[np.searchsorted(ids, category_ids)]
-
-    def __len__(self) -> int:
-        return len(self.image_ids)
-
-    def _check(self, index: int) -> int:
-        return range(len(self))[index]  # or an IndexError
-
-    @staticmethod
-    def decode(data: bytes | bytearray) -> Tensor:
-        """JPEG, PNG, any other image, or raw pixels as uint8 [3, H, W]; see ``decode_pixels``.
-
-        Raises:
-            ColabUtilsError: if the bytes are not a whole image.
-        """
-        # by numpy: torch's own copy uses OpenMP threads, which a forked process has lost
-        return torch.from_numpy(np.ascontiguousarray(decode_pixels(data).transpose(2, 0, 1)))
-
-    def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
-        parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
-        return {
-            "image_id": int(self.image_ids[index]),
-            **{key: torch.from_numpy(part) for key, part in parts.items()},
-        }
-
-    def list_annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, crowds included."""
-        raise NotImplementedError
-
-    def to_coco(self) -> Any:
-        """The dataset as pycocotools' ``COCO``, crowds included, for evaluators that take one.
-
-        Example:
-            >>> from pycocotools.cocoeval import COCOeval
-            >>> COCOeval(ShardDataset("shards").to_coco(), iouType="segm")  # doctest: +SKIP
-        """
-        from pycocotools.coco import COCO
-
-        images = list[dict[str, Any]]()
-        annotations = list[dict[str, Any]]()
-        for index, (height, width) in enumerate(self.sizes.tolist()):
-            images.append({"id": int(self.image_ids[index]), "height": height, "width": width})
-            # ids from 1: COCOeval takes an annotation with id 0 for "no match"
-            for one in self.list_annotations(index):
-                annotations.append(
-                    {**one, "image_id": images[-1]["id"], "id": len(annotations) + 1}
-                )
-        categories = [
-            {"id": number, "name": self.class_names[label]}
-            for label, number in self.category_ids.items()
-        ]
-        coco = COCO()
-        coco.dataset = {
-            "info": {},
-            "images": images,
-            "annotations": annotations,
-            "categories": categories,
-        }
-        with redirect_stdout(io.StringIO()):
-            coco.createIndex()
-        return coco
-
-
-class ShardFiles:
-    """Reads pieces of a folder's files, and keeps those that were read last open."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # what falls out is closed when nothing reads it any more
-        self._open = lru_cache(OPEN_FILES)(partial(DriveFile, retries=Retries()))
-
-    def __reduce__(self) -> Any:  # open files stay in this process
-        return ShardFiles, (self.folder,)
-
-    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of
-        that number.
-
-        Raises:
-            ColabUtilsError: if the file went away or was cut short.
-        """
-        # not as a Path, which takes longer than the read
-        path = os.path.join(self.folder, name)
-        length = memoryview(buffer).nbytes
-        try:
-            count = self._open(path).readinto(buffer, start)
-            found = "it cut short"
-        except OSError as error:
-            count = -1
-            found = str(error.strerror)
-        if count < length:
-            cure = "Copy the shards again, or mount Drive again."
-            raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}"
-            )
-
-
-def load_shard(
-    folder: Path, shard: ShardInfo, *, index: ShardIndex, retries: Retries
-) -> ShardArrays:
-    """The arrays of one shard; made again from its tar, with a warning, where they are missing or
-    damaged.
-
-    Raises:
-        ColabUtilsError: if the tar is missing, cut short or damaged.
-        DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
-    """
-    return retries.run(guard_drive(folder)(partial(_load, folder, shard, index)))
-
-
-def _load(folder: Path, shard: ShardInfo, index: ShardIndex) -> ShardArrays:
-    path = folder / shard.name
-    arrays_path = folder / shard.arrays_name
-    if not has_size(path, shard.bytes):
-        found = f"{path.stat().st_size:,}" if path.is_file() else "none"
-        cure = "it was cut short or changed. Copy it again, or run preprocess again on this folder."
-        raise ColabUtilsError(f"expected {shard.bytes:,} bytes in {path}, found {found}: {cure}")
-    try:
-        arrays = guard_drive(folder)(load_arrays)(arrays_path, shard)
-    except DriveLostError:
-        raise
-    except (ColabUtilsError, OSError) as error:
-        warnings.warn(
-            f"{error} It is made again in memory; copy or preprocess again.",
-            ColabUtilsWarning,
-            stacklevel=5,
-        )
-        return rebuild_arrays(path, shard)
-    if find_profile(arrays_path) is not None:
-        # What was read so far came at full speed. It is read again at the speed of the slowed
-        # folder.
-        with DriveFile(arrays_path) as file:
-            file.pread(int(arrays.bits), 0)
-    return arrays
-
-
-class CocoFolder(_CocoSamples):
+class CocoFolder(CocoSamples):
     """A folder of images and a COCO JSON as a map-style dataset with torchvision's detection
     contract.
 
@@ -244,11 +79,10 @@ class CocoFolder(_CocoSamples):
         data = self.read(index)
         try:
             image = self.decode(data)
-            (height, width) = self.sizes[index].tolist()
+            height, width = self.sizes[index].tolist()
             if height and width and image.shape[1:] != (height, width):
-                image = torch.from_numpy(
-                    decode_upright(data, height, width).transpose(2, 0, 1).copy()
-                )
+                upright = decode_upright(data, height, width)
+                image = torch.from_numpy(upright.transpose(2, 0, 1).copy())
         except ColabUtilsError as error:
             raise ColabUtilsError(
                 f"{self.find_path(index)}: {error}. Run check on the dataset."
@@ -265,15 +99,18 @@ class CocoFolder(_CocoSamples):
         try:
             return read_file(path, self.retries)
         except OSError as error:
-            found = f"none at {path} ({error.strerror}). Run check on the dataset."
-            raise ColabUtilsError(f"expected an image file, found {found}") from None
+            raise ColabUtilsError(
+                f"expected an image file, found none at {path} ({error.strerror}). "
+                "Run check on the dataset."
+            ) from None
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the
         annotations give.
         """
         index = self._check(index)
-        return self._read_objects(index, *self.sizes[index].tolist())[2]
+        _, _, masks = self._read_objects(index, *self.sizes[index].tolist())
+        return masks
 
     def find_path(self, index: int) -> Path:
         """The image's file.
@@ -305,7 +142,7 @@ class CocoFolder(_CocoSamples):
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
-class ShardDataset(_CocoSamples):
+class ShardDataset(CocoSamples):
     """A folder of shards as a map-style dataset with torchvision's detection contract.
 
     Labels are the COCO category ids, as torchvision's own path gives them; with
@@ -352,7 +189,7 @@ class ShardDataset(_CocoSamples):
         folder = require_local_path(folder)
         retries = Retries()
         index = read_index(folder, retries)
-        shards = [load_shard(folder, shard, index=index, retries=retries) for shard in index.shards]
+        shards = [load_shard(folder, shard, retries=retries) for shard in index.shards]
         self._open(
             ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
         )
@@ -384,17 +221,13 @@ class ShardDataset(_CocoSamples):
         self.shard_of = np.repeat(
             np.arange(len(shards)), [len(shard.image_ids) for shard in shards]
         )
-        tables = {
-            name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")
-        }
-        self.image_ids = tables["image_ids"]
-        self.sizes = tables["sizes"]
-        counts = tables["counts"]
-        mask_bytes = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
-        self._tables = tables | {
-            "labels": self._map_labels(join("labels")),
-            "mask_bytes": mask_bytes,
-        }
+        names = ("sizes", "image_ids", "counts", "boxes", "areas", "crops")
+        self._tables = {name: join(name) for name in names}
+        self._tables["labels"] = self._map_labels(join("labels"))
+        self._tables["mask_bytes"] = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
+        self.image_ids = self._tables["image_ids"]
+        self.sizes = self._tables["sizes"]
+        counts = self._tables["counts"]
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
@@ -417,11 +250,12 @@ class ShardDataset(_CocoSamples):
         pixels, bits, tables = self.read_packed(index)
         image = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
         masks = unpack_masks(_join_masks(bits, tables), *pixels.shape[:2])
-        boxes, labels, area = (tables[name] for name in ("boxes", "labels", "areas"))
-        target = self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
-        return (
-            apply_transforms(self.transforms, image, target) if self.transforms else (image, target)
+        target = self._make_target(
+            index, boxes=tables["boxes"], labels=tables["labels"], masks=masks, area=tables["areas"]
         )
+        if self.transforms is None:
+            return image, target
+        return apply_transforms(self.transforms, image, target)
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
         """Height and width in pixels, without reading the image (torchvision's aspect-ratio
@@ -452,11 +286,10 @@ class ShardDataset(_CocoSamples):
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
         objects = np.repeat(self._first[rows], tables["counts"]) + number_within(tables["counts"])
-        tables |= {
-            name: self._tables[name][objects]
-            for name in ("boxes", "labels", "areas", "crops", "mask_bytes")
-        }
-        return tables | {"iscrowd": np.zeros(len(objects), np.int64)}
+        for name in ("boxes", "labels", "areas", "crops", "mask_bytes"):
+            tables[name] = self._tables[name][objects]
+        tables["iscrowd"] = np.zeros(len(objects), np.int64)
+        return tables
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of
@@ -499,7 +332,8 @@ class ShardDataset(_CocoSamples):
 
     def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
         start, length = spans[index].tolist()
-        self._read_tar(index, start, data := bytearray(length))
+        data = bytearray(length)
+        self._read_tar(index, start, data)
         self._compare(index, part, data)
         return data
 
@@ -510,9 +344,8 @@ class ShardDataset(_CocoSamples):
     def _compare(self, index: int, part: int, *data: Any) -> None:
         """Refuse what is not what was written: a flipped bit may well be an image."""
         if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
-            raise self._explain_damage(
-                index, f"its {('bytes', 'masks', 'record')[part]} do not match their checksum"
-            )
+            name = ("bytes", "masks", "record")[part]
+            raise self._explain_damage(index, f"its {name} do not match their checksum")
 
     def find_path(self, index: int) -> Path:
         """The shard that the image lies in."""
@@ -530,12 +363,11 @@ class ShardDataset(_CocoSamples):
         """The image's annotations in COCO form, crowds included."""
         return list(self.record(index)["annotations"])
 
-    def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
+    def _explain_damage(self, index: int, problem: str) -> ColabUtilsError:
         return ColabUtilsError(
             f"expected a complete image and record in {self.find_path(index)}, found image "
-            f"{self.image_ids[index]} "
-            f"damaged ({found}). Run verify on the shards, and copy or preprocess again what it "
-            "names."
+            f"{self.image_ids[index]} damaged ({problem}). Run verify on the shards, and copy or "
+            "preprocess again what it names."
         )
 
 

@@ -40,14 +40,14 @@ class EmulatedStep:
         began_s = perf_counter()
         cpu_began_s = thread_time()
         # work and rest alternate in 2 ms slices
-        while (cpu_s := thread_time() - cpu_began_s) < self.busy * length_s:
+        cpu_s = 0.0
+        while cpu_s < self.busy * length_s:
             slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)
             while thread_time() < slice_end_s:
                 zlib.crc32(_BLOCK)
-            rest_s = min((thread_time() - cpu_began_s) / self.busy, length_s) - (
-                perf_counter() - began_s
-            )
-            sleep(max(0.0, rest_s))
+            cpu_s = thread_time() - cpu_began_s
+            end_s = began_s + min(cpu_s / self.busy, length_s)
+            sleep(max(0.0, end_s - perf_counter()))
 
     def __str__(self) -> str:
         return f"emulated {self.step_ms:g} ms"

@@ -4,131 +4,27 @@ device.
 
 import warnings
 import weakref
-from collections.abc import Generator, Iterator, Sequence
-from copy import copy
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
-from colab_utils.loading.workers import (
-    PREFETCH,
-    Fetcher,
-    Prefetcher,
-    WorkerJob,
-    seed_random,
-    tune_workers,
-)
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.fetcher import Fetcher
+from colab_utils.loading.prefetcher import PREFETCH, Prefetcher, WorkerJob
+from colab_utils.loading.sampler import BatchSampler, LoaderState
+from colab_utils.loading.targets import Target, Transforms, apply_transforms
+from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
+
+
 Delivery = Literal["dense", "packed"]
-
-
-class BatchSampler(Sampler[list[int]]):
-    """An epoch as lists of indices; the same for the same seed and epoch.
-
-    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in
-    torchvision's references (``GroupedBatchSampler``); what the two leave over makes the last
-    batches.
-
-    Args:
-        size: images in all.
-        batch_size: images in a batch.
-        seed: of the order; None keeps the dataset's order.
-        sizes: int32 [I, 2], height and width of each image in pixels; None does not group.
-        shard_of: int64 [I], the shard of each image, for ``windows``.
-        sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called
-            where it has one, and it draws from ``seed`` and epoch.
-        drop_last: leave out the last batch where it is not full.
-
-    Attributes:
-        epoch: the epoch that the next pass runs.
-        left: int64, the images of this epoch: all, or what batches of another size have left.
-        windows: of shards, which are trained on one after another, each shuffled together with what
-            the one before left over (see `Arrival.plan_windows`); without windows all images are
-            shuffled.
-
-    Example:
-        >>> list(BatchSampler(5, 2, seed=None))
-        [[0, 1], [2, 3], [4]]
-    """
-
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int | None,
-        *,
-        sizes: NDArray[np.int32] | None = None,
-        shard_of: Any = None,
-        sampler: Any = None,
-        drop_last: bool = False,
-    ) -> None:
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.sampler = sampler
-        self.drop_last = drop_last
-        self._shard_of = shard_of
-        self._wide = (
-            np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
-        )
-        self.start_epoch(0)
-
-    def start_epoch(self, epoch: int) -> None:
-        """The next pass runs this epoch, with all images."""
-        self.left = np.arange(self.size)
-        self.epoch = epoch
-        self.windows: list[list[int]] = []
-
-    def __len__(self) -> int:
-        images = len(self.left if self.sampler is None else self.sampler)
-        return images // self.batch_size if self.drop_last else -(-images // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self.sampler is not None:
-            rest = yield from self._group(self._draw())
-        elif not self.windows:
-            rest = yield from self._group(self._shuffle(self.left))
-        else:
-            rest = []
-            for place, window in enumerate(self.windows):
-                images = np.flatnonzero(np.isin(self._shard_of, window)).tolist()
-                rest = yield from self._group(self._shuffle([*rest, *images], place))
-        end = len(rest) // self.batch_size * self.batch_size if self.drop_last else len(rest)
-        for start in range(0, end, self.batch_size):
-            yield rest[start : start + self.batch_size]
-
-    def _draw(self) -> NDArray[np.int64]:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)
-        with seed_random((self.seed or 0, self.epoch)):
-            return np.fromiter(self.sampler, np.int64)
-
-    def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
-        indices = np.array(indices, np.int64)
-        if self.seed is None:
-            return indices
-        return np.random.default_rng((self.seed, self.epoch, *key)).permutation(indices)
-
-    def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
-        """Full batches of wide or of tall images, as they fill; returns what is left over."""
-        filling: list[list[int]] = [[], []]
-        for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
-            batch = filling[is_wide]
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                filling[is_wide] = []
-                yield batch
-        return filling[0] + filling[1]
 
 
 def make_loader(
@@ -211,19 +107,19 @@ def make_loader(
     prefetch = require_count("prefetch", prefetch)
     seed = require_count("seed", seed, least=0)
     max_bad = require_count("max_bad", max_bad, least=0)
-    count = (
-        min(4, count_cores()) if workers == "auto" else require_count("workers", workers, least=0)
-    )
+    if workers == "auto":
+        count = min(4, count_cores())
+    else:
+        count = require_count("workers", workers, least=0)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
-    transforms = None if flip else transforms
+    if flip:
+        transforms = None
     if transforms is not None and deliver == "packed":
-        cure = (
-            "they need dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
-        )
         raise ColabUtilsError(
-            f"expected deliver='dense' for transforms on the device, found 'packed': {cure}"
+            "expected deliver='dense' for transforms on the device, found 'packed': they need "
+            "dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
         )
     fetcher = Fetcher(dataset, dense=dense, flip=flip)
     order = BatchSampler(
@@ -235,13 +131,13 @@ def make_loader(
         sampler=sampler,
         drop_last=drop_last,
     )
-    is_here = fetcher.arrival is None or fetcher.arrival.is_complete
-    rates = dict[int, float]()
-    if sampler is not None and not is_here:
+    is_complete = fetcher.arrival is None or fetcher.arrival.is_complete
+    rates: dict[int, float] = {}
+    if sampler is not None and not is_complete:
         raise ColabUtilsError(
             "expected no sampler while shards arrive, found one. Wait until all are here."
         )
-    if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * batch_size:
+    if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
     loader = Loader(
@@ -266,8 +162,9 @@ def _find_flip(transforms: Any) -> float:
     """
     from torchvision.transforms import v2
 
-    # a subclass may do anything
-    return float(transforms.p) if type(transforms) is v2.RandomHorizontalFlip else 0.0
+    if type(transforms) is not v2.RandomHorizontalFlip:  # a subclass may do anything
+        return 0.0
+    return float(transforms.p)
 
 
 class Loader:
@@ -309,10 +206,11 @@ class Loader:
         self.bad: list[tuple[int, str]] = []
         self.total = 0
         group = torch.distributed
-        is_shared = order.sampler is None and group.is_available() and group.is_initialized()
-        self._rank, self._ranks = (
-            (group.get_rank(), group.get_world_size()) if is_shared else (0, 1)
-        )
+        self._rank = 0
+        self._ranks = 1
+        if order.sampler is None and group.is_available() and group.is_initialized():
+            self._rank = group.get_rank()
+            self._ranks = group.get_world_size()
         self._fetcher = fetcher
         self._order = order
         self._totals: dict[int, int] = {}
@@ -335,7 +233,9 @@ class Loader:
         return len(self) - self._delivered
 
     def __str__(self) -> str:
-        how = f"workers={self.workers}" + (f", prefetch={self.prefetch}" if self.workers else "")
+        how = f"workers={self.workers}"
+        if self.workers:
+            how += f", prefetch={self.prefetch}"
         return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({how})"
 
     __repr__ = __str__
@@ -354,7 +254,7 @@ class Loader:
             if not self.left:
                 self._end_epoch()
             if batch is not None or self._ranks > 1:
-                yield batch and self._deliver(batch)
+                yield None if batch is None else self._deliver(batch)
                 # before waiting: the results of this pass went to the other one
                 if this_pass != self._passes:
                     raise ColabUtilsError(
@@ -407,17 +307,17 @@ class Loader:
         return self._prefetcher.list_jobs() if self._prefetcher else []
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
-        for index, found in bad:
-            self.bad.append((index, found))
+        for index, reason in bad:
+            self.bad.append((index, reason))
             count = len(self.bad)
             if count > self.max_bad:
                 self.close()
-                last = f"{count}. Allow more, or mend them; the last: {found}"
                 raise ColabUtilsError(
-                    f"expected at most {self.max_bad} bad images (max_bad), found {last}"
+                    f"expected at most {self.max_bad} bad images (max_bad), found {count}. "
+                    f"Allow more, or mend them; the last: {reason}"
                 )
             warnings.warn(
-                f"an image is left out (number {count} so far): {found}",
+                f"an image is left out (number {count} so far): {reason}",
                 ColabUtilsWarning,
                 stacklevel=3,
             )
@@ -426,20 +326,15 @@ class Loader:
         """A batch as it is delivered."""
         if self.deliver == "packed":
             return batch.to(self.device)
-        images = batch.to_images(self.device, torch.uint8 if self.transforms else self.image_dtype)
         targets = batch.to_targets(self.device)
-        if self.transforms:
-            pairs = [
-                apply_transforms(self.transforms, *pair)
-                for pair in zip(images, targets, strict=True)
-            ]
-            images = [image for image, _ in pairs]
-            targets = [target for _, target in pairs]
-            if self.image_dtype == torch.float32:
-                images = [
-                    image.float().div_(255) if image.dtype == torch.uint8 else image
-                    for image in images
-                ]
+        if self.transforms is None:
+            return batch.to_images(self.device, self.image_dtype), targets
+        images = batch.to_images(self.device, torch.uint8)
+        for place, target in enumerate(targets):
+            image, targets[place] = apply_transforms(self.transforms, images[place], target)
+            if self.image_dtype == torch.float32 and image.dtype == torch.uint8:
+                image = image.float().div_(255)
+            images[place] = image
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:
@@ -447,17 +342,20 @@ class Loader:
         ``joined`` lists the windows of shards of an epoch that began while they arrived; ``left``
         the images that batches of another size left of this epoch.
         """
+        return vars(self._take_state())
+
+    def _take_state(self) -> LoaderState:
         order = self._order
-        return {
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "shuffle": int(order.seed is not None),
-            "images": order.size,
-            "epoch": order.epoch,
-            "batch": self._delivered,
-            "joined": [list(one) for one in order.windows],
-            "left": order.left.tolist() if len(order.left) < order.size else [],
-        }
+        return LoaderState(
+            seed=self.seed,
+            batch_size=self.batch_size,
+            shuffle=int(order.seed is not None),
+            images=order.size,
+            epoch=order.epoch,
+            batch=self._delivered,
+            joined=[list(window) for window in order.windows],
+            left=order.left.tolist() if len(order.left) < order.size else [],
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch that a state was taken at; with batches of another size, with
@@ -468,47 +366,29 @@ class Loader:
                 batch size where shards were still arriving), or was changed.
         """
         order = self._order
-        kept = ("seed", "shuffle", "images", "batch_size")
-        here, there = ({key: one.get(key) for key in kept} for one in (self.state_dict(), state))
-        values: list[Any] = [
-            state.get(key) for key in ("batch_size", "epoch", "batch", "joined", "left")
-        ]
-        size, epoch, count, windows, left = values
-        try:
-            joined = sorted(chain(*windows))
-            numbers = [size - 1, epoch, count, *joined, *left]
-            sound = all(type(number) is int and number >= 0 for number in numbers)
-            sound = (
-                sound
-                and max(left, default=0) < order.size
-                and joined in ([], [*range(self._fetcher.shards)])
-            )
-        except TypeError:
-            sound = False
-        if not sound:
-            raise ColabUtilsError(
-                "expected a state as Loader.state_dict gives it, found it changed: start a new "
-                "epoch"
-            )
-        resized = size != self.batch_size and not windows and order.sampler is None
-        if there != (here | {"batch_size": size} if resized else here):
+        found = LoaderState.parse(state, images=order.size, shards=self._fetcher.shards)
+        is_resized = (
+            found.batch_size != self.batch_size and not found.joined and order.sampler is None
+        )
+        self._require_same_order(found, any_batch_size=is_resized)
+        order.resume(found)
+        self._delivered = found.batch
+        self._resumed = True
+        if is_resized:
+            order.leave_out_seen(found)
+            self._delivered = 0
+        if self.left < 1:  # or a pass without batches would follow another one for ever
+            self._end_epoch()
+
+    def _require_same_order(self, found: LoaderState, *, any_batch_size: bool) -> None:
+        here = self._take_state().describe_order()
+        there = found.describe_order()
+        wanted = here | {"batch_size": found.batch_size} if any_batch_size else here
+        if there != wanted:
             raise ColabUtilsError(
                 f"expected a state of the same order {here}, found {there}: use those settings "
                 "again"
             )
-        order.start_epoch(epoch)
-        order.windows = [list(one) for one in windows]
-        order.left = np.unique(np.array(left, np.int64)) if left else order.left
-        self._delivered = count
-        self._resumed = True
-        if resized:
-            before = copy(order)
-            before.batch_size = size
-            seen = [batch for number, batch in enumerate(before) if number < count]
-            order.left = np.setdiff1d(order.left, [*chain(*seen)])
-            self._delivered = 0
-        if self.left < 1:  # or a pass without batches would follow another one for ever
-            self._end_epoch()
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""

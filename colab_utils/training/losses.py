@@ -22,7 +22,8 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.masks import flip_boxes, sample_masks
+from colab_utils.loading.mask_targets import sample_masks
+from colab_utils.loading.masks import flip_boxes
 from colab_utils.training.sizes import Size
 
 _COMPARED_OBJECTS = 16
@@ -61,7 +62,8 @@ def compute_losses(
             a box has no area or is not finite.
 
     Example:
-        >>> from colab_utils.loading.batch import collate_packed, pack_target
+        >>> from colab_utils.loading.batch import collate_packed
+        >>> from colab_utils.loading.targets import pack_target
         >>> from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
         >>> mask = torch.zeros(1, 64, 64, dtype=torch.uint8)
         >>> mask[:, 8:40, 8:40] = 1

@@ -13,8 +13,8 @@ from torch.utils.data import Subset
 
 from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import Transforms
 from colab_utils.loading.loader import Loader, find_device, make_loader
+from colab_utils.loading.targets import Transforms
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training import model as models

@@ -22,7 +22,7 @@ from colab_utils import make_loader
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import arriving
+from colab_utils.loading import arrival, arriving
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.copy import Copying, copy_shards, verify_shards
@@ -368,7 +368,7 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
         copy_shards(drive, tmp_path / "ssd")
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(arriving, "write_index", lambda *_: 1 / 0)
+            patch.setattr(arrival, "write_index", lambda *_: 1 / 0)
             before = ArrivingShards(drive, tmp_path / "ssd")
             before.arrival._thread.join(60)
             assert before.arrival._error
@@ -469,7 +469,7 @@ def test_shards_take_turns_in_no_folder_that_holds_files(
         copy_shards(drive, ssd)
     elif kind == "a copy broken off":
         with monkeypatch.context() as patch:
-            patch.setattr(arriving, "write_index", lambda *_: 1 / 0)
+            patch.setattr(arrival, "write_index", lambda *_: 1 / 0)
             ArrivingShards(drive, ssd).arrival._thread.join()
     elif kind == "other files":
         ssd.mkdir()
@@ -489,7 +489,7 @@ def test_a_rolling_folder_becomes_a_finished_copy_without_a_limit(drive, tmp_pat
     ArrivingShards(drive, tmp_path / "ssd", limit_gb=read_index(drive).bytes * 0.6 / 1e9).stop()
     ArrivingShards(drive, tmp_path / "ssd").arrival._thread.join()
     assert verify_shards(tmp_path / "ssd").bad == ()
-    assert not (tmp_path / "ssd" / arriving.STATUS_NAME).exists()
+    assert not (tmp_path / "ssd" / arrival.STATUS_NAME).exists()
 
 
 def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):

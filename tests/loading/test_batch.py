@@ -10,14 +10,8 @@ import torch
 from torchvision import tv_tensors
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import (
-    PackedBatch,
-    PackedSamples,
-    collate_packed,
-    open_batch,
-    pack_target,
-    write_batch,
-)
+from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
+from colab_utils.loading.targets import PackedSamples, pack_target
 
 DEVICES = [
     "cpu",

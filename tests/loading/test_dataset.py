@@ -33,7 +33,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from colab_utils.data.masks import unpack_masks
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import dataset as files
+from colab_utils.loading import dataset as dataset_module
+from colab_utils.loading import readers
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -205,12 +206,13 @@ if __name__ == "__main__":
     queue = multiprocessing.Queue()
     process = multiprocessing.Process(target=read, args=(dataset, queue))
     process.start()
-    assert queue.get(timeout=100) == (int(image.sum()), int(target["masks"].sum()), target["boxes"].tolist())
+    sums = int(image.sum()), int(target["masks"].sum())
+    assert queue.get(timeout=100) == (*sums, target["boxes"].tolist())
     process.join()
     assert process.exitcode == 0
     loader = make_loader(dataset, batch_size=5, workers=1, deliver="packed")
-    assert sorted(i for _ in range(2) for batch in loader for i in batch.image_ids.tolist()) == sorted(
-        2 * dataset.image_ids.tolist())
+    found = [i for _ in range(2) for batch in loader for i in batch.image_ids.tolist()]
+    assert sorted(found) == sorted(2 * dataset.image_ids.tolist())
 """
 
 
@@ -263,7 +265,7 @@ def count_descriptors():
 
 
 def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, monkeypatch):
-    monkeypatch.setattr(files, "OPEN_FILES", 2)
+    monkeypatch.setattr(readers, "OPEN_FILES", 2)
     before = count_descriptors()
     dataset = ShardDataset(tiny_shards)
     assert count_descriptors() == before  # a thousand shards must not need a thousand open files
@@ -422,7 +424,8 @@ def take(*names):
     return lambda folder, other: [shutil.copy(other / name, folder / name) for name in names]
 
 
-ONE, TWO = ([f"shard-00000{number}.{kind}" for kind in ("tar", "arrays")] for number in (0, 1))
+ONE = ["shard-000000.tar", "shard-000000.arrays"]
+TWO = ["shard-000001.tar", "shard-000001.arrays"]
 
 
 @pytest.mark.parametrize(
@@ -544,7 +547,7 @@ def test_an_image_that_another_version_of_a_decoder_refuses_is_named(shards, mon
     def refuse(_):
         raise ColabUtilsError("not a complete image: no such coding")
 
-    monkeypatch.setattr(files, "decode_pixels", refuse)
+    monkeypatch.setattr(dataset_module, "decode_pixels", refuse)
     dataset = ShardDataset(shards)
     with pytest.raises(
         ColabUtilsError, match=rf"found image {dataset.image_ids[4]} damaged \(not a complete image"
@@ -752,7 +755,8 @@ def test_own_transforms_are_applied_to_each_sample(tiny_shards):
 
     plain = ShardDataset(tiny_shards)
     dataset = ShardDataset(tiny_shards, transforms=v2.Compose([spy, v2.RandomHorizontalFlip(1)]))
-    (image, target), (original, objects) = dataset[3], plain[3]
+    image, target = dataset[3]
+    original, objects = plain[3]
     assert seen == [(tv_tensors.Image, tv_tensors.BoundingBoxes, tv_tensors.Mask)]
     assert torch.equal(image, original.flip(-1))
     assert torch.equal(target["masks"], objects["masks"].flip(-1))

@@ -28,7 +28,8 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import BatchSampler, make_loader
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.sampler import BatchSampler
 from colab_utils.shards.write import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]

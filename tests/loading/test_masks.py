@@ -18,15 +18,10 @@ from torchvision.models.detection.roi_heads import project_masks_on_boxes
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import mask_targets
 from colab_utils.loading import masks as module
-from colab_utils.loading.masks import (
-    MaskBits,
-    draw_masks,
-    expand_masks,
-    flip_boxes,
-    sample_masks,
-    split_masks,
-)
+from colab_utils.loading.mask_targets import sample_masks
+from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, flip_boxes, split_masks
 
 CUDA = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -42,8 +37,8 @@ def pack_rles(images):
     """
     packed = [pack_masks(rles) for _, rles in images]
     ends = np.cumsum(np.concatenate([[0], *(np.diff(part.offsets) for part in packed)]))
-    tables = (np.concatenate([part[i] for part in packed]) for i in (0, 1))
-    bits, crops = (torch.from_numpy(table) for table in tables)
+    bits = torch.from_numpy(np.concatenate([part.bits for part in packed]))
+    crops = torch.from_numpy(np.concatenate([part.crops for part in packed]))
     counts = torch.tensor([len(rles) for _, rles in images])
     return (
         MaskBits(bits, crops, torch.from_numpy(ends)),
@@ -82,9 +77,11 @@ def make_blobs(seed, *, objects, height=37, width=53):
     """Noise in boxes of any size and place; every fourth mask is empty."""
     rng = np.random.default_rng(seed)
     masks = np.zeros((objects, height, width), np.uint8)
-    for mask in (mask for i, mask in enumerate(masks) if i % 4):
-        (y0, y1), (x0, x1) = (np.sort(rng.integers(0, side + 1, 2)) for side in (height, width))
-        mask[y0:y1, x0:x1] = rng.random((y1 - y0, x1 - x0)) < 0.7
+    for i, mask in enumerate(masks):
+        if i % 4:
+            y0, y1 = np.sort(rng.integers(0, height + 1, 2))
+            x0, x1 = np.sort(rng.integers(0, width + 1, 2))
+            mask[y0:y1, x0:x1] = rng.random((y1 - y0, x1 - x0)) < 0.7
     return masks
 
 
@@ -92,7 +89,8 @@ RING = [2, 2, 30, 2, 30, 20, 2, 20], [10, 8, 20, 8, 20, 14, 10, 14]
 
 
 def draw_hole(height, width):
-    outer, inner = (coco_mask.decode(encode_segmentation([part], height, width)) for part in RING)
+    outer = coco_mask.decode(encode_segmentation([RING[0]], height, width))
+    inner = coco_mask.decode(encode_segmentation([RING[1]], height, width))
     mask = (outer & ~inner).ravel("F")
     runs = np.diff([0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), mask.size]).tolist()
     return {"size": [height, width], "counts": runs}
@@ -234,7 +232,7 @@ def make_boxes(kind, count, *, height, width, seed=0):
     ],
 )
 def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
+    monkeypatch.setattr(mask_targets, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
     images = [make_blobs(0, objects=9), make_blobs(1, objects=0), make_blobs(2, objects=8)]
     flips = [False, True, True]
     masks, sizes, counts = pack(images)
@@ -264,7 +262,7 @@ def test_targets_of_any_masks_and_boxes(images, chunk, data):
     objects = torch.tensor(objects, dtype=torch.int64)
     boxes = torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
+        patch.setattr(mask_targets, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
         targets = sample(
             masks, objects, boxes, sizes, counts, flips=flips, to_sizes=to_sizes, size=5
         )
@@ -304,7 +302,8 @@ def test_no_proposals(device, objects):
 MEMORY = """
 import numpy as np, torch
 from pathlib import Path
-from colab_utils.loading.masks import MaskBits, sample_masks
+from colab_utils.loading.mask_targets import sample_masks
+from colab_utils.loading.masks import MaskBits
 
 def read_peak_kb():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
@@ -315,7 +314,8 @@ crops = np.concatenate([corners, corners + 60], 1).astype(np.int32)
 crops[0] = 0, 0, 4000, 3000
 sides = crops[:, 2:] - crops[:, :2]
 ends = np.concatenate([[0], np.cumsum(-(-sides.prod(1) // 8))])
-masks = MaskBits(torch.full((int(ends[-1]),), 255, dtype=torch.uint8), torch.from_numpy(crops), torch.from_numpy(ends))
+bits = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
+masks = MaskBits(bits, torch.from_numpy(crops), torch.from_numpy(ends))
 objects = torch.from_numpy(np.concatenate([np.zeros(6, np.int64), np.arange(300)]))
 boxes = torch.from_numpy(crops).float()[objects]
 batch = {"sizes": torch.tensor([[3000, 4000]]), "counts": torch.tensor([300]), "flips": [False]}

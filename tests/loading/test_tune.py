@@ -10,10 +10,12 @@ from torch.utils.data import Subset
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import loader as loader_module
-from colab_utils.loading import workers as tune
+from colab_utils.loading import tune
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import BatchSampler, make_loader
-from colab_utils.loading.workers import Fetcher, tune_workers
+from colab_utils.loading.fetcher import Fetcher
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.sampler import BatchSampler
+from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores
 from colab_utils.slow_drive import DriveProfile, slow_down
 

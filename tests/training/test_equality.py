@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks.step import make_model
-from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.targets import pack_target
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import (
     GPU_MODEL,

@@ -10,8 +10,9 @@ from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn, 
 
 from colab_utils.data.coco import read_coco
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.targets import pack_target
 from colab_utils.training import losses as losses_module
 from colab_utils.training.losses import compute_losses, make_input
 from colab_utils.training.model import build_mask_rcnn

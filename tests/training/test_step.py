@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.targets import pack_target
 from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES, build_mask_rcnn
 from colab_utils.training.step import (
     TrainingStep,

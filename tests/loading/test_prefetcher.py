@@ -26,11 +26,13 @@ from torchvision.transforms import v2
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
-from colab_utils.loading import workers
-from colab_utils.loading.batch import apply_transforms
+from colab_utils.loading import shared_memory
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool, WorkerDiedError
+from colab_utils.loading.prefetcher import WorkerDiedError
+from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
+from colab_utils.loading.targets import apply_transforms
 from colab_utils.shards.format import read_index, split_member, write_index
 from colab_utils.shards.records import ArraysBuilder, describe_shard, dump_arrays, load_record
 
@@ -87,10 +89,12 @@ def test_memory_is_used_again():
     numbers = [pool.take() for _ in range(3)]
     for number in numbers:
         pool.buffers[number].reserve(100)[:] = number
-    first, second, third = (pool.hold(number, 100) for number in numbers)
-    assert [part.unique().tolist() for part in (first, second, third)] == [
-        [number] for number in numbers
-    ]
+    first = pool.hold(numbers[0], 100)
+    second = pool.hold(numbers[1], 100)
+    third = pool.hold(numbers[2], 100)
+    assert first.unique().tolist() == [numbers[0]]
+    assert second.unique().tolist() == [numbers[1]]
+    assert third.unique().tolist() == [numbers[2]]
     assert pool.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
     del first
@@ -113,7 +117,7 @@ def test_a_buffer_grows_and_what_was_lent_keeps_its_content():
 
 
 def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):
-    monkeypatch.setattr(workers, "find_free_memory", lambda: 1000)
+    monkeypatch.setattr(shared_memory, "find_free_memory", lambda: 1000)
     for count in (0, 2):
         with pytest.raises(ColabUtilsError, match=r"of shared memory.*1.0 kB free.*smaller batch"):
             list(make(Numbers(20), batch_size=4, workers=count))

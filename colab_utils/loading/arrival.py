@@ -1,0 +1,314 @@
+"""The copy of shards from Drive that goes on while they are trained on, and the order meanwhile."""
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import accumulate, chain
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes, read_file, write_file
+from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
+from colab_utils.shards.format import ShardIndex, has_size, write_index
+from colab_utils.shards.lock import remove_leftovers
+from colab_utils.units import format_bytes
+
+# in the target: marks the folder, and tells all processes what has arrived
+STATUS_NAME = "arriving.json"
+
+
+POLL_S = 0.02  # between two looks for shards that arrive
+
+
+class Arrival:
+    """A copy of shards under way in a thread: from ``source``, whose ``index`` this is, into
+    ``target``.
+
+    The first shard comes alone, at all the speed that Drive has; then several at a time, in a
+    random order. What lies in ``target`` from an earlier copy is compared with its checksum in
+    place of a copy, and copied again where it is damaged. Where Drive fails, ``retries`` try again;
+    the index in ``target`` comes last.
+
+    Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A
+    shard is removed when another one is needed earlier, and Drive still has it. Then ``target`` is
+    a folder that was new or empty, marked by the file ``arriving.json``, and without an index.
+
+    Attributes:
+        rolls: whether shards take turns.
+        spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of
+            ``perf_counter``), by its number, in the order of arrival.
+        retries: how many times Drive failed and was tried again.
+
+    Raises:
+        ColabUtilsError: too little free disk, other files in ``target``, or a limit below two
+            shards.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        index: ShardIndex,
+        *,
+        workers: int,
+        seed: int,
+        retries: Retries,
+        limit_bytes: float = math.inf,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.index = index
+        self.retries = retries
+        self.rolls = limit_bytes < index.bytes
+        self._limit = limit_bytes
+        self._workers = workers
+        self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
+        least = min(index.bytes, 2 * max(self._sizes, default=0))
+        if math.isnan(limit_bytes) or limit_bytes < least:
+            raise ColabUtilsError(
+                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found "
+                f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards "
+                "(--shard-mb)"
+            )
+        self.key = hash_bytes(repr(sorted(index.files())).encode())
+        # that of an earlier arrival, or an index, tells that the shards in the target are of this
+        # copy
+        previous = read_target(source, target, index)
+        status = read_status(target, self.key)
+        is_marked = previous is None and status.get("rolls")
+        if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
+            raise ColabUtilsError(
+                "expected a new or empty folder for shards that take turns, found files in "
+                f"{target}, which are never removed: name another folder, or leave limit_gb out"
+            )
+        files: list[tuple[str, int, str]] = []
+        for shard, end in zip(index.shards, accumulate(self._sizes), strict=True):
+            if end <= limit_bytes:
+                files += shard.files()
+        check_space(target, files, cached=is_on_drive(source))
+        self._job = Copying(source, target, retries, overwrite=previous is not None or bool(status))
+        self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
+        self._wanted = self._order
+        self._used: set[int] = set()
+        self._moves: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+        self._error: ColabUtilsError | None = None
+        self.began_s = perf_counter()
+        self.spans_s: dict[int, tuple[float, float]] = {}
+        with explain_write(target):
+            target.mkdir(parents=True, exist_ok=True)
+            self._write_status()
+        self._thread = threading.Thread(target=self._run, name="arrival", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End at the next piece; what has arrived stays, and a copy made anew continues there."""
+        self._job.stop.set()
+        self._thread.join()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all shards have arrived, to stay."""
+        return not self.rolls and len(self.spans_s) == len(self.index.shards)
+
+    def plan_windows(self, epoch: int) -> list[list[int]]:
+        """The shards in the order of their arrival, in windows that are trained on one after
+        another.
+
+        A window holds as many shards as came before it, and at most as many as are copied at a
+        time. Where shards take turns, every second epoch begins with those that the one before left
+        on the disk.
+        """
+        order = self._order
+        most = COPY_STREAMS
+        if self.rolls:
+            most = min(most, max(1, int(self._limit / max(self._sizes) / 2)))
+            if epoch % 2:
+                order = order[::-1]
+        windows: list[list[int]] = []
+        first = 0
+        while first < len(order):
+            window = order[first : first + min(most, max(1, first))]
+            windows.append(window)
+            first += len(window)
+        return windows
+
+    def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
+        """Give None again and again until the shards of a batch are there, in an epoch of these
+        windows.
+
+        Raises:
+            ColabUtilsError: see `has`.
+        """
+        place = 0
+        for number, window in enumerate(windows):
+            if shards.intersection(window):
+                place = number
+        wanted = [*chain(*windows[place:])]
+        with self._lock:  # those in use are kept, and where all stay, the others are copied, too
+            self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
+            self._wanted = wanted if self.rolls else [*wanted, *self._order]
+        if self.rolls:  # what is left of earlier windows is read on Drive, if it was removed
+            shards = shards.intersection(chain(*windows[place : place + 1]))
+        while not self.has(shards):
+            yield None
+
+    def has(self, shards: Collection[int]) -> bool:
+        """Whether these shards are there.
+
+        Raises:
+            DriveLostError: they are not, and Drive is lost for good; the message says what is safe.
+            ColabUtilsError: likewise, where a shard is damaged on Drive too, the disk is full, or
+                the copy was stopped.
+        """
+        with self._lock:
+            missing = not self.spans_s.keys() >= set(shards)
+            if missing and self._error is not None:
+                raise self._error
+            return not missing
+
+    def _run(self) -> None:
+        error: Exception = ColabUtilsError("expected all shards, found that the copy was stopped")
+        try:
+            with explain_write(self.target):
+                remove_leftovers(self.target)
+                self._copy_all()
+                if self.is_complete:
+                    write_index(self.target, self.index)
+                    (self.target / STATUS_NAME).unlink(missing_ok=True)
+                    return
+        except CancelledError:
+            pass
+        except Exception as failure:
+            error = failure
+        kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
+        with self._lock:
+            self._error = kind(
+                f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards in "
+                f"{self.target} are safe, and the same call continues there"
+            )
+            try:
+                self._write_status()
+            except OSError:
+                with suppress(OSError):
+                    (self.target / STATUS_NAME).unlink()  # or readers would wait for ever
+
+    def _copy_all(self) -> None:
+        """Copy and remove shards until all are here; where they take turns, until the copy is
+        stopped.
+        """
+        if self.rolls:
+            self._keep_what_fits()
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
+            try:
+                while not self._job.stop.is_set() and not self.is_complete:
+                    self._start_moves(pool)
+                    self._job.stop.wait(POLL_S)
+                    ended = [number for number, move in self._moves.items() if move.done()]
+                    for number in ended:
+                        self._moves.pop(number).result()
+            finally:
+                self._job.stop.set()  # one failed: the others end, too
+
+    def _keep_what_fits(self) -> None:
+        """Keep the shards that an earlier session left, as far as there is room for them."""
+        for number, shard in enumerate(self.index.shards):
+            if not any((self.target / name).exists() for name, _, _ in shard.files()):
+                continue
+            if self._fits(number):
+                self._fetch(number)
+            else:
+                self._remove(number)
+
+    def _start_moves(self, pool: ThreadPoolExecutor) -> None:
+        while len(self._moves) < self._workers:
+            choice = self._choose()
+            if choice is None:
+                return
+            work, number = choice
+            self._moves[number] = pool.submit(work, number)
+
+    def _fits(self, number: int) -> bool:
+        kept = self.spans_s.keys() | self._moves
+        return self._sizes[number] + sum(self._sizes[other] for other in kept) <= self._limit
+
+    def _choose(self) -> tuple[Callable[[int], None], int] | None:
+        """Copy the next shard, or remove one where there is no room for it; None where neither can
+        be done now.
+        """
+        with self._lock:
+            here = self.spans_s.keys() | self._moves
+            number = next((number for number in self._wanted if number not in here), None)
+            if number is None or (self._moves and not self.spans_s):  # the first shard comes alone
+                return None
+            if self._fits(number):
+                return self._fetch, number
+            ranks = {shard: place for place, shard in enumerate(self._wanted)}
+            unused = self.spans_s.keys() - self._used
+            leaving = max(unused, key=lambda shard: ranks.get(shard, math.inf), default=number)
+            if ranks.get(leaving, math.inf) <= ranks[number]:
+                return None
+            del self.spans_s[leaving]
+            return self._remove, leaving
+
+    def _fetch(self, number: int) -> None:
+        began_s = perf_counter()
+        for file in self.index.shards[number].files():
+            if self._job.stop.is_set():
+                raise CancelledError  # or the index would be written without this shard
+            self._job.copy_file(*file)
+        with self._lock:
+            self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
+            self._write_status()
+
+    def _remove(self, number: int) -> None:
+        """Remove a shard from the disk; never the only one left."""
+        files = self.index.shards[number].files()
+
+        def is_on_source() -> bool:
+            with guard_drive(self.source):
+                return all(has_size(self.source / name, size) for name, size, _ in files)
+
+        if not self.retries.run(is_on_source):
+            raise ColabUtilsError(
+                f"expected {files[0][0]} in {self.source}, found none of its size: that in "
+                f"{self.target} is the last one, and is kept: copy it back, then run the same again"
+            )
+        for name, _, _ in files:
+            # a worker may hold it open, and its room with it
+            with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
+                (self.target / name).unlink()
+                file.truncate(0)
+
+    def _write_status(self) -> None:
+        status = {
+            "key": self.key,
+            "rolls": self.rolls,
+            "pid": os.getpid(),
+            "arrived": list(self.spans_s),
+            "error": str(self._error or ""),
+        }
+        write_file(self.target / STATUS_NAME, json.dumps(status).encode())
+
+
+def read_status(target: Path, key: str) -> dict[str, Any]:
+    """What an `Arrival` of the shards of this key says about itself, to any process; empty where it
+    is complete.
+    """
+    try:
+        status = json.loads(read_file(target / STATUS_NAME))
+    except DriveLostError:
+        raise
+    except (ColabUtilsError, OSError, ValueError, RecursionError):
+        # of a file that is no status, nothing is known
+        return {}
+    return status if isinstance(status, dict) and status.get("key") == key else {}

@@ -1,0 +1,139 @@
+"""What a worker does: read the samples of a dataset and write them as a batch."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, Subset
+
+from colab_utils.data.decoding import load_jpeg_decoder
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.arrival import Arrival
+from colab_utils.loading.batch import BatchShape, write_batch
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.targets import BadSampleError, pack_samples
+
+Reserve = Callable[[int], NDArray[np.uint8]]
+"""Gives memory of so many bytes."""
+
+
+class Result(NamedTuple):
+    """What became of a batch that was asked for."""
+
+    shape: BatchShape | None = None
+    """None where no sample of it could be loaded."""
+    bad: Sequence[tuple[int, str]] = ()
+    """Indices that were left out, and why."""
+    error: Exception | None = None
+
+
+class Fetcher:
+    """Reads the samples of a map-style dataset, or of a ``Subset`` of one, and writes them as
+    batches.
+
+    Attributes:
+        dense: whether the masks are written expanded, too; then ``flip`` is the share of images
+            that are mirrored.
+        writes_itself: whether the dataset writes batches without samples in between.
+        arrival: of shards that are still copied, where they are.
+        shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
+        shards: how many there are.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, dense: bool = False, flip: float = 0) -> None:
+        self.dataset = dataset
+        self.dense = dense
+        self.flip = flip
+        has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, str) or not has_indices:
+            raise ColabUtilsError(
+                "expected a dataset with a length and indices, "
+                f"found {type(dataset).__name__}: use a ShardDataset"
+            )
+        if not len(self):
+            raise ColabUtilsError(
+                "expected a dataset with images, found an empty one: open another"
+            )
+        base: Any = dataset
+        rows = np.arange(len(self))
+        while type(base) is Subset:
+            rows = np.asarray(base.indices, np.int64)[rows]
+            base = base.dataset
+        self._base = base
+        self._rows = rows
+        is_plain = (
+            isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
+        )
+        self.writes_itself = is_plain and base.transforms is None
+        load_jpeg_decoder()  # now, so that workers need not
+        self.arrival: Arrival | None = getattr(base, "arrival", None)
+        self.shard_of = _take_rows(base, "shard_of", rows)
+        self.sizes = _take_rows(base, "sizes", rows)
+        self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def load(
+        self, indices: list[int], reserve: Reserve, seed: Sequence[int], *, skips_bad: bool
+    ) -> Result:
+        """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out,
+        and name them.
+        """
+        indices = list(indices)
+        bad: list[tuple[int, str]] = []
+        while indices:
+            try:
+                return Result(self._write(indices, reserve, seed), bad)
+            except BadSampleError as failure:
+                error, place = failure.args
+                if not skips_bad:
+                    return Result(error=error)
+                bad.append((indices.pop(place), describe_error(error)))
+            except Exception as error:
+                return Result(error=error)
+        return Result(bad=bad)
+
+    def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> BatchShape:
+        """Write a batch; all random numbers of its samples come from ``seed``."""
+        flips = None
+        if self.flip:
+            flips = np.random.default_rng(seed).random(len(indices)) < self.flip
+        source = self._base
+        rows = self._rows[indices].tolist()
+        if not self.writes_itself:
+            with seed_random(seed):
+                source = pack_samples(self.dataset, indices)
+                rows = range(len(indices))
+        shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips)
+        return shape
+
+
+def _take_rows(dataset: Any, name: str, rows: NDArray[Any]) -> Any:
+    """Return the rows of a dataset's table, or None where it has no such array."""
+    table = getattr(dataset, name, None)
+    return table[rows] if isinstance(table, np.ndarray) else None
+
+
+@contextmanager
+def seed_random(seed: Sequence[int]) -> Iterator[None]:
+    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this
+    process's as they were.
+    """
+    entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    random.seed(entropy[0])
+    np.random.seed(entropy[1] % 2**32)
+    torch.default_generator.manual_seed(entropy[2])
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

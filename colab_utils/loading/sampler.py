@@ -1,0 +1,188 @@
+"""The order of an epoch: which images each batch holds, and where a loader stands in it."""
+
+import math
+from collections.abc import Generator, Iterator
+from copy import copy
+from dataclasses import dataclass, fields
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.fetcher import seed_random
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """Where the order of a loader stands, in plain whole numbers."""
+
+    seed: int
+    batch_size: int
+    shuffle: int
+    """1 where the images are shuffled, else 0."""
+    images: int
+    epoch: int
+    batch: int
+    """Batches of the epoch that were delivered."""
+    joined: list[list[int]]
+    """Windows of shards of an epoch that began while they arrived."""
+    left: list[int]
+    """Images that batches of another size left of the epoch."""
+
+    @classmethod
+    def parse(cls, state: dict[str, Any], *, images: int, shards: int) -> "LoaderState":
+        """Check a state that was kept, for a dataset of so many images and shards.
+
+        Raises:
+            ColabUtilsError: if it was changed.
+        """
+        values: dict[str, Any] = {field.name: state.get(field.name) for field in fields(cls)}
+        parsed = cls(**values)
+        try:
+            is_sound = parsed._is_sound(images, shards)
+        except TypeError:  # a list is none
+            is_sound = False
+        if not is_sound:
+            raise ColabUtilsError(
+                "expected a state as Loader.state_dict gives it, found it changed: start a new "
+                "epoch"
+            )
+        return parsed
+
+    def _is_sound(self, images: int, shards: int) -> bool:
+        joined = [*chain(*self.joined)]
+        numbers = [self.batch_size, self.epoch, self.batch, *joined, *self.left]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            return False
+        has_all_shards = not joined or sorted(joined) == [*range(shards)]
+        return self.batch_size > 0 and has_all_shards and max(self.left, default=0) < images
+
+    def describe_order(self) -> dict[str, int]:
+        """Return what must be the same for the order to be the same."""
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "images": self.images,
+            "batch_size": self.batch_size,
+        }
+
+
+class BatchSampler(Sampler[list[int]]):
+    """An epoch as lists of indices; the same for the same seed and epoch.
+
+    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in
+    torchvision's references (``GroupedBatchSampler``); what the two leave over makes the last
+    batches.
+
+    Args:
+        size: images in all.
+        batch_size: images in a batch.
+        seed: of the order; None keeps the dataset's order.
+        sizes: int32 [I, 2], height and width of each image in pixels; None does not group.
+        shard_of: int64 [I], the shard of each image, for ``windows``.
+        sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called
+            where it has one, and it draws from ``seed`` and epoch.
+        drop_last: leave out the last batch where it is not full.
+
+    Attributes:
+        epoch: the epoch that the next pass runs.
+        left: int64, the images of this epoch: all, or what batches of another size have left.
+        windows: of shards, which are trained on one after another, each shuffled together with what
+            the one before left over (see `Arrival.plan_windows`); without windows all images are
+            shuffled.
+
+    Example:
+        >>> list(BatchSampler(5, 2, seed=None))
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        seed: int | None,
+        *,
+        sizes: NDArray[np.int32] | None = None,
+        shard_of: Any = None,
+        sampler: Any = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.sampler = sampler
+        self.drop_last = drop_last
+        self._shard_of = shard_of
+        if sizes is None or seed is None:
+            self._wide = np.zeros(size, bool)
+        else:
+            self._wide = sizes[:, 1] >= sizes[:, 0]
+        self.start_epoch(0)
+
+    def start_epoch(self, epoch: int) -> None:
+        """The next pass runs this epoch, with all images."""
+        self.left = np.arange(self.size)
+        self.epoch = epoch
+        self.windows: list[list[int]] = []
+
+    def resume(self, state: LoaderState) -> None:
+        """The next pass runs the epoch of a state, with the images that it had."""
+        self.start_epoch(state.epoch)
+        self.windows = [list(window) for window in state.joined]
+        if state.left:
+            self.left = np.unique(np.array(state.left, np.int64))
+
+    def leave_out_seen(self, state: LoaderState) -> None:
+        """Leave out the images of the batches, of the state's size, that it has delivered."""
+        before = copy(self)
+        before.batch_size = state.batch_size
+        seen = chain.from_iterable(islice(before, min(state.batch, self.size)))
+        self.left = np.setdiff1d(self.left, [*seen])
+
+    def __len__(self) -> int:
+        images = len(self.left if self.sampler is None else self.sampler)
+        if self.drop_last:
+            return images // self.batch_size
+        return math.ceil(images / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.sampler is not None:
+            rest = yield from self._group(self._draw())
+        elif not self.windows:
+            rest = yield from self._group(self._shuffle(self.left))
+        else:
+            rest = []
+            for place, window in enumerate(self.windows):
+                images = np.flatnonzero(np.isin(self._shard_of, window)).tolist()
+                rest = yield from self._group(self._shuffle([*rest, *images], place))
+        for start in range(0, len(rest), self.batch_size):
+            batch = rest[start : start + self.batch_size]
+            if self.drop_last and len(batch) < self.batch_size:
+                return
+            yield batch
+
+    def _draw(self) -> NDArray[np.int64]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        with seed_random((self.seed or 0, self.epoch)):
+            return np.fromiter(self.sampler, np.int64)
+
+    def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
+        indices = np.array(indices, np.int64)
+        if self.seed is None:
+            return indices
+        return np.random.default_rng((self.seed, self.epoch, *key)).permutation(indices)
+
+    def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
+        """Full batches of wide or of tall images, as they fill; returns what is left over."""
+        filling: list[list[int]] = [[], []]
+        for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
+            batch = filling[is_wide]
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                filling[is_wide] = []
+                yield batch
+        return filling[0] + filling[1]
