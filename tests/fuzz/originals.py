@@ -1,6 +1,4 @@
-"""What is mutated: small datasets of several kinds of images and masks, their shards, checkpoints,
-and a zip.
-"""
+"""What is mutated: small datasets of several kinds of images and masks, their shards, and a zip."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.shards.write import write_shards
-from colab_utils.training.checkpoint import CheckpointFolder
 from tests.fuzz.truth import Expected, Truth, compare_record
 
 Tree = dict[str, bytes]
@@ -55,8 +52,6 @@ class Originals:
     """Of the dataset; of the same images with other annotations; and of other images under the same
     names.
     """
-    checkpoints: Tree = field(default_factory=dict)
-    """Two checkpoints of one run, which hold little."""
     export: bytes = b""
     """The dataset as a zip."""
     known: list[Known] = field(default_factory=list)
@@ -117,13 +112,6 @@ def make_originals(folder: Path, pickled: Path) -> None:
         store(root / "images", root / "coco.json", root / "shards")
         made.shards.append(read_tree(root / "shards"))
         made.known.append(_read_known(root, made.shards[-1]))
-    checkpoints = CheckpointFolder(folder / "run")
-    for step in (1, 2):
-        values = np.random.default_rng(step).normal(size=(2, 3, 4))
-        weight, other = torch.from_numpy(values)
-        state = {"weight": weight, "other": other, "names": {1: "a"}, "list": [1.5, None, "x"]}
-        checkpoints.save(state, step=step)
-    made.checkpoints = read_tree(folder / "run")
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in made.dataset.items():

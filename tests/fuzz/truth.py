@@ -195,11 +195,12 @@ def find_corners(boxes: list[Any], height: int, width: int) -> tuple[np.ndarray,
     """Return float32 [N, 4] x0, y0, x1, y1 in the image, and bool [N] which have an area, as
     torchvision's references do.
     """
-    corners = np.array(boxes, np.float32).reshape(-1, 4)
-    corners[:, 2:] += corners[:, :2]
-    corners[:, 0::2] = corners[:, 0::2].clip(0, width)
-    corners[:, 1::2] = corners[:, 1::2].clip(0, height)
-    return corners, (corners[:, 2] > corners[:, 0]) & (corners[:, 3] > corners[:, 1])
+    numbers = np.array(boxes, np.float32).reshape(-1, 4)
+    starts = numbers[:, :2]
+    ends = starts + numbers[:, 2:]
+    size = np.array([width, height], np.float32)
+    corners = np.hstack([starts, ends]).clip(0, np.tile(size, 2))
+    return corners, (corners[:, 2:] > corners[:, :2]).all(1)
 
 
 def compare(found: Any, expected: Any, what: str) -> None:
@@ -220,17 +221,22 @@ def compare_sample(
     height, width = expected.pixels.shape[:2]
     compare(image.shape, (3, height, width), "sizes")
     compare(image.permute(1, 2, 0), expected.pixels, "pixels")
-    boxes, kept = find_corners([entry["bbox"] for entry in expected.annotations], height, width)
-    kept &= np.array([not entry["iscrowd"] for entry in expected.annotations], bool)
-    objects = [entry for entry, keep in zip(expected.annotations, kept, strict=True) if keep]
+    rows = [row for row in expected.annotations if not row["iscrowd"]]
+    boxes, kept = find_corners([row["bbox"] for row in rows], height, width)
+    rows = [row for row, keep in zip(rows, kept, strict=True) if keep]
+    areas = [row["area"] for row in rows]
+    masks = np.array([row["mask"] for row in rows], np.uint8)
     categories = [category_ids[label] for label in target["labels"].tolist()]
-    masks = np.array([entry["mask"] for entry in objects], np.uint8)
-    compare(categories, [entry["category_id"] for entry in objects], "labels")
+    compare(categories, [row["category_id"] for row in rows], "labels")
     compare(target["boxes"], boxes[kept], "boxes")
-    compare(target["area"], np.array([entry["area"] for entry in objects], np.float32), "areas")
+    compare(target["area"], np.array(areas, np.float32), "areas")
     compare(target["masks"], masks.reshape(-1, height, width), "masks")
-    if 0 in target["labels"] or target["iscrowd"].any() or not np.isfinite(boxes[kept]).all():
-        raise WrongDataError("a label 0, a crowd, or a box that is no number")
+    if 0 in target["labels"]:
+        raise WrongDataError("a label 0")
+    if target["iscrowd"].any():
+        raise WrongDataError("a crowd")
+    if not np.isfinite(boxes[kept]).all():
+        raise WrongDataError("a box that is no number")
 
 
 def compare_record(record: dict[str, Any], expected: Expected) -> None:
