@@ -62,7 +62,7 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# Mutated JSON, images, shards, checkpoints and zips: each is read right, refused in one line, or a bug. With more of
+# Mutated JSON, images, shards and zips: each is read right, refused in one line, or a bug. With more of
 # them, make fuzz CASES=100000; another SEED gives others
 fuzz: setup
 	$(RUN) -m tests.fuzz --cases $(or $(CASES),5000) --seed $(or $(SEED),0)

@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -36,31 +35,36 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="another one gives other cases")
     parser.add_argument("--case", type=int, help="this case alone, with its traceback")
     options = parser.parse_args()
-    numbers = list(range(options.cases)) if options.case is None else [options.case]
+    numbers = list(range(options.cases))
+    if options.case is not None:
+        numbers = [options.case]
     results = list[Result]()
-    started = time.monotonic()
     # A run that is stopped still tells what it found, and removes its folder.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), prepare() as (originals, folder):
         # Some cases wait, so one process more than cores.
         processes = count_cores() + 1
-        with closing(
-            run_cases(numbers, options.seed, KINDS, originals, folder, processes)
-        ) as running:
+        running = run_cases(numbers, options.seed, KINDS, originals, folder, processes)
+        with closing(running):
             for result in running:
+                _print_result(result, with_text=options.case is not None)
                 # A hundred thousand tracebacks would fill the memory.
-                results.append(result if len(numbers) == 1 else replace(result, text=""))
-                if result.outcome == "bug":
-                    print(f"{result.kind}: {result.bug} (--case {result.number})", flush=True)
+                results.append(replace(result, text=""))
                 if len(results) % 100 == 0:
-                    rate = len(results) / (time.monotonic() - started)
-                    print(f"{len(results):,} of {len(numbers):,}, {rate:.0f} a second", flush=True)
+                    print(f"{len(results):,} of {len(numbers):,}", flush=True)
     print(describe(results, options.seed))
-    if options.case is not None:
-        print(*(result.text for result in results))
     if any(result.outcome == "bug" for result in results):
         return 1
-    return 0 if len(results) == len(numbers) else 130
+    if len(results) < len(numbers):
+        return 130
+    return 0
+
+
+def _print_result(result: Result, *, with_text: bool) -> None:
+    if result.outcome == "bug":
+        print(f"{result.kind}: {result.bug} (--case {result.number})", flush=True)
+    if with_text:
+        print(result.text)
 
 
 @contextmanager
@@ -88,19 +92,20 @@ def prepare() -> Iterator[tuple[Originals, Path]]:
 
 def describe(results: list[Result], seed: int) -> str:
     """Return a table by kind, then each bug once with the command that shows it."""
-    columns = ("correct", "refused", "bug")
-    lines = [f"{'kind':18}{'correct':>9}{'refused':>9}{'bug':>9}{'slowest s':>11}"]
+    lines = [f"{'kind':18}{'correct':>9}{'refused':>9}{'bugs':>9}{'slowest s':>11}"]
     for kind in sorted({result.kind for result in results}):
         mine = [result for result in results if result.kind == kind]
         counts = Counter(result.outcome for result in mine)
-        figures = "".join(f"{counts[outcome]:9,}" for outcome in columns)
-        lines.append(f"{kind:18}{figures}{max(result.seconds for result in mine):11.1f}")
+        slowest = max(result.seconds for result in mine)
+        figures = f"{counts['correct']:9,}{counts['refused']:9,}{counts['bug']:9,}"
+        lines.append(f"{kind:18}{figures}{slowest:11.1f}")
     bugs: dict[str, list[int]] = {}
     for result in results:
         if result.outcome == "bug":
-            bugs.setdefault(f"{result.kind}: {result.bug}", []).append(result.number)
-    for bug, numbers in bugs.items():
-        lines.append(f"{len(numbers):5,} x {bug}")
+            cause = f"{result.kind}: {result.bug}"
+            bugs.setdefault(cause, []).append(result.number)
+    for cause, numbers in bugs.items():
+        lines.append(f"{len(numbers):5,} x {cause}")
         lines.append(f"        python -m tests.fuzz --seed {seed} --case {min(numbers)}")
     return "\n".join(lines)
 

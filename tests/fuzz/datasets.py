@@ -69,7 +69,7 @@ def _judge_json(case: Case, images: Path, path: Path) -> list[str]:
         for i, number in enumerate(loose.image_ids.tolist()):
             sample = case.attempt(loose.__getitem__, i)
             if sample is not None:
-                compare_sample(*sample, truth.read(number, loose=True), loose.category_ids)
+                compare_sample(*sample, truth(number, loose=True), loose.category_ids)
     if report is None:
         return []
     skipped = [image.reason for image in report.skipped]
@@ -81,7 +81,7 @@ def _judge_json(case: Case, images: Path, path: Path) -> list[str]:
         raise WrongDataError(f"shards just written are bad\n{bad}")
     dataset = ShardDataset(shards)
     for i, number in enumerate(dataset.image_ids.tolist()):
-        expected = truth.read(number)
+        expected = truth(number)
         compare_sample(*dataset[i], expected, dataset.category_ids)
         compare_record(dataset.record(i), expected)
     return skipped

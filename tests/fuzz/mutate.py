@@ -122,6 +122,8 @@ def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:
         place = rng.randrange(len(changed) + 1)
         length = min(len(changed), int(2 ** rng.uniform(0, 9)))
         other = rng.randrange(len(changed) + 1)
+        end = place + length
+        piece = changed[other : other + length]
         match rng.randrange(9):
             case 0 | 1 if place < len(changed):
                 changed[place] ^= 1 << rng.randrange(8)
@@ -130,19 +132,20 @@ def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:
             case 3:
                 kind = rng.choice(["B", ">H", "<H", ">I", "<I"])
                 size = struct.calcsize(kind)
-                number = int(rng.choice(NUMBERS[:12]))
-                changed[place : place + size] = struct.pack(kind, number % 256**size)
+                number = int(rng.choice(NUMBERS[:12])) % 256**size
+                changed[place : place + size] = struct.pack(kind, number)
             case 4:
-                del changed[place : place + length]
+                del changed[place:end]
             case 5:
-                changed[place:place] = changed[other : other + length]
+                changed[place:place] = piece
             case 6:
-                changed[place : place + length] = changed[other : other + length]
+                changed[place:end] = piece
             case 7:
                 changed[place:place] = rng.randbytes(length)
             case 8:
                 del changed[place:]
-        changed = changed or bytearray(b"\0")
+        if not changed:
+            changed = bytearray(1)
     return bytes(changed)
 
 
@@ -344,11 +347,15 @@ def _list_places(root: Any) -> dict[str, list[tuple[Any, Any]]]:
     waiting = [(root, "")]
     while waiting:
         holder, name = waiting.pop()
-        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+        keys = list(holder)
+        if isinstance(holder, list):
+            keys = list(range(len(holder)))
+        for key in keys:
+            value = holder[key]
             under = key if isinstance(key, str) else f"{name}[]"
             places.setdefault(under, []).append((holder, key))
-            if isinstance(holder[key], dict | list) and len(under) < 60:
-                waiting.append((holder[key], under))
+            if isinstance(value, dict | list) and len(under) < 60:
+                waiting.append((value, under))
     return places
 
 

@@ -136,8 +136,8 @@ def write_tree(folder: Path, tree: Tree) -> None:
 def _read_known(root: Path, shards: Tree) -> Known:
     """Read the records by tarfile and json alone, and compare them with the dataset."""
     data = (root / "coco.json").read_bytes()
-    reader = Truth(root / "images", data)
-    truth = {number: reader.read(number) for number in reader.entries}
+    read = Truth(root / "images", data)
+    truth = {number: read(number) for number in read.entries}
     records = {}
     for name, content in shards.items():
         if not name.endswith(".tar"):

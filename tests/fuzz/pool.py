@@ -29,6 +29,7 @@ import torch
 
 from colab_utils import drive, files
 from colab_utils.data import checks
+from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError
 from tests.fuzz.originals import Originals, run_here
 from tests.fuzz.truth import WrongDataError
@@ -36,7 +37,7 @@ from tests.fuzz.truth import WrongDataError
 SECONDS = 10
 MEGABYTES = 1024
 # A process runs so many cases: what they leave in memory ends with it.
-_BATCH = 50
+_BATCH = 100
 _ROOT = Path(__file__).parents[2]
 _WRITES = {
     "os.mkdir",
@@ -127,6 +128,8 @@ def run_cases(
     numbers: list[int], seed: int, kinds: Kinds, originals: Originals, root: Path, processes: int
 ) -> Generator[Result, None, None]:
     """Run these cases in processes of their own; yields each result when it is there."""
+    # Else each process would import torchvision within the time of its first case.
+    load_jpeg_decoder()
     context = multiprocessing.get_context("fork")
     batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
     folders = [root / f"worker-{place}" for place in range(processes)]
@@ -285,11 +288,16 @@ def _read_memory(name: str) -> float:
 def _name_bug(error: BaseException) -> str:
     """Name an error by its kind, its place in the package and its message without numbers."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = [frame for frame in frames if "/colab_utils/" in frame.filename] or frames
-    if isinstance(error, WrongDataError):
-        # Which calls led there.
-        places = [frame for frame in frames if frame.name.startswith("_judge")] or frames
-    place = f"{Path(places[-1].filename).name} {places[-1].name}"
+    last = frames[-1]
+    for frame in frames:
+        if isinstance(error, WrongDataError):
+            # Which comparison found the difference says more than where it is raised.
+            is_telling = frame.name.startswith("_judge")
+        else:
+            is_telling = "/colab_utils/" in frame.filename
+        if is_telling:
+            last = frame
+    place = f"{Path(last.filename).name} {last.name}"
     message = re.sub(r"\d+", "N", str(error).partition("\n")[0])
     return f"{type(error).__name__} in {place}: {message:.90}"
 

@@ -13,6 +13,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
 from pycocotools import mask as coco_mask
 
@@ -53,14 +54,16 @@ class Truth:
             rows = [(row, entry) for row, entry in annotations if _is_of(entry, number)]
             self.entries[number] = (image, rows)
 
-    def read(self, number: int, *, loose: bool = False) -> Expected:
+    def __call__(self, number: int, *, loose: bool = False) -> Expected:
         """Read what is expected of an image; ``loose`` does not look at the masks of crowds and of
         boxes without area.
         """
         image, rows = self.entries[number]
         with _understand():
-            size = (_to_int(image.get("height") or 0), _to_int(image.get("width") or 0))
-            pixels = read_pixels(find_file(self.images, image).read_bytes(), size)
+            height = _to_int(image.get("height") or 0)
+            width = _to_int(image.get("width") or 0)
+            path = find_file(self.images, image)
+            pixels = read_pixels(path.read_bytes(), (height, width))
             height, width = pixels.shape[:2]
             annotations = [_expect(entry, row, height, width, loose) for row, entry in rows]
         return Expected(pixels, annotations)
@@ -96,14 +99,19 @@ def _expect(
     else:
         mask = draw_mask(annotation.get("segmentation"), height, width)
     encoded = coco_mask.encode(np.asfortranarray(mask))
-    numbers = [_to_float(side) for side in box] if box else coco_mask.toBbox(encoded).tolist()
-    if len(numbers) != 4 or crowd is None:
-        raise WrongDataError(f"bbox {box} or iscrowd {annotation.get('iscrowd')!r} accepted")
+    if not box:
+        box = coco_mask.toBbox(encoded).tolist()
+    if area is None:
+        area = int(coco_mask.area(encoded))
+    if len(box) != 4:
+        raise WrongDataError(f"bbox {box} accepted")
+    if crowd is None:
+        raise WrongDataError(f"iscrowd {annotation.get('iscrowd')!r} accepted")
     return {
         "id": _find_id(annotation.get("id"), row),
         "category_id": _to_int(annotation["category_id"]),
-        "bbox": numbers,
-        "area": float(coco_mask.area(encoded)) if area is None else _to_float(area),
+        "bbox": [_to_float(side) for side in box],
+        "area": _to_float(area),
         "iscrowd": crowd,
         "mask": mask,
     }
@@ -122,10 +130,17 @@ def draw_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
     if isinstance(segmentation, dict):
         return _draw_runs(segmentation, height, width)
     polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
-    outlines = [[_to_float(number) for number in points] for points in polygons if len(points) >= 6]
-    if not outlines or any(len(points) % 2 for points in outlines):
-        raise WrongDataError("polygons without points or of an odd number accepted")
-    return coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(outlines, height, width)))
+    outlines = []
+    for points in polygons:
+        if len(points) < 6:
+            continue
+        if len(points) % 2:
+            raise WrongDataError("a polygon of an odd number accepted")
+        outlines.append([_to_float(number) for number in points])
+    if not outlines:
+        raise WrongDataError("polygons without points accepted")
+    encoded = coco_mask.frPyObjects(outlines, height, width)
+    return coco_mask.decode(coco_mask.merge(encoded))
 
 
 def _draw_runs(segmentation: dict[str, Any], height: int, width: int) -> np.ndarray:
@@ -135,10 +150,13 @@ def _draw_runs(segmentation: dict[str, Any], height: int, width: int) -> np.ndar
     if isinstance(counts, str):
         return coco_mask.decode({"size": [height, width], "counts": counts.encode()})
     runs = [_to_int(run) for run in counts]
-    if min(runs) < 0 or sum(runs) != height * width:
+    if min(runs) < 0:
+        raise WrongDataError("negative RLE counts accepted")
+    if sum(runs) != height * width:
         raise WrongDataError("RLE counts that do not add up accepted")
-    pixels = np.repeat(np.arange(len(runs)) % 2, runs).astype(np.uint8)
-    return pixels.reshape(height, width, order="F")
+    values = np.arange(len(runs)) % 2
+    pixels = np.repeat(values, runs)
+    return pixels.astype(np.uint8).reshape(height, width, order="F")
 
 
 def read_pixels(data: bytes, size: tuple[int, int]) -> np.ndarray:
@@ -180,12 +198,14 @@ def _strip_png(data: bytes) -> bytes:
 def find_file(images: Path, image: dict[str, Any]) -> Path:
     """Find the file as named; else the one file below the folder with that base name."""
     name = image["file_name"] if "file_name" in image else PureWindowsPath(image["coco_url"]).name
-    is_safe = bool(name) and "\0" not in name and not os.path.isabs(name)
-    if is_safe and ".." not in Path(name).parts and (images / name).is_file():
+    is_inside = not os.path.isabs(name) and ".." not in Path(name).parts
+    if name and "\0" not in name and is_inside and (images / name).is_file():
         return images / name
     base = unicodedata.normalize("NFC", PureWindowsPath(name).name)
-    paths = [path for path in images.rglob("*") if path.is_file()]
-    paths = [path for path in paths if unicodedata.normalize("NFC", path.name) == base]
+    paths = []
+    for path in images.rglob("*"):
+        if path.is_file() and unicodedata.normalize("NFC", path.name) == base:
+            paths.append(path)
     if len(paths) != 1:
         raise WrongDataError(f"file_name {name!r:.60} accepted")
     return paths[0]
@@ -198,9 +218,12 @@ def find_corners(boxes: list[Any], height: int, width: int) -> tuple[np.ndarray,
     numbers = np.array(boxes, np.float32).reshape(-1, 4)
     starts = numbers[:, :2]
     ends = starts + numbers[:, 2:]
-    size = np.array([width, height], np.float32)
-    corners = np.hstack([starts, ends]).clip(0, np.tile(size, 2))
-    return corners, (corners[:, 2:] > corners[:, :2]).all(1)
+    corners = np.hstack([starts, ends])
+    largest = [width, height, width, height]
+    corners = corners.clip(0, np.array(largest, np.float32))
+    is_wide = corners[:, 2] > corners[:, 0]
+    is_high = corners[:, 3] > corners[:, 1]
+    return corners, is_wide & is_high
 
 
 def compare(found: Any, expected: Any, what: str) -> None:
@@ -209,18 +232,48 @@ def compare(found: Any, expected: Any, what: str) -> None:
         raise WrongDataError(f"{what} differ\n{found!s:.300}\n{expected!s:.300}")
 
 
+def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:
+    """Resize as torchvision's Mask R-CNN does, but never enlarge: masks by the nearest pixel."""
+    height, width = expected.pixels.shape[:2]
+    scale = min(1.0, min_size / min(height, width), max_size / max(height, width))
+    if scale == 1:
+        return expected
+    new_height = max(1, int(height * scale))
+    new_width = max(1, int(width * scale))
+    image = Image.fromarray(expected.pixels).resize(
+        (new_width, new_height), Image.Resampling.BILINEAR, reducing_gap=3.0
+    )
+    x_scale = new_width / width
+    y_scale = new_height / height
+    annotations = []
+    for annotation in expected.annotations:
+        dense = torch.from_numpy(annotation["mask"].copy())[None, None].float()
+        mask = torch.nn.functional.interpolate(dense, size=(new_height, new_width))
+        x, y, box_width, box_height = annotation["bbox"]
+        changed = {
+            "mask": mask[0, 0].byte().numpy(),
+            "bbox": [x * x_scale, y * y_scale, box_width * x_scale, box_height * y_scale],
+            "area": annotation["area"] * x_scale * y_scale,
+        }
+        annotations.append(annotation | changed)
+    return Expected(np.asarray(image), annotations)
+
+
 def compare_sample(
     image: Any,
     target: dict[str, Any],
     expected: Expected,
     category_ids: dict[int, int],
+    *,
+    pixels: bool = True,
 ) -> None:
     """Compare a sample with what is expected by torchvision's contract: crowds and boxes without
     area are left out.
     """
     height, width = expected.pixels.shape[:2]
     compare(image.shape, (3, height, width), "sizes")
-    compare(image.permute(1, 2, 0), expected.pixels, "pixels")
+    if pixels:
+        compare(image.permute(1, 2, 0), expected.pixels, "pixels")
     rows = [row for row in expected.annotations if not row["iscrowd"]]
     boxes, kept = find_corners([row["bbox"] for row in rows], height, width)
     rows = [row for row, keep in zip(rows, kept, strict=True) if keep]
@@ -242,11 +295,13 @@ def compare_sample(
 def compare_record(record: dict[str, Any], expected: Expected) -> None:
     """Compare the JSON of a record with what is expected, crowds included."""
     compare([record["height"], record["width"]], expected.pixels.shape[:2], "sizes")
+    compare(len(record["annotations"]), len(expected.annotations), "numbers of annotations")
     for entry, other in zip(record["annotations"], expected.annotations, strict=True):
         for name in ("id", "category_id", "bbox", "area", "iscrowd"):
             compare(entry[name], other[name], f"records' {name}")
-        stored = entry["segmentation"]
-        mask = coco_mask.decode(stored | {"counts": stored["counts"].encode()})
+        encoded = dict(entry["segmentation"])
+        encoded["counts"] = encoded["counts"].encode()
+        mask = coco_mask.decode(encoded)
         compare(mask, other["mask"], "records' masks")
 
 
