@@ -349,7 +349,8 @@ def test_set_badges_changes_ours_and_leaves_others(badges, tmp_path):
     readme = tmp_path / "README.md"
     notebook.write_text(
         '{"source": ["<a '
-        'href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb\\">",'
+        'href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/'
+        'main/notebooks/01_a.ipynb\\">",'
         ' "%pip install -q --no-deps git+https://github.com/OWNER/REPO"]}'
     )
     readme.write_text(

@@ -160,8 +160,8 @@ def _draw_runs(segmentation: dict[str, Any], height: int, width: int) -> np.ndar
 
 
 def read_pixels(data: bytes, size: tuple[int, int]) -> np.ndarray:
-    """Read uint8 [H, W, 3] by Pillow; turned by EXIF only where the size that the annotations give says
-    so.
+    """Read uint8 [H, W, 3] by Pillow; turned by EXIF only where the size that the annotations give
+    says so.
     """
     try:
         image = Image.open(io.BytesIO(data))

@@ -68,7 +68,8 @@ FIND_UNREADABLE = """() => {
     while (walker.nextNode()) {
       const text = walker.currentNode.textContent.trim();
       const owner = walker.currentNode.parentElement;
-      if (!text || !owner.checkVisibility() || owner.closest('style, script, title, defs')) continue;
+      if (!text || !owner.checkVisibility()) continue;
+      if (owner.closest('style, script, title, defs')) continue;
       const style = getComputedStyle(owner);
       let colour = parse(owner instanceof SVGElement ? style.fill : style.color);
       let alpha = colour[3] ?? 1, ground = null, drawn = false;

@@ -21,7 +21,8 @@ NAMES = [
 ]
 BADGE = re.compile(
     r"\[!\[Open In Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"
-    r"\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob/main/(notebooks/\w+\.ipynb)\)"
+    r"\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)"
+    r"/blob/main/(notebooks/\w+\.ipynb)\)"
 )
 
 
