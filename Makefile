@@ -1,11 +1,13 @@
 # make setup | demo | slides | workshop | badges | setup-cells
-# make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | stress | peers | benchmark | gpu
+# make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | stress
+# make peers | benchmark | gpu
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo slides workshop badges setup-cells test fuse fuzz lint test-browser test-colab test-formats stress peers benchmark gpu
+.PHONY: setup demo slides workshop badges setup-cells test fuse fuzz lint test-browser test-colab
+.PHONY: test-formats stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -18,7 +20,8 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(RUN) -m pip install -r requirements.txt -e '.[dev]'
 	touch $@
 
-# The five notebooks on the built-in dataset, or on yours: make demo IMAGES=photos ANNOTATIONS=photos.json
+# The five notebooks on the built-in dataset, or on yours: make demo IMAGES=photos
+# ANNOTATIONS=photos.json
 demo: setup
 	$(RUN) -m tools.run_notebooks --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
 
@@ -37,7 +40,8 @@ test: lint fuse
 	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser"
 	$(RUN) -m pytest -m "clock and not browser"
 
-# The notebooks in JupyterLab, in a browser: needs Chromium or Chrome; screenshots are left in runs/browser
+# The notebooks in JupyterLab, in a browser: needs Chromium or Chrome; screenshots are left in
+# runs/browser
 test-browser: setup
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install playwright
 	$(RUN) -m pytest -m browser tests/notebooks/test_browser.py
@@ -46,7 +50,8 @@ test-browser: setup
 test-colab: setup
 	$(RUN) -m tools.run_as_colab
 
-# The recipes of docs/FORMATS.md with the converters that they name, in an environment of their own; downloads 300 MB
+# The recipes of docs/FORMATS.md with the converters that they name, in an environment of their own;
+# downloads 300 MB
 test-formats: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats
 	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py
@@ -62,20 +67,21 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# Mutated JSON, images, shards, checkpoints and zips: each is read right, refused in one line, or a bug. With more of
-# them, make fuzz CASES=100000; another SEED gives others
+# Mutated JSON, images, shards and zips: each is read right, refused in one line, or a bug. With
+# more of them, make fuzz CASES=100000; another SEED gives others
 fuzz: setup
 	$(RUN) -m tests.fuzz --cases $(or $(CASES),5000) --seed $(or $(SEED),0)
 
-# Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, a check of 5,000 images, with limits on
-# time and memory, and 200 kills of preprocess
+# Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, a check of 5,000
+# images, with limits on time and memory, and 200 kills of preprocess
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
 	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) tests/stress/kill_preprocess.py
 
-# An environment for each loader that `make benchmark` compares with; what cannot be installed is named
+# An environment for each loader that `make benchmark` compares with; what cannot be installed is
+# named
 peers: setup
 	$(RUN) -m benchmarks.environments
 
@@ -87,7 +93,8 @@ benchmark: setup
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json
 
-# After a fork or a rename: make badges REPO=owner/name; with REF=tag, badges and install lines name that tag
+# After a fork or a rename: make badges REPO=owner/name; with REF=tag, badges and install lines name
+# that tag
 badges:
 	@$(PYTHON) tools/set_badges.py "$(REPO)"$(if $(REF), "$(REF)")
 

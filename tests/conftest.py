@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils import drive, slow_drive
+from colab_utils import drive, files, slow_drive
 from colab_utils.machine import count_cores
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
@@ -55,6 +55,7 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_waits() -> None:
     """What is tried again where Drive fails is tried at once."""
     drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
+    files.RETRY_WAITS_S = drive.RETRY_WAITS_S
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -121,6 +121,70 @@ def test_the_package_imports_nothing_of_the_repository_around_it():
             )
 
 
+def list_defined_names(path):
+    """Names that a module defines at its top level, inside ``if`` and ``try`` too; none that it
+    imports.
+    """
+    names = set()
+    waiting = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                names |= {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def find_borrowed_names(package):
+    """Imports, in words, that take a name from a module which does not define it. Packages, whose
+    ``__init__`` may pass names on, are left out.
+    """
+    modules = {
+        name: path for name, path in list_modules(package).items() if path.name != "__init__.py"
+    }
+    defined = {name: list_defined_names(path) for name, path in modules.items()}
+    faults = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module not in modules:
+                continue
+            for alias in node.names:
+                if alias.name not in defined[node.module]:
+                    place = f"{path.relative_to(package.parent)}:{node.lineno}"
+                    faults.append(f"{place} imports {alias.name}, {node.module} does not define it")
+    return faults
+
+
+def test_each_name_is_imported_from_the_module_that_defines_it():
+    assert find_borrowed_names(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "borrowed"),
+    [
+        ("from colab_utils.data.coco import read", 0),  # a function
+        ("from colab_utils.data.coco import LIMIT, Row", 0),  # a constant and a type with its hint
+        ("from colab_utils.data.coco import json", 1),  # a module that it imports
+        ("def f():\n    from colab_utils.data.coco import dumps", 1),  # inside a function
+        ("from colab_utils.data import anything", 0),  # a package passes names on
+    ],
+)
+def test_a_name_from_where_it_is_not_defined_is_found(tmp_path, text, borrowed):
+    package = tmp_path / "colab_utils"
+    (package / "data").mkdir(parents=True)
+    (package / "data" / "__init__.py").touch()
+    (package / "data" / "coco.py").write_text(
+        "import json\nfrom json import dumps\nLIMIT = 1\nRow: type = dict\ndef read(): pass\n"
+    )
+    (package / "files.py").write_text(text)
+    assert len(find_borrowed_names(package)) == borrowed
+
+
 @pytest.mark.parametrize(
     ("module", "text", "fault"),
     [
@@ -285,7 +349,8 @@ def test_set_badges_changes_ours_and_leaves_others(badges, tmp_path):
     readme = tmp_path / "README.md"
     notebook.write_text(
         '{"source": ["<a '
-        'href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb\\">",'
+        'href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/'
+        'main/notebooks/01_a.ipynb\\">",'
         ' "%pip install -q --no-deps git+https://github.com/OWNER/REPO"]}'
     )
     readme.write_text(

@@ -345,12 +345,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # /content is removed then, too
     try:
         python = build_environment(work / "env")
-        names = (
-            options.scenarios.split(",")
-            if options.scenarios
-            else [scenario.name for scenario in SCENARIOS]
-        )
-        wanted = [scenario for scenario in SCENARIOS if scenario.name in names]
         notebooks = write_workshop(work / "notebooks")
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -364,25 +358,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 "note: no /content without root: folders take its place, Google Drive is left out"
             )
-        for scenario in wanted:
+        for scenario in SCENARIOS:
+            if options.scenarios and scenario.name not in options.scenarios.split(","):
+                continue
             if scenario.asks and not content:
                 continue
             for number in scenario.notebooks.split():
                 source = next(path for path in notebooks if path.name.startswith(number))
                 count += 1
-                folder = work / scenario.name.replace(" ", "_")
                 drive = _make_drive(work, scenario, is_first=number == "01")
-                target = folder / f"{count:02d}-{source.name}"
+                target = work / scenario.name.replace(" ", "_") / f"{count:02d}-{source.name}"
                 run = run_notebook(source, target, scenario, python, drive=drive, content=content)
                 failed += bool(run.faults)
-                outcome = "FAILED" if run.faults else "passed"
-                print(
-                    f"{outcome}  {scenario.name}: {source.stem} ({run.seconds:.0f} s)", flush=True
-                )
-                for fault in run.faults:
-                    print(f"        {fault}")
+                _print_run(run, f"{scenario.name}: {source.stem}")
     print(f"{count - failed} passed, {failed} failed; the executed notebooks are in {work}")
     return 1 if failed else 0
+
+
+def _print_run(run: Run, title: str) -> None:
+    outcome = "FAILED" if run.faults else "passed"
+    print(f"{outcome}  {title} ({run.seconds:.0f} s)", flush=True)
+    for fault in run.faults:
+        print(f"        {fault}")
 
 
 if __name__ == "__main__":

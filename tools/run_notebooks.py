@@ -88,8 +88,7 @@ def run_demo(
         raise ColabUtilsError(
             f"expected images and annotations, found only {found}. Name {lacking} too, or neither."
         )
-    sources = _find_notebooks(notebooks)
-    loaded = [(path.stem, _read_notebook(path)) for path in sources]
+    loaded = [(path.stem, _read_notebook(path)) for path in _find_notebooks(notebooks)]
     settings = dict(parameters or {})
     if images and annotations:
         settings |= {"IMAGES": os.path.abspath(images), "ANNOTATIONS": os.path.abspath(annotations)}
@@ -116,10 +115,9 @@ def run_demo(
                     {key: value for key, value in (folders | settings).items() if key in known},
                 )
                 runs.append(_run_notebook(name, notebook, output, work, on_cell=bar.update))
-        titles = [_read_title(notebook) for _, notebook in loaded]
         links = [
-            PageLink(run.page.name, title, run.seconds)
-            for run, title in zip(runs, titles, strict=True)
+            PageLink(run.page.name, _read_title(notebook), run.seconds)
+            for run, (_, notebook) in zip(runs, loaded, strict=True)
         ]
         index = write_demo_index(
             output / "index.html",

@@ -107,7 +107,8 @@ def make_plain_loader(
     again and again.
     """
     chance = torch.Generator().manual_seed(0)
-    sampler = RandomSampler(dataset, num_samples=batches * batch_size, generator=chance)  # type: ignore[arg-type]
+    count = batches * batch_size
+    sampler = RandomSampler(dataset, num_samples=count, generator=chance)  # type: ignore[arg-type]
     return DataLoader(
         dataset, batch_size, sampler=sampler, num_workers=workers, generator=chance, **options
     )

@@ -113,10 +113,20 @@ def import_tensorflow() -> Any:
     return tensorflow
 
 
+def _unpack_masks(tf: Any, bits: Any, count: Any, height: Any, width: Any) -> Any:
+    """Return uint8 [count, height, width] of one bit a pixel.
+
+    TensorFlow has no unpackbits: each byte picks the eight bytes of its bits from a table.
+    """
+    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).view(np.int64).ravel()
+    stored = tf.cast(tf.io.decode_raw(bits, tf.uint8), tf.int32)
+    eights = tf.gather(tf.constant(table), stored)
+    flat = tf.reshape(tf.bitcast(eights, tf.uint8), [-1])
+    return tf.reshape(flat[: count * height * width], [count, height, width])
+
+
 def make_record_parser(tf: Any, *, jpeg: bool, flips: bool) -> Any:
     """Return a function of TensorFlow's graph that makes a sample of a record of `Records`."""
-    # TensorFlow has no unpackbits: each byte picks the eight bytes of its bits from a table
-    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).view(np.int64).ravel()
 
     def parse(record: Any) -> Any:
         numbers = tf.io.decode_raw(tf.strings.substr(record, 0, 56), tf.int64)
@@ -133,11 +143,7 @@ def make_record_parser(tf: Any, *, jpeg: bool, flips: bool) -> Any:
             pixels = tf.reshape(tf.io.decode_raw(image, tf.uint8), [3, height, width])
         labels = tf.io.decode_raw(labels, tf.int64)
         corners = tf.reshape(tf.io.decode_raw(boxes, tf.float32), [-1, 4])
-        stored = tf.cast(tf.io.decode_raw(bits, tf.uint8), tf.int32)
-        eights = tf.gather(tf.constant(table), stored)
-        flat = tf.reshape(tf.bitcast(eights, tf.uint8), [-1])
-        count = tf.size(labels, tf.int64)
-        masks = tf.reshape(flat[: count * height * width], [count, height, width])
+        masks = _unpack_masks(tf, bits, tf.size(labels, tf.int64), height, width)
 
         def mirror() -> Any:
             right = tf.cast(width, tf.float32)

@@ -27,7 +27,8 @@ def test_a_cause_is_one_short_module(name):
 
 @pytest.mark.parametrize("name", ["read", "transform", "masks"])
 def test_a_cause_gives_the_same_batches_again(name, tmp_path, one_thread):
-    first, again = (next(iter(get_cause(name).make_loop(tmp_path)[0]))[0] for _ in range(2))
+    first = next(iter(get_cause(name).make_loop(tmp_path)[0]))[0]
+    again = next(iter(get_cause(name).make_loop(tmp_path)[0]))[0]
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 

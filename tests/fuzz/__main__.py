@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -24,7 +23,7 @@ from pathlib import Path
 from colab_utils.machine import count_cores
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.originals import Originals, make_originals
-from tests.fuzz.pool import Result, pick_case, run_cases
+from tests.fuzz.pool import Result, run_cases
 
 
 def main() -> int:
@@ -33,102 +32,81 @@ def main() -> int:
         prog="python -m tests.fuzz", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--cases", type=int, default=5000, help="how many (default: 5000)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="another seed gives other cases (default: 0)"
-    )
-    parser.add_argument(
-        "--start", type=int, default=0, help="number of the first case (default: 0)"
-    )
-    parser.add_argument(
-        "--case", type=int, nargs="+", help="these cases alone, with their tracebacks"
-    )
-    parser.add_argument("--kind", choices=KINDS, help="only cases of this kind")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=count_cores() + 1,
-        help="one more than cores: some cases wait",
-    )
-    asked = parser.parse_args()
-    numbers = asked.case or list(range(asked.start, asked.start + asked.cases))
-    if asked.kind:
-        numbers = [
-            number for number in numbers if pick_case(asked.seed, number, KINDS)[0] == asked.kind
-        ]
-    found = list[Result]()
-    started = time.monotonic()
-    # what was found is told, and the folder removed
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other cases")
+    parser.add_argument("--case", type=int, help="this case alone, with its traceback")
+    options = parser.parse_args()
+    numbers = list(range(options.cases))
+    if options.case is not None:
+        numbers = [options.case]
+    results = list[Result]()
+    # A run that is stopped still tells what it found, and removes its folder.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), prepare() as (originals, folder):
-        running = run_cases(numbers, asked.seed, KINDS, originals, folder, asked.processes)
+        # Some cases wait, so one process more than cores.
+        processes = count_cores() + 1
+        running = run_cases(numbers, options.seed, KINDS, originals, folder, processes)
         with closing(running):
             for result in running:
-                found.append(result if asked.case else replace(result, text=""))
-                if result.outcome == "bug":
-                    print(f"\n{result.kind}: {result.bug} (--case {result.number})", flush=True)
-                if len(found) % 100 == 0 or len(found) == len(numbers):
-                    bugs = sum(one.outcome == "bug" for one in found)
-                    rate = len(found) / (time.monotonic() - started)
-                    end = "\n" if len(found) == len(numbers) else ""
-                    print(
-                        f"\r{len(found):,} of {len(numbers):,} cases, {rate:.0f} a second, {bugs} "
-                        "bugs",
-                        end=end,
-                        flush=True,
-                    )
-    print(describe(found, asked.seed))
-    for result in found if asked.case else ():
-        print(f"\n{result.number}: {result.kind} {result.outcome}\n{result.text}")
-    if any(result.outcome == "bug" for result in found):
+                _print_result(result, with_text=options.case is not None)
+                # A hundred thousand tracebacks would fill the memory.
+                results.append(replace(result, text=""))
+                if len(results) % 100 == 0:
+                    print(f"{len(results):,} of {len(numbers):,}", flush=True)
+    print(describe(results, options.seed))
+    if any(result.outcome == "bug" for result in results):
         return 1
-    return 0 if len(found) == len(numbers) else 130
+    if len(results) < len(numbers):
+        return 130
+    return 0
+
+
+def _print_result(result: Result, *, with_text: bool) -> None:
+    if result.outcome == "bug":
+        print(f"{result.kind}: {result.bug} (--case {result.number})", flush=True)
+    if with_text:
+        print(result.text)
 
 
 @contextmanager
 def prepare() -> Iterator[tuple[Originals, Path]]:
-    """What is mutated, and a folder for the cases, in memory where possible; it is removed at the
-    end.
+    """Yield what is mutated, and a folder for the cases, in memory where possible; it is removed
+    at the end.
     """
     memory = Path("/dev/shm")
     folder = Path(
         tempfile.mkdtemp(prefix="colab_utils-fuzz-", dir=memory if memory.is_dir() else None)
     )
+    made = folder / "made.pickle"
     try:
         process = multiprocessing.get_context("fork").Process(
-            target=make_originals, args=(folder / "made", folder / "made.pickle")
+            target=make_originals, args=(folder / "made", made)
         )
         process.start()
         process.join()
         if process.exitcode:
             raise SystemExit("the data to mutate could not be made")
-        yield pickle.loads((folder / "made.pickle").read_bytes()), folder
+        yield pickle.loads(made.read_bytes()), folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def describe(results: list[Result], seed: int) -> str:
-    """A table by kind, then each bug once with the command that shows it."""
-    lines = [
-        f"{'kind':18}{'cases':>9}{'correct':>9}{'refused':>9}{'bugs':>7}{'mean ms':>9}{'slowest s':>11}{'most MB':>9}"
-    ]
-    for kind in [*sorted({result.kind for result in results}), *["all"][: len(results)]]:
-        mine = [result for result in results if kind in (result.kind, "all")]
+    """Return a table by kind, then each bug once with the command that shows it."""
+    lines = [f"{'kind':18}{'correct':>9}{'refused':>9}{'bugs':>9}{'slowest s':>11}"]
+    for kind in sorted({result.kind for result in results}):
+        mine = [result for result in results if result.kind == kind]
         counts = Counter(result.outcome for result in mine)
-        mean = 1000 * sum(result.seconds for result in mine) / len(mine)
         slowest = max(result.seconds for result in mine)
-        most = max(result.megabytes for result in mine)
-        lines.append(
-            f"{kind:18}{len(mine):9,}{counts['correct']:9,}{counts['refused']:9,}{counts['bug']:7,}{mean:9.0f}{slowest:11.1f}{most:9.0f}"
-        )
-    bugs: dict[tuple[str, str], list[int]] = {}
-    for result in sorted(results, key=lambda result: result.number):
+        figures = f"{counts['correct']:9,}{counts['refused']:9,}{counts['bug']:9,}"
+        lines.append(f"{kind:18}{figures}{slowest:11.1f}")
+    bugs: dict[str, list[int]] = {}
+    for result in results:
         if result.outcome == "bug":
-            bugs.setdefault((result.kind, result.bug), []).append(result.number)
-    for (kind, bug), numbers in sorted(bugs.items(), key=lambda item: -len(item[1])):
-        lines.append(
-            f"{len(numbers):5,} x {kind}: {bug}\n        python -m tests.fuzz --seed {seed} "
-            f"--case {numbers[0]}"
-        )
+            cause = f"{result.kind}: {result.bug}"
+            bugs.setdefault(cause, []).append(result.number)
+    for cause, numbers in bugs.items():
+        lines.append(f"{len(numbers):5,} x {cause}")
+        lines.append(f"        python -m tests.fuzz --seed {seed} --case {min(numbers)}")
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ what comes out.
 
 from __future__ import annotations
 
-from tests.fuzz import checkpoints, datasets, mutate, shards
+from tests.fuzz import datasets, mutate, shards
 from tests.fuzz.pool import Kinds
 
 _IMAGES = ["0.jpg", "sub/1.png", "2.tif", "3.png"]
@@ -12,7 +12,6 @@ KINDS: Kinds = {  # with weights: how many of some hundred cases
     "json_bytes": (7, datasets.json_bytes),
     "json_tree": (9, datasets.json_tree),
     "json_field": (12, datasets.json_field),
-    "json_odd": (3, datasets.json_odd),
     "json_ids": (2, datasets.json_ids),
     "image_bytes": (8, datasets.image_kind(_IMAGES, mutate.change_bytes)),
     "image_png": (4, datasets.image_kind(["sub/1.png", "3.png"], mutate.change_png)),
@@ -24,6 +23,4 @@ KINDS: Kinds = {  # with weights: how many of some hundred cases
     "shard_twin": (5, shards.shard_kind(shards.make_twin)),
     "shard_swap": (4, shards.shard_kind(shards.swap)),
     "index": (9, shards.shard_kind(shards.change_index)),
-    "copy": (7, shards.copy),
-    "checkpoint_bytes": (6, checkpoints.checkpoint_bytes),
 }

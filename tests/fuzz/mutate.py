@@ -34,8 +34,12 @@ NUMBERS = [
     10**30,
     0.5,
     -0.0,
+    1e308,
+    1e16,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
 ]
-NUMBERS += [1e308, 1e16, float("nan"), float("inf"), -float("inf")]
 _NEST = "many brackets"  # stands for lists in lists, which Python's own json does not write
 TEXTS = [
     "",
@@ -51,8 +55,6 @@ TEXTS = [
     "..",
     ".",
     "\0",
-]
-TEXTS += [
     "C:\\photos\\0.jpg",
     "file:///etc/passwd",
     "line\nbreak",
@@ -61,8 +63,6 @@ TEXTS += [
     "\ud800",
     "é",
     "e\u0301",
-]
-TEXTS += [
     "a" * 300,
     "x/" * 2000,
     "<script>",
@@ -99,6 +99,9 @@ FIELDS: dict[str, list[Any]] = {  # what tools write into the fields of COCO ent
         {"size": [24, 32], "counts": [5, 0, 0, 3, 24 * 32 - 8]},
         {"size": [32, 24], "counts": [5, 24 * 32 - 5]},
         {"size": ["24", "32"], "counts": [0, 24 * 32]},
+        {"size": [24, 32], "counts": "_" * 50},
+        {"size": [24, 32], "counts": "oooo0" * 9},
+        {"size": [24, 32], "counts": ""},
         {"size": [60_000, 60_000], "counts": [0, 0, 10, 3_599_999_990]},
     ],
     "area": [None, -5, "7.5", float("nan"), 0],
@@ -119,28 +122,30 @@ def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:
         place = rng.randrange(len(changed) + 1)
         length = min(len(changed), int(2 ** rng.uniform(0, 9)))
         other = rng.randrange(len(changed) + 1)
+        end = place + length
+        piece = changed[other : other + length]
         match rng.randrange(9):
             case 0 | 1 if place < len(changed):
                 changed[place] ^= 1 << rng.randrange(8)
             case 2 if place < len(changed):
                 changed[place] = rng.randrange(256)
             case 3:
-                size, order = rng.choice(
-                    [(1, "little"), (2, "big"), (2, "little"), (4, "big"), (4, "little")]
-                )
-                value = int(rng.choice(NUMBERS[:12])) % (1 << 8 * size)
-                changed[place : place + size] = value.to_bytes(size, order)
+                kind = rng.choice(["B", ">H", "<H", ">I", "<I"])
+                size = struct.calcsize(kind)
+                number = int(rng.choice(NUMBERS[:12])) % 256**size
+                changed[place : place + size] = struct.pack(kind, number)
             case 4:
-                del changed[place : place + length]
+                del changed[place:end]
             case 5:
-                changed[place:place] = changed[other : other + length]
+                changed[place:place] = piece
             case 6:
-                changed[place : place + length] = changed[other : other + length]
+                changed[place:end] = piece
             case 7:
                 changed[place:place] = rng.randbytes(length)
             case 8:
                 del changed[place:]
-        changed = changed or bytearray(b"\0")
+        if not changed:
+            changed = bytearray(1)
     return bytes(changed)
 
 
@@ -166,10 +171,10 @@ def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
     root = {"": deepcopy(tree)}
     for _ in range(rng.randint(1, changes)):
         places = _list_places(root)
-        one = rng.choice(places[rng.choice(sorted(places))])
-        other = rng.choice(places[rng.choice(sorted(places))])
-        value = one[0][one[1]]
-        (holder, key) = one
+        names = sorted(places)
+        holder, key = rng.choice(places[rng.choice(names)])
+        other_holder, other_key = rng.choice(places[rng.choice(names)])
+        value = holder[key]
         match rng.randrange(8):
             case 0 | 1:
                 holder[key] = draw_value(rng)
@@ -178,7 +183,7 @@ def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
             case 3 if isinstance(holder, list):
                 holder.insert(rng.randrange(len(holder) + 1), deepcopy(value))
             case 4:
-                holder[key] = deepcopy(other[0][other[1]])
+                holder[key] = deepcopy(other_holder[other_key])
             case 5 if isinstance(value, int | float):
                 holder[key] = rng.choice(
                     [str(value), value + 1, -value, value * 1000, value + 0.5, bool(value), [value]]
@@ -204,43 +209,58 @@ def change_png(rng: Random, data: bytes) -> bytes:
     """Change the chunks of a PNG: order, number, kind, content, sizes; every checksum is right
     again.
     """
+    chunks = _list_chunks(data)
+    for _ in range(rng.randint(1, 2)):
+        _change_chunk(rng, chunks)
+    changed = data[:8]
+    for kind, body in chunks:
+        changed += len(body).to_bytes(4, "big")
+        changed += kind
+        changed += body
+        changed += zlib.crc32(kind + body).to_bytes(4, "big")
+    return changed
+
+
+def _list_chunks(data: bytes) -> list[tuple[bytes, bytes]]:
+    """List kind and content of each chunk of a PNG."""
     chunks = []
     place = 8
     while place < len(data):
         length = int.from_bytes(data[place : place + 4], "big")
-        chunks.append((data[place + 4 : place + 8], data[place + 8 : place + 8 + length]))
+        kind = data[place + 4 : place + 8]
+        body = data[place + 8 : place + 8 + length]
+        chunks.append((kind, body))
         place += 12 + length
-    for _ in range(rng.randint(1, 2)):
-        row = rng.randrange(len(chunks))
-        kind, body = chunks[row]
-        match rng.randrange(7):
-            case 0:
-                chunks[row] = kind, change_bytes(rng, body, 1)
-            case 1:
-                del chunks[row]
-                chunks = chunks or [(b"IEND", b"")]
-            case 2:
-                chunks.insert(rng.randrange(len(chunks) + 1), (kind, body))
-            case 3:
-                chunks.insert(1, rng.choice(_CHUNKS))
-            case 4:
-                sides = rng.choice([(60_000, 60_000), (0, 24), (32, 25), (2**31 - 1, 1), (24, 32)])
-                chunks[0] = chunks[0][0], struct.pack(">II", *sides) + chunks[0][1][8:]
-            case 5:
-                chunks[row] = (
-                    rng.choice([b"tRNS", b"PLTE", b"IDAT", b"gAMA", b"acTL", b"fcTL"]),
-                    body,
-                )
-            case 6:
-                at = rng.randrange(8, 13)  # depth, colours, compression, filter, interlace
-                head = bytearray(chunks[0][1].ljust(13, b"\0"))
-                head[at] = rng.choice([0, 1, 2, 3, 4, 6, 8, 16])
-                chunks[0] = chunks[0][0], bytes(head)
-    parts = (
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
-    )
-    return data[:8] + b"".join(parts)
+    return chunks
+
+
+def _change_chunk(rng: Random, chunks: list[tuple[bytes, bytes]]) -> None:
+    row = rng.randrange(len(chunks))
+    kind, body = chunks[row]
+    first, head = chunks[0]
+    match rng.randrange(7):
+        case 0:
+            chunks[row] = (kind, change_bytes(rng, body, 1))
+        case 1:
+            del chunks[row]
+            if not chunks:
+                chunks.append((b"IEND", b""))
+        case 2:
+            chunks.insert(rng.randrange(len(chunks) + 1), (kind, body))
+        case 3:
+            chunks.insert(1, rng.choice(_CHUNKS))
+        case 4:
+            sides = rng.choice([(60_000, 60_000), (0, 24), (32, 25), (2**31 - 1, 1), (24, 32)])
+            chunks[0] = (first, struct.pack(">II", *sides) + head[8:])
+        case 5:
+            kinds = [b"tRNS", b"PLTE", b"IDAT", b"gAMA", b"acTL", b"fcTL"]
+            chunks[row] = (rng.choice(kinds), body)
+        case 6:
+            # Depth, colours, compression, filter or interlace.
+            place = rng.randrange(8, 13)
+            changed = bytearray(head.ljust(13, b"\0"))
+            changed[place] = rng.choice([0, 1, 2, 3, 4, 6, 8, 16])
+            chunks[0] = (first, bytes(changed))
 
 
 def change_jpeg(rng: Random, data: bytes) -> bytes:
@@ -248,34 +268,39 @@ def change_jpeg(rng: Random, data: bytes) -> bytes:
     segments = []
     place = 2
     while place + 4 < len(data) and data[place] == 0xFF and data[place + 1] != 0xDA:
-        length = int.from_bytes(data[place + 2 : place + 4], "big")
-        segments.append(data[place : place + 2 + length])
-        place += 2 + length
+        end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+        segments.append(data[place:end])
+        place = end
     row = rng.randrange(len(segments))
-    rest = data[place:]
-    frame = next(number for number, one in enumerate(segments) if one[1] in (0xC0, 0xC2))
+    segment = segments[row]
     match rng.randrange(6):
         case 0:
-            segments[row] = segments[row][:4] + change_bytes(rng, segments[row][4:], 1)
+            segments[row] = segment[:4] + change_bytes(rng, segment[4:], 1)
         case 1:
             del segments[row]
         case 2:
             segments.insert(row, segments[rng.randrange(len(segments))])
         case 3:
             sides = rng.choice([(24, 32), (32, 24), (65_500, 65_500), (0, 32), (25, 32)])
-            segments[frame] = segments[frame][:5] + struct.pack(">HH", *sides) + segments[frame][9:]
+            kinds = [segment[1] for segment in segments]
+            # The kind of a frame says how it is coded: in one pass or in several.
+            frame = kinds.index(0xC0) if 0xC0 in kinds else kinds.index(0xC2)
+            old = segments[frame]
+            segments[frame] = old[:5] + struct.pack(">HH", *sides) + old[9:]
         case 4:
-            orientation = rng.choice([0, 1, 2, 3, 6, 8, 9, 65_535])
-            kind = rng.choice([3, 3, 3, 2, 4, 12])  # short; others are damage
-            exif = (
-                b"Exif\0\0MM\0*\0\0\0\x08\0\1"
-                + struct.pack(">HHIHH", 0x0112, kind, 1, orientation, 0)
-                + bytes(4)
-            )
-            segments.insert(0, b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif)
+            segments.insert(0, _draw_exif(rng))
         case 5:
             rng.shuffle(segments)
-    return data[:2] + b"".join(segments) + rest
+    return data[:2] + b"".join(segments) + data[place:]
+
+
+def _draw_exif(rng: Random) -> bytes:
+    """Draw a segment that tells how a photo is turned; 3 is the right type, others are damage."""
+    orientation = rng.choice([0, 1, 2, 3, 6, 8, 9, 65_535])
+    kind = rng.choice([3, 3, 3, 2, 4, 12])
+    entry = struct.pack(">HHIHH", 0x0112, kind, 1, orientation, 0)
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\1" + entry + bytes(4)
+    return b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif
 
 
 def change_member(rng: Random, name: str, content: bytes) -> bytes:
@@ -294,11 +319,12 @@ def change_zip(rng: Random, data: bytes, edit: Callable[[Random, str, bytes], by
     info, content = members[row]
     match rng.randrange(9):
         case 0:
-            info.filename = rng.choice(
-                [members[other][0].filename, *(text for text in TEXTS if "\ud800" not in text)]
-            )
+            names = [text for text in TEXTS if "\ud800" not in text]
+            info.filename = rng.choice([members[other][0].filename, *names])
         case 1:
-            members.insert(other, members[row] if rng.random() < 0.5 else (info, members[other][1]))
+            if rng.random() >= 0.5:
+                content = members[other][1]
+            members.insert(other, (info, content))
         case 2:
             del members[row]
         case 3:
@@ -308,7 +334,8 @@ def change_zip(rng: Random, data: bytes, edit: Callable[[Random, str, bytes], by
             members[row] = info, edit(rng, info.filename, content)
     file = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as archive:
-        warnings.simplefilter("ignore")  # of a name that is there twice
+        # A name may be there twice.
+        warnings.simplefilter("ignore")
         for info, content in members:
             archive.writestr(info, content)
     return file.getvalue()
@@ -320,11 +347,15 @@ def _list_places(root: Any) -> dict[str, list[tuple[Any, Any]]]:
     waiting = [(root, "")]
     while waiting:
         holder, name = waiting.pop()
-        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+        keys = list(holder)
+        if isinstance(holder, list):
+            keys = list(range(len(holder)))
+        for key in keys:
+            value = holder[key]
             under = key if isinstance(key, str) else f"{name}[]"
             places.setdefault(under, []).append((holder, key))
-            if isinstance(holder[key], dict | list) and len(under) < 60:
-                waiting.append((holder[key], under))
+            if isinstance(value, dict | list) and len(under) < 60:
+                waiting.append((value, under))
     return places
 
 

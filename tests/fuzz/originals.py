@@ -1,6 +1,4 @@
-"""What is mutated: small datasets of several kinds of images and masks, their shards, checkpoints,
-and a zip.
-"""
+"""What is mutated: small datasets of several kinds of images and masks, their shards, and a zip."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.shards.write import write_shards
-from colab_utils.training.checkpoint import CheckpointFolder
-from tests.fuzz.truth import Expected, compare_record, read_truth
+from tests.fuzz.truth import Expected, Truth, compare_record
 
 Tree = dict[str, bytes]
 """Files of a folder: relative name to content."""
@@ -55,8 +52,6 @@ class Originals:
     """Of the dataset; of the same images with other annotations; and of other images under the same
     names.
     """
-    checkpoints: Tree = field(default_factory=dict)
-    """Two checkpoints of one run, which hold little."""
     export: bytes = b""
     """The dataset as a zip."""
     known: list[Known] = field(default_factory=list)
@@ -87,7 +82,7 @@ def run_here(
 
 
 def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any:
-    """Shards of two images each, whatever is bad left out."""
+    """Write shards of two images each, whatever is bad left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return write_shards(
@@ -117,16 +112,6 @@ def make_originals(folder: Path, pickled: Path) -> None:
         store(root / "images", root / "coco.json", root / "shards")
         made.shards.append(read_tree(root / "shards"))
         made.known.append(_read_known(root, made.shards[-1]))
-    checkpoints = CheckpointFolder(folder / "run")
-    for step in (1, 2):
-        state = {
-            "weight": np_tensor(step),
-            "other": np_tensor(step + 2),
-            "names": {1: "a"},
-            "list": [1.5, None, "x"],
-        }
-        checkpoints.save(state, step=step)
-    made.checkpoints = read_tree(folder / "run")
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in made.dataset.items():
@@ -135,49 +120,40 @@ def make_originals(folder: Path, pickled: Path) -> None:
     pickled.write_bytes(pickle.dumps(made))
 
 
-def np_tensor(seed: int) -> Any:
-    """A tensor of 12 numbers."""
-    import torch
-
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=(3, 4)))
-
-
 def read_tree(folder: Path) -> Tree:
-    """All plain files below a folder, but for huge ones."""
+    """Read all plain files below a folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in paths
-        if path.stat().st_size < 2**26
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def write_tree(folder: Path, tree: Tree) -> None:
-    """Write them again."""
+    """Write files into a folder."""
     for name, content in tree.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def _read_known(root: Path, shards: Tree) -> Known:
-    """By tarfile and json alone, compared with the dataset."""
+    """Read the records by tarfile and json alone, and compare them with the dataset."""
     data = (root / "coco.json").read_bytes()
+    read = Truth(root / "images", data)
+    truth = {number: read(number) for number in read.entries}
     records = {}
-    truth = {number: read() for number, read in read_truth(root / "images", data).items()}
     for name, content in shards.items():
-        if name.endswith(".tar"):
-            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-                for member in tar:
-                    if member.name.endswith(".json"):
-                        record = json.loads(tar.extractfile(member).read())
-                        records[record["image_id"]] = record
-                        compare_record(record, truth[record["image_id"]])
-    facts = {3: "car", 18: "dog"}, {3: 3, 18: 18}, 19, xxhash.xxh3_128_hexdigest(data), False
+        if not name.endswith(".tar"):
+            continue
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            for member in tar:
+                if member.name.endswith(".json"):
+                    record = json.load(tar.extractfile(member))
+                    compare_record(record, truth[record["image_id"]])
+                    records[record["image_id"]] = record
+    facts = ({3: "car", 18: "dog"}, {3: 3, 18: 18}, 19, xxhash.xxh3_128_hexdigest(data), False)
     return Known(truth, records, facts)
 
 
 def _make_dataset(number: int) -> Tree:
-    """Four images; ``number`` 1 has the same ones with other annotations, 2 has others."""
+    """Make four images; ``number`` 1 has the same ones with other annotations, 2 has others."""
     tree: Tree = {}
     rng = np.random.default_rng(number // 2)
     pick = random.Random(number)
@@ -196,12 +172,13 @@ def _make_dataset(number: int) -> Tree:
         tree[f"images/{name}"] = file.getvalue()
         images.append({"id": 7 + row, "file_name": name, "width": WIDTH, "height": HEIGHT})
         for crowd in (0, 0, row % 2):
-            one = {
+            annotation = {
                 "id": 100 + len(annotations),
                 "image_id": 7 + row,
                 "category_id": pick.choice([3, 18]),
+                "iscrowd": crowd,
             }
-            annotations.append({**one, "iscrowd": crowd, **_draw_object(pick, crowd)})
+            annotations.append(annotation | _draw_object(pick, crowd))
     categories = [{"id": 3, "name": "car"}, {"id": 18, "name": "dog"}]
     tree["coco.json"] = json.dumps(
         {"images": images, "categories": categories, "annotations": annotations}
@@ -210,7 +187,7 @@ def _make_dataset(number: int) -> Tree:
 
 
 def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
-    """A box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for a
+    """Draw a box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for a
     crowd.
     """
     x = pick.randint(0, 20)
@@ -219,12 +196,17 @@ def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
     height = pick.randint(4, 10)
     mask = np.zeros((HEIGHT, WIDTH), np.uint8, order="F")
     mask[y : y + height, x : x + width] = 1
-    counts = [x * HEIGHT + y, *([height, HEIGHT - height] * width)[:-1], HEIGHT * WIDTH]
-    counts[-1] -= sum(counts[:-1])
-    corners = [x, y, x + width, y, x + width, y + height - 0.5, x, y + height]
-    compressed = {"size": [HEIGHT, WIDTH], "counts": coco_mask.encode(mask)["counts"].decode()}
-    choices: list[Any] = [[corners], [corners, [x, y, x + 3, y, x, y + 3.5]], compressed]
-    segmentation = {"size": [HEIGHT, WIDTH], "counts": counts} if crowd else pick.choice(choices)
+    if crowd:
+        columns = ([height, HEIGHT - height] * width)[:-1]
+        before = x * HEIGHT + y
+        counts = [before, *columns, HEIGHT * WIDTH - before - sum(columns)]
+        segmentation: Any = {"size": [HEIGHT, WIDTH], "counts": counts}
+    else:
+        corners = [x, y, x + width, y, x + width, y + height - 0.5, x, y + height]
+        triangle = [x, y, x + 3, y, x, y + 3.5]
+        text = coco_mask.encode(mask)["counts"].decode()
+        compressed = {"size": [HEIGHT, WIDTH], "counts": text}
+        segmentation = pick.choice([[corners], [corners, triangle], compressed])
     return {
         "bbox": [x, y, width, height],
         "area": width * height * 0.75,

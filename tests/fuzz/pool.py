@@ -1,5 +1,5 @@
-"""Runs cases in forked processes with limits: 10 seconds, 1 GB, no file outside of the folder, no
-program started.
+"""Runs cases in forked processes with limits: 10 seconds of a core, a minute in all, 1 GB, no file
+outside of the folder, no program started.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from colab_utils import drive
+from colab_utils import drive, files
 from colab_utils.data import checks
+from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError
 from tests.fuzz.originals import Originals, run_here
 from tests.fuzz.truth import WrongDataError
 
-SECONDS = 10
+CORE_SECONDS = 10
+# A busy machine gives a process little of a core.
+SECONDS = 60
 MEGABYTES = 1024
-REFUSED: Any = type("Refused", (), {"__bool__": lambda self: False})()
-_CASES_A_PROCESS = 2000  # then a fresh one: what a case leaves in memory ends with it
+# A process runs so many cases: what they leave in memory ends with it.
+_BATCH = 100
 _ROOT = Path(__file__).parents[2]
 _WRITES = {
     "os.mkdir",
@@ -74,18 +78,17 @@ class Case:
     """What was refused, and why: in one line."""
 
     def attempt(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What an entry point returns, or `REFUSED`; anything that it raises but one clear line is
-        a bug.
+        """Return what an entry point returns, or None where it refuses in one clear line; anything
+        else that it raises is a bug.
         """
         try:
             return work(*arguments, **named)
         except ColabUtilsError as error:
-            if len(text := str(error)) < 3 or not text.isprintable():
-                raise WrongDataError(
-                    f"a message that is not one printable line: {text!r:.300}"
-                ) from error
+            text = str(error)
+            if len(text) < 3 or not text.isprintable():
+                raise WrongDataError(f"not one printable line: {text!r:.300}") from error
             self.refused.append(text)
-            return REFUSED
+            return None
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,12 @@ class Result:
     kind: str
     outcome: str
     """``"correct"``, ``"refused"`` or ``"bug"``."""
+    seconds: float
+    """Of a core."""
     bug: str = ""
     """The same for all cases with the same cause."""
     text: str = ""
     """The traceback."""
-    seconds: float = 0.0
-    megabytes: float = 0.0
-    """At the highest, more than before the case."""
 
 
 Kinds = dict[str, tuple[int, Callable[[Case], object]]]
@@ -110,65 +112,75 @@ Kinds = dict[str, tuple[int, Callable[[Case], object]]]
 
 
 def pick_case(seed: int, number: int, kinds: Kinds) -> tuple[str, random.Random]:
-    """The kind of a case and its random numbers: the same on every machine."""
+    """Return the kind of a case and its random numbers: the same on every machine."""
     rng = random.Random(f"{seed} {number}")
     return rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0], rng
+
+
+@dataclass
+class _Worker:
+    """A process that runs a batch of cases."""
+
+    process: BaseProcess
+    folder: Path
+    numbers: list[int]
+    """The cases whose results it has not sent yet; it runs the first of them."""
 
 
 def run_cases(
     numbers: list[int], seed: int, kinds: Kinds, originals: Originals, root: Path, processes: int
 ) -> Generator[Result, None, None]:
     """Run these cases in processes of their own; yields each result when it is there."""
+    # Else each process would import torchvision within the time of its first case.
+    load_jpeg_decoder()
     context = multiprocessing.get_context("fork")
-    left = list(reversed(numbers))
-    running = dict[Connection, list[Any]]()
-    places = list(range(processes))  # the number of a process's folder
+    batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
+    folders = [root / f"worker-{place}" for place in range(processes)]
+    workers = dict[Connection, _Worker]()
     try:
-        while left or running:
-            while left and places:
-                ours, theirs = context.Pipe()
-                place = places.pop()
-                process = context.Process(
-                    target=_work,
-                    args=(theirs, seed, kinds, originals, root / f"worker-{place}"),
-                    daemon=True,
-                )
+        while batches or workers:
+            while batches and folders:
+                batch = batches.pop(0)
+                folder = folders.pop()
+                receiver, sender = context.Pipe(duplex=False)
+                work = (sender, batch, seed, kinds, originals, folder)
+                process = context.Process(target=_work, args=work, daemon=True)
                 process.start()
-                theirs.close()
-                ours.send(number := left.pop())
-                running[ours] = [process, place, number, _CASES_A_PROCESS]
-            for connection in wait(list(running), 1.0):
-                process, place, number, todo = entry = running[connection]
+                sender.close()
+                workers[receiver] = _Worker(process, folder, list(batch))
+            for receiver in wait(list(workers)):
+                worker = workers[receiver]
                 try:
-                    yield connection.recv()
-                    if left and todo:
-                        connection.send(number := left.pop())
-                        entry[2:] = number, todo - 1
-                        continue
-                    connection.send(None)
-                except (EOFError, ConnectionError):
-                    process.join()
-                    yield _explain_end(
-                        number,
-                        pick_case(seed, number, kinds)[0],
-                        process.exitcode,
-                        root / f"worker-{place}",
-                    )
-                process.join()
-                connection.close()
-                places.append(running.pop(connection)[1])
+                    yield receiver.recv()
+                    worker.numbers.pop(0)
+                    continue
+                except EOFError:
+                    del workers[receiver]
+                receiver.close()
+                worker.process.join()
+                folders.append(worker.folder)
+                if worker.numbers:
+                    number = worker.numbers.pop(0)
+                    yield _explain_end(number, pick_case(seed, number, kinds)[0], worker)
+                    batches.append(worker.numbers)
     finally:
-        for process, *_ in running.values():
-            process.kill()
-            process.join()
+        for worker in workers.values():
+            worker.process.kill()
+            worker.process.join()
 
 
 def _work(
-    connection: Connection, seed: int, kinds: Kinds, originals: Originals, folder: Path
+    sender: Connection,
+    numbers: list[int],
+    seed: int,
+    kinds: Kinds,
+    originals: Originals,
+    folder: Path,
 ) -> None:
-    """A process: one case after another, as the parent sends their numbers."""
-    for ending in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
-        signal.signal(ending, signal.SIG_IGN)
+    """Run one case after another in this process, and send their results."""
+    # The parent ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "case").mkdir(parents=True)
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -176,74 +188,77 @@ def _work(
     faulthandler.enable(file=2)
     # What looks damaged is read again after a second, and most cases look so.
     drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
-    # a forked process has lost OpenMP's threads, and would wait for them for ever
+    files.RETRY_WAITS_S = drive.RETRY_WAITS_S
+    # A forked process has lost OpenMP's threads, and would wait for them for ever.
     torch.set_num_threads(1)
-    # one arena: each thread's own would take 64 MB of the address space
+    # One arena of memory: each thread's own would take 64 MB of the address space.
     ctypes.CDLL(None).mallopt(-8, 1)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + 2 * MEGABYTES * 2**20,) * 2)
+    limit = int(2**20 * (_read_memory("VmSize") + 2 * MEGABYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     checks.fork_pool = run_here  # type: ignore[attr-defined]
     tempfile.tempdir = str(folder / "case" / "tmp")
     guard = _Guard(folder / "case")
-    while (number := connection.recv()) is not None:
-        connection.send(_run_case(number, seed, kinds, originals, folder, guard))
+    for number in numbers:
+        sender.send(_run_case(number, seed, kinds, originals, folder, guard))
 
 
 class _Guard:
     """Refuses, while it is on, whatever leaves a folder; ``met`` keeps the first."""
 
     def __init__(self, folder: Path) -> None:
-        self.inside = tuple(f"{os.path.realpath(folder)}/{name}/" for name in ("work", "tmp"))
-        self.inside += ("/dev/shm/pym-",)  # memory that multiprocessing shares
         self.on = False
         self.met = ""
-        self.readable = tuple(
-            f"{os.path.realpath(one)}/"
-            for one in (sys.prefix, sys.base_prefix, _ROOT, "/proc", "/sys")
-        )
-        self.readable += (
-            f"{sys.prefix}/",
-            "/dev/null",
-            "/dev/urandom",
-            "/usr/share/zoneinfo",
-            "/etc/localtime",
-        )
+        # Beside the case's folders, memory that multiprocessing shares may be written.
+        self.inside = (f"{folder.resolve()}/work/", f"{folder.resolve()}/tmp/", "/dev/shm/pym-")
+        python = [f"{os.path.realpath(path)}/" for path in (sys.prefix, sys.base_prefix, _ROOT)]
+        devices = ["/dev/null", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime"]
+        self.readable = (*python, f"{sys.prefix}/", "/proc/", "/sys/", *devices)
         sys.addaudithook(self._look)
 
     def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on or (event != "open" and event not in _WRITES and event not in _PROGRAMS):
+        if not self.on:
             return
-        named = arguments[
-            event == "os.symlink" : 1 if event not in ("os.rename", "os.link", "os.symlink") else 2
-        ]
-        paths = [one for one in named if isinstance(one, str | bytes | os.PathLike)]
-        for path in map(os.path.realpath, map(os.fsdecode, paths)):
-            writes = event != "open" or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            known = f"{path}/".startswith(self.inside) or (
-                not writes and path.startswith(self.readable)
-            )
-            if event in _PROGRAMS or not known:
-                self.met = self.met or f"{event} {'' if event in _PROGRAMS else path}"
-                raise Outside(self.met)
+        if event in _PROGRAMS:
+            self._refuse(event)
+        elif event == "open":
+            changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+            self._check_path(event, arguments[0], reads=not (arguments[2] or 0) & changes)
+        elif event in _WRITES:
+            # A link may name anything.
+            for path in arguments[1:] if event == "os.symlink" else arguments:
+                self._check_path(event, path, reads=False)
+
+    def _check_path(self, event: str, path: Any, *, reads: bool) -> None:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return
+        path = os.path.realpath(os.fsdecode(path))
+        allowed = self.inside + self.readable if reads else self.inside
+        if not f"{path}/".startswith(allowed):
+            self._refuse(f"{event} {path}")
+
+    def _refuse(self, what: str) -> None:
+        self.met = self.met or re.sub(r"\d+", "N", what)
+        raise Outside(what)
 
 
 def _run_case(
     number: int, seed: int, kinds: Kinds, originals: Originals, folder: Path, guard: _Guard
 ) -> Result:
     kind, rng = pick_case(seed, number, kinds)
-    case = folder / "case"
-    for old in case.iterdir():
+    folders = folder / "case"
+    for old in folders.iterdir():
         shutil.rmtree(old)
     for name in ("tmp", "work", "outside"):
-        (case / name).mkdir()
-    (case / "outside" / "secret.png").write_bytes(originals.dataset["images/3.png"])
-    os.chdir(case / "work")
+        (folders / name).mkdir()
+    (folders / "outside" / "secret.png").write_bytes(originals.dataset["images/3.png"])
+    os.chdir(folders / "work")
     os.truncate(folder / "stderr", 0)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest memory starts anew
+    # The highest memory is counted anew.
+    Path("/proc/self/clear_refs").write_text("5")
     before = _read_memory("VmRSS")
-    started = time.perf_counter()
-    outcome = "correct"
+    started_s = time.process_time()
+    case = Case(rng, folders / "work", originals)
     bug = ""
     text = ""
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
@@ -252,62 +267,54 @@ def _run_case(
     try:
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
-            kinds[kind][1](work := Case(rng, case / "work", originals))
-        outcome = "refused" if work.refused else "correct"
+            kinds[kind][1](case)
     except BaseException as error:
-        outcome = "bug"
         bug = _name_bug(error)
-        text = "".join(traceback.format_exception(error))
-        del error
+        text = "".join(traceback.format_exception(error))[-4000:]
     guard.on = False
     faulthandler.cancel_dump_traceback_later()
     if guard.met and not bug.startswith("Outside"):
-        outcome = "bug"
-        bug = f"Outside: {re.sub('[0-9]+', 'N', guard.met)}"
-    seconds = time.perf_counter() - started
-    megabytes = _read_memory("VmHWM") - before
-    if megabytes > MEGABYTES and outcome != "bug":
-        outcome = "bug"
+        bug = f"Outside: {guard.met}"
+    if not bug and _read_memory("VmHWM") - before > MEGABYTES:
         bug = "more than 1 GB"
-    return Result(number, kind, outcome, bug, text[-4000:], seconds, megabytes)
+    seconds = time.process_time() - started_s
+    if not bug and seconds > CORE_SECONDS:
+        bug = f"more than {CORE_SECONDS} s of a core"
+    outcome = "refused" if case.refused else "correct"
+    return Result(number, kind, "bug" if bug else outcome, seconds, bug, text)
 
 
 def _read_memory(name: str) -> float:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) / 1024 if found else 0.0
+    """Return the megabytes that the kernel counts under this name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _name_bug(error: BaseException) -> str:
-    """Kind, place in the package and message without numbers."""
+    """Name an error by its kind, its place in the package and its message without numbers."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/colab_utils/" in frame.filename] or frames[-1:]
-    place = f"{Path(ours[-1].filename).name} {ours[-1].name}"
-    if isinstance(error, WrongDataError):  # which calls led there
-        place = next(
-            (frame.name for frame in reversed(frames) if frame.name.startswith("_judge")),
-            frames[-1].name,
-        )
-    message = re.sub(r"\d+", "N", (str(error).splitlines() or [""])[0])
+    last = frames[-1]
+    for frame in frames:
+        if isinstance(error, WrongDataError):
+            # Which comparison found the difference says more than where it is raised.
+            is_telling = frame.name.startswith("_judge")
+        else:
+            is_telling = "/colab_utils/" in frame.filename
+        if is_telling:
+            last = frame
+    place = f"{Path(last.filename).name} {last.name}"
+    message = re.sub(r"\d+", "N", str(error).partition("\n")[0])
     return f"{type(error).__name__} in {place}: {message:.90}"
 
 
-def _explain_end(number: int, kind: str, exitcode: int | None, folder: Path) -> Result:
-    """A process that ended by a signal, or because a case took too long."""
-    text = (folder / "stderr").read_text(errors="replace")
-    places = re.findall(r'File "[^"]*/colab_utils/([^"]*)", line \d+ in (\S+)', text)
-    what = (
-        f"signal {-exitcode}"
-        if exitcode and exitcode < 0
-        else f"more than {SECONDS} s"
-        if "Timeout" in text
-        else "exit"
-    )
-    place = " ".join(places[0]) if places else "?"
-    return Result(
-        number,
-        kind,
-        "bug",
-        f"{what} in {place}",
-        text[-4000:],
-        SECONDS if "Timeout" in text else 0.0,
-    )
+def _explain_end(number: int, kind: str, worker: _Worker) -> Result:
+    """Explain a process that ended by a signal, or because a case took too long."""
+    text = (worker.folder / "stderr").read_text(errors="replace")
+    reason = "exit"
+    if "Timeout" in text:
+        reason = f"more than {SECONDS} s"
+    elif worker.process.exitcode and worker.process.exitcode < 0:
+        reason = f"signal {-worker.process.exitcode}"
+    place = re.search(r'File "[^"]*/colab_utils/([^"]*)", line \d+ in (\S+)', text)
+    where = f"{place[1]} {place[2]}" if place else "?"
+    return Result(number, kind, "bug", 0.0, f"{reason} in {where}", text[-4000:])

@@ -40,7 +40,8 @@ OVERRIDES = {
 }
 
 COUNT_CELLS = """() => {
-  const cells = [...document.querySelectorAll('.jp-CodeCell')].filter(one => !one.querySelector('.jp-Placeholder'));
+  const cells = [...document.querySelectorAll('.jp-CodeCell')]
+    .filter(one => !one.querySelector('.jp-Placeholder'));
   const prompts = cells.map(one => one.querySelector('.jp-InputPrompt').textContent);
   return {
     done: prompts.filter(text => /[0-9]/.test(text)).length,
@@ -48,7 +49,8 @@ COUNT_CELLS = """() => {
     empty: prompts.filter(text => !/[0-9*]/.test(text)).length,
   };
 }"""
-FIND_ERRORS = """() => [...document.querySelectorAll('[data-mime-type="application/vnd.jupyter.error"]')]
+FIND_ERRORS = """() => [...document.querySelectorAll(
+    '[data-mime-type="application/vnd.jupyter.error"]')]
   .map(one => one.innerText)"""
 READ_PICTURE = """handle => {
   const box = handle.closest('.widget-vbox, .jp-OutputArea');
@@ -64,8 +66,10 @@ FIND_UNREADABLE = """() => {
   for (const area of document.querySelectorAll('.jp-OutputArea-output')) {
     const walker = document.createTreeWalker(area, NodeFilter.SHOW_TEXT);
     while (walker.nextNode()) {
-      const text = walker.currentNode.textContent.trim(), owner = walker.currentNode.parentElement;
-      if (!text || !owner.checkVisibility() || owner.closest('style, script, title, defs')) continue;
+      const text = walker.currentNode.textContent.trim();
+      const owner = walker.currentNode.parentElement;
+      if (!text || !owner.checkVisibility()) continue;
+      if (owner.closest('style, script, title, defs')) continue;
       const style = getComputedStyle(owner);
       let colour = parse(owner instanceof SVGElement ? style.fill : style.color);
       let alpha = colour[3] ?? 1, ground = null, drawn = false;

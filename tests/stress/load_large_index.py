@@ -46,20 +46,17 @@ def make_shards(folder: Path) -> Path:
     for i in range(IMAGES):
         Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8)).save(pictures / f"{i}.jpg")
         for _ in range(int(OBJECTS) + int(rng.random() < OBJECTS % 1)):
-            x = 4 + rng.integers(0, 20)
-            y = 4 + rng.integers(0, 10)
-            w = 12
-            h = 9
-            corners = [x, y, x + w, y, x + w, y + h, x, y + h]
+            x = 4 + int(rng.integers(0, 20))
+            y = 4 + int(rng.integers(0, 10))
             annotations.append(
                 {
                     "id": len(annotations) + 1,
                     "image_id": i,
                     "category_id": 1,
                     "iscrowd": 0,
-                    "area": w * h,
-                    "bbox": [int(x), int(y), w, h],
-                    "segmentation": [[int(c) for c in corners]],
+                    "area": 12 * 9,
+                    "bbox": [x, y, 12, 9],
+                    "segmentation": [[x, y, x + 12, y, x + 12, y + 9, x, y + 9]],
                 }
             )
     images = [{"id": i, "file_name": f"{i}.jpg", "height": 32, "width": 48} for i in range(IMAGES)]
