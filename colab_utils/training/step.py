@@ -1,55 +1,43 @@
 """One training step: forward, backward and optimiser, in the precision and the memory that the
-device has, alone or as one of several processes, as ``torchrun`` starts them.
+device has, alone or as one of several processes.
 """
 
 import gc
-import math
-import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedBatch, collate_packed
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.batch import PackedBatch
 from colab_utils.training.checkpoint import choose_weights, load_weights
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import (
-    GPU_MODEL,
-    LIGHT_MODEL,
-    TINY_MODEL,
-    choose_precision,
-    keep_boxes_exact,
-)
-from colab_utils.training.sizes import choose_sizes
-from colab_utils.units import format_bytes
+from colab_utils.training.precision import choose_precision, keep_boxes_exact
+from colab_utils.training.ranks import Ranks
+from colab_utils.training.schedule import make_optimizer
 
 Images = PackedBatch | list[Tensor] | None
 """A packed batch, or images as torchvision takes them; None where a process has none of a batch's
 images.
 """
 
+
 Targets = list[dict[str, Tensor]] | None
 """As torchvision takes them; None with a packed batch, which brings its own."""
 
-_MOST_PARTS = 8  # of a batch: it is halved at most three times
-# of the memory: proposals differ from step to step, and gaps between allocations are lost
-_MARGIN = 0.9
-_BATCH_SIZES = (16, 8, 4, 2, 1)
+
+MOST_PARTS = 8  # of a batch: it is halved at most three times
+
+
 # far above the usual norm: it only limits the first steps from random weights
 _MAX_GRADIENT_NORM = 10.0
-_WARMUP_STEPS = 500
-_PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
+
+
 _OUT_OF_MEMORY = re.compile(  # of torch, cuBLAS and cuDNN
     "out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_SUPPORTED|valid cuDNN algorithm|"
     "unable to find an engine"
@@ -145,7 +133,7 @@ class TrainingStep:
         while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
             self.free_memory()
             count = 0 if images is None else len(images)
-            if self.ranks.count > 1 or self.parts >= min(_MOST_PARTS, count):
+            if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
                 size = -(-count // self.parts)
                 raise ColabUtilsError(
                     f"expected {size} of the {count} images of a batch to fit into the GPU's "
@@ -298,199 +286,3 @@ class _SummedLosses(nn.Module):
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
     return bool(_OUT_OF_MEMORY.search(str(error)))
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """How the batches of a run fit into a GPU's memory."""
-
-    batch_size: int
-    """Images of this process in a batch."""
-    parts: int
-    """Parts in which each batch is trained."""
-    peak_bytes: int
-    """What the heaviest batch took."""
-    limit_bytes: int
-    """What this process may have."""
-
-    def __str__(self) -> str:
-        parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
-        taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
-        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
-
-
-def plan_memory(
-    step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None
-) -> MemoryPlan:
-    """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
-
-    Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts.
-    Weights and statistics are left as they were. No object is ever left out.
-
-    Args:
-        step: With its model on a GPU.
-        dataset: The images, with labels as the model has them.
-        rows: Those of the images that are trained on.
-        batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2
-            and 1 that fits.
-
-    Raises:
-        ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
-    """
-    model = step.model
-    counts = dataset.describe(rows)["counts"]
-    heaviest = _find_heaviest(
-        np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts
-    )
-    if batch_size is None:
-        tries = [(size, 1) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
-    else:
-        tries = [
-            (batch_size, parts) for parts in (1, 2, 4, _MOST_PARTS) if parts <= max(1, batch_size)
-        ]
-    # The optimiser's averages come later: AdamW keeps two of each weight.
-    reserve = 2 * sum(
-        parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
-    )
-    limit = (
-        torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
-    )
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    try:
-        for images, step.parts in tries:
-            batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(
-                step.device
-            )
-            torch.cuda.reset_peak_memory_stats(step.device)
-            fits = step.add_gradients(batch, synchronize=False) is not None
-            peak = torch.cuda.max_memory_allocated(step.device)
-            step.free_memory()
-            if fits and peak < _MARGIN * limit:
-                return MemoryPlan(images, step.parts, peak, limit)
-    finally:
-        torch._foreach_copy_([*model.buffers()], buffers)  # statistics of norms
-    raise ColabUtilsError(
-        "expected images that fit into the GPU's memory one by one, found that one with "
-        f"{int(counts.max()):,} objects "
-        f"does not ({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size "
-        "takes two thirds of the "
-        f"activations; model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone "
-        "(requires_grad_(False)) 7 to 20 % "
-        "less; half of the proposals up to 20 % less; or end the other process that nvidia-smi "
-        "lists."
-    )
-
-
-def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Images in an order whose first B are the heaviest batch of B: the largest one, to which the
-    others are padded, then those with the most objects, wide ones to a wide one.
-    """
-    areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
-    largest = int(np.lexsort((counts, areas))[-1])
-    is_wide = sizes[:, 1] >= sizes[:, 0]
-    order = np.lexsort((areas, counts, is_wide == is_wide[largest]))[::-1]
-    return np.array([largest, *order[order != largest]], np.int64)
-
-
-def make_optimizer(
-    model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float
-) -> torch.optim.Optimizer:
-    """SGD as in torchvision's references; AdamW for the light and the tiny model: it learns faster
-    from random weights.
-
-    Example:
-        >>> make_optimizer(nn.Linear(2, 2), learning_rate=0.02).param_groups[0]["momentum"]
-        0.9
-    """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    fused = bool(trainable) and trainable[0].is_cuda  # all of them in a few kernels
-    if name in (LIGHT_MODEL, TINY_MODEL):
-        return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=fused)
-    return torch.optim.SGD(
-        trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4, fused=fused
-    )
-
-
-def choose_rate(name: str, batch_size: int) -> float:
-    """The highest learning rate: 0.02 for 16 images as in torchvision's references, less for fewer.
-
-    Example:
-        >>> choose_rate(GPU_MODEL, 4), choose_rate(LIGHT_MODEL, 2)
-        (0.005, 0.001)
-    """
-    is_light = name in (LIGHT_MODEL, TINY_MODEL)
-    return 0.001 * math.sqrt(batch_size / 2) if is_light else min(0.02, 0.02 * batch_size / 16)
-
-
-def compute_rate(step: int, *, steps: int, highest: float) -> float:
-    """The rate after ``step`` of ``steps`` steps: a tenth of them (500 at most) up to ``highest``,
-    then half a cosine.
-
-    Example:
-        >>> [round(compute_rate(step, steps=100, highest=1.0), 2) for step in (0, 9, 99)]
-        [0.1, 1.0, 0.01]
-    """
-    warmup = max(1, min(_WARMUP_STEPS, steps // 10))
-    if step < warmup:
-        return highest * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return highest * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is
-    0 of 1.
-
-    Example:
-        >>> ranks = Ranks()
-        >>> ranks.is_first, ranks.gather("mine"), ranks.send("yours")
-        (True, ['mine'], 'yours')
-    """
-
-    rank: int = 0
-    count: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes the files."""
-        return self.rank == 0
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each process, in the order of their ranks."""
-        values = [value] * self.count
-        if self.count > 1:
-            distributed.all_gather_object(values, value)
-        return values
-
-    def send(self, value: Any) -> Any:
-        """The value of the first process, in all of them."""
-        values = [value]
-        if self.count > 1:
-            distributed.broadcast_object_list(values, 0)
-        return values[0]
-
-
-@contextmanager
-def join_ranks(device: torch.device) -> Iterator[Ranks]:
-    """The processes that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; without
-    it, one alone.
-
-    Example:
-        >>> with join_ranks(torch.device("cpu")) as ranks:
-        ...     ranks.count
-        1
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        yield Ranks()
-        return
-    joins = not distributed.is_initialized()  # a group of yours is used, and stays
-    if joins:
-        distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE
-        )
-    try:
-        yield Ranks(distributed.get_rank(), distributed.get_world_size())
-    finally:
-        if joins:
-            distributed.destroy_process_group()

@@ -14,14 +14,19 @@ from torch.utils.data import Subset
 from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import Transforms
-from colab_utils.loading.loader import Loader, find_device, make_loader
+from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
-from colab_utils.training import model as models
 from colab_utils.training.agreement import require_same, share_errors
-from colab_utils.training.checkpoint import CheckpointFolder, explain_state
+from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import OpenData, open_data
-from colab_utils.training.prepare import PreparedStep, prepare_step
+from colab_utils.training.model import GPU_MODEL
+from colab_utils.training.norms import Norms
+from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
+from colab_utils.training.prepare import prepare_step
+from colab_utils.training.ranks import join_ranks
+from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.settings import (
     LARGEST_COUNT,
     OWN_TRANSFORMS,
@@ -31,8 +36,7 @@ from colab_utils.training.settings import (
     choose_settings,
     read_settings,
 )
-from colab_utils.training.step import join_ranks
-from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
+from colab_utils.training.trainer import Trainer
 
 _LARGEST_SEED = (1 << 64) - 1
 _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
@@ -57,7 +61,7 @@ def train(
     min_size: int | None = None,
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
-    norms: models.Norms | None = None,
+    norms: Norms | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
     device: str | torch.device | None = None,
@@ -212,7 +216,7 @@ def train(
                 loader.load_state_dict(state["loader"])
             first_step = state["step"] if state else 0
             if steps is None:
-                steps = _count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
+                steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
             plan = make_plan(
                 settings,
                 data,
@@ -309,63 +313,10 @@ def _check_checkpoint(
     if before["device"] == "cpu" and device.type == "cuda":
         text = (
             f"{path} was begun on a CPU: on this GPU it continues with {settings.model} "
-            f"at {settings.min_size} pixels. For GPU defaults ({models.GPU_MODEL}, 800 px) train "
+            f"at {settings.min_size} pixels. For GPU defaults ({GPU_MODEL}, 800 px) train "
             f"into {_ELSEWHERE}"
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
-
-
-def _count_steps(loader: Loader, data: OpenData, *, first_step: int, epochs: int) -> int:
-    """Return the steps of a run of so many epochs, with the loader where the run stands."""
-    if loader.epoch >= epochs:
-        return first_step
-    steps_an_epoch = -(-len(data.rows) // loader.batch_size)
-    return first_step + loader.left + (epochs - loader.epoch - 1) * steps_an_epoch
-
-
-def make_plan(
-    settings: Settings,
-    data: OpenData,
-    prepared: PreparedStep,
-    *,
-    seed: int,
-    first_step: int,
-    steps: int,
-) -> TrainingPlan:
-    """Write down everything that was decided for a run.
-
-    Args:
-        settings: What it trains with.
-        data: The images that it trains on.
-        prepared: What it trains by.
-        seed: Of the order of the images, the augmentation and random weights.
-        first_step: Steps that earlier sessions did.
-        steps: Steps of the run, those of earlier sessions included.
-    """
-    step = prepared.step
-    return TrainingPlan(
-        dataset=data.dataset.fingerprint,
-        model=settings.model,
-        starts_from=str(step.model.starts_from),
-        device=str(step.device),
-        precision=str(step.precision).removeprefix("torch."),
-        num_classes=data.dataset.num_classes,
-        images=len(data.rows),
-        skipped_images=len(data.dataset) - len(data.rows),
-        objects=data.dataset.objects,
-        skipped_objects=data.dataset.left_out,
-        batch_size=prepared.batch_size,
-        min_size=settings.min_size,
-        max_size=settings.max_size,
-        learning_rate=prepared.learning_rate,
-        steps=steps,
-        seed=seed,
-        first_step=first_step,
-        augment=settings.augment,
-        norms=settings.norms,
-        ranks=step.ranks.count,
-        memory=prepared.memory,
-    )
 
 
 def _warn_if_finished(plan: TrainingPlan, path: str) -> None:

@@ -1,6 +1,4 @@
-"""The training loop, the state between two steps that a checkpoint holds, and what a run
-reports.
-"""
+"""The training loop, and the state between two steps that a checkpoint holds."""
 
 import math
 import signal
@@ -8,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, repeat
 from statistics import fmean
@@ -25,17 +23,18 @@ from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
-from colab_utils.training.checkpoint import (
-    CheckpointFolder,
-    CheckpointWriter,
-    copy_to_cpu,
-    explain_state,
-)
+from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint_writer import CheckpointWriter, copy_to_cpu
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
-from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
-from colab_utils.units import format_bytes
+from colab_utils.training.plan import TrainingPlan
+from colab_utils.training.report import LogLine, LossPoint, TrainReport
+from colab_utils.training.schedule import compute_rate
+from colab_utils.training.step import TrainingStep
 
 _LOG_STEPS = 10  # between two lines of the log
+
+
 _AGREE_STEPS = 10  # after which several processes ask each other whether to stop
 
 
@@ -336,152 +335,3 @@ class Trainer:
             return  # to ask the others takes time
         if any(self.ranks.gather(self._is_interrupted)):
             raise KeyboardInterrupt
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """Everything that was decided for a run. ``str()`` gives the line for the log."""
-
-    dataset: str
-    """Fingerprint of the annotations."""
-    model: str
-    """One of ``MODEL_NAMES``."""
-    starts_from: str
-    """Its weights at the start: "coco", "imagenet" or "random"."""
-    device: str
-    """As torch names it."""
-    precision: str
-    """The dtype of autocast; float32 without it."""
-    num_classes: int
-    """Classes, the background included."""
-    images: int
-    """Images with objects: those that are trained on."""
-    skipped_images: int
-    """Images without objects, which are left out."""
-    objects: int
-    """That are trained on."""
-    skipped_objects: int
-    """Crowds, and boxes without area, which are left out."""
-    batch_size: int
-    """Images of a step, over all processes."""
-    min_size: int
-    """Shorter side that images are resized to, pixels."""
-    max_size: int
-    """Limit of the longer side, pixels."""
-    learning_rate: float
-    """The highest, reached after the warm-up."""
-    steps: int
-    """Steps of the run, those of earlier sessions included."""
-    seed: int
-    """Of the order of the images, the augmentation and random weights."""
-    first_step: int = 0
-    """Steps that earlier sessions did."""
-    augment: str = "flip"
-    """By name; "own" for transforms of your own."""
-    norms: str = "frozen"
-    """Whether pretrained batch norms are "frozen" or "trained"."""
-    ranks: int = 1
-    """Processes that train together."""
-    memory: MemoryPlan | None = None
-    """How the heaviest batch fits into the GPU's memory; None on a CPU."""
-
-    def __str__(self) -> str:
-        together = f" by {self.ranks} processes" if self.ranks > 1 else ""
-        skipped = f", {self.skipped_images} without objects left out" if self.skipped_images else ""
-        if self.skipped_objects:
-            every = self.objects + self.skipped_objects
-            skipped += (
-                f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or "
-                "boxes without area)"
-            )
-        resumed = f", resumed after step {self.first_step}" if self.first_step else ""
-        memory = f"\nmemory: {self.memory}" if self.memory else ""
-        return (
-            f"{self.model} from {self.starts_from} weights on {self.device} in "
-            f"{self.precision}{together}: "
-            f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of "
-            f"{self.batch_size}, "
-            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate "
-            f"{self.learning_rate:g}, "
-            f"{self.steps} steps{resumed}{memory}"
-        )
-
-
-@dataclass(frozen=True)
-class LossPoint:
-    """The total loss of one step; the first step is 1."""
-
-    step: int
-    loss: float
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """What happened since the line before, by the wall clock: evaluation, logs and checkpoints
-    count.
-    """
-
-    step: int
-    """Steps done so far."""
-    steps: int
-    """Steps of the run."""
-    loss: float
-    """Mean total loss of these steps."""
-    learning_rate: float
-    """Of the last of these steps."""
-    images_per_second: float
-    """Images trained per second of the wall clock."""
-    wait_share: float
-    """Share of the wall clock in which the device waited for a batch, 0 to 1."""
-    gpu_bytes: int | None = None
-    """The most that was held on the GPU; None on a CPU."""
-    ap: AveragePrecision | None = None
-    """Of an evaluation since the line before."""
-
-    def __str__(self) -> str:
-        memory = f"  GPU {format_bytes(self.gpu_bytes)}" if self.gpu_bytes else ""
-        evaluated = f"  after step {self.ap.step}: {self.ap}" if self.ap else ""
-        return (
-            f"step {self.step}/{self.steps}  loss {self.loss:.3f}  lr {self.learning_rate:.5f}  "
-            f"{self.images_per_second:.1f} images/s  wait {self.wait_share:.0%}{memory}{evaluated}"
-        )
-
-
-@dataclass(frozen=True)
-class TrainReport:
-    """A finished run."""
-
-    steps: int
-    """Steps of the run, those of earlier sessions included."""
-    losses: tuple[LossPoint, ...]
-    """Of each of these steps."""
-    images_per_second: float
-    """Images trained in this session per second of its wall clock, from the wait for the first
-    batch to the last evaluation: waits, evaluation, logs and checkpoints count. 0 where no step was
-    left to do.
-    """
-    wait_share: float
-    """Share of the same wall clock in which the device waited for a batch, 0 to 1."""
-    checkpoint: str
-    """Path of the newest checkpoint."""
-    ap: AveragePrecision | None
-    """Of the last weights; None without ``val_shards``."""
-    plan: TrainingPlan
-    """What was decided for the run."""
-    best: AveragePrecision | None = None
-    """The highest one of masks, of the weights in ``best-STEP.pt``; None without ``val_shards``."""
-
-    def __str__(self) -> str:
-        tenth = max(1, len(self.losses) // 10)
-        first, last = (
-            fmean(point.loss for point in part)
-            for part in (self.losses[:tenth], self.losses[-tenth:])
-        )
-        ap = f"; {self.ap}" if self.ap else ""
-        ap += (
-            f"; best after step {self.best.step}: {self.best}"
-            if self.best and self.best.step != self.steps
-            else ""
-        )
-        speed = f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}"
-        return f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, {speed}, {self.checkpoint}{ap}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.fuzz import mutate
 from tests.fuzz.originals import read_tree, write_tree
 from tests.fuzz.pool import Case

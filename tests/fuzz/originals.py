@@ -24,7 +24,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.shards.write import write_shards
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.fuzz.truth import Expected, compare_record, read_truth
 
 Tree = dict[str, bytes]

@@ -31,7 +31,8 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training import train as train_module
 from colab_utils.training import trainer
 from colab_utils.training.agreement import require_same
-from colab_utils.training.step import Ranks, TrainingStep, join_ranks
+from colab_utils.training.ranks import Ranks, join_ranks
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.loading.test_loader import join_group
 from tests.tiny_model import TINY_MODEL

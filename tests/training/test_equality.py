@@ -15,14 +15,10 @@ import torch
 from benchmarks.step import make_model
 from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import (
-    GPU_MODEL,
-    LIGHT_MODEL,
-    build_mask_rcnn,
-    fold_norms,
-    keep_boxes_exact,
-)
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.model import TINY_MODEL as SMALLEST_MODEL
+from colab_utils.training.norms import fold_norms
+from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 

@@ -19,14 +19,10 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.training import detection
 from colab_utils.training import evaluate as evaluate_module
-from colab_utils.training.evaluate import (
-    EvaluationProcessError,
-    describe_detections,
-    detect,
-    encode_masks,
-    evaluate,
-)
+from colab_utils.training.detection import describe_detections, detect, encode_masks
+from colab_utils.training.evaluate import EvaluationProcessError, evaluate
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
@@ -282,7 +278,7 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
     """torchvision's own boxes would be rounded to bfloat16: 800 pixels have places at every fourth
     pixel.
     """
-    monkeypatch.setattr(evaluate_module, "choose_precision", lambda device: torch.bfloat16)
+    monkeypatch.setattr(detection, "choose_precision", lambda device: torch.bfloat16)
     model = build(dataset)
     with evaluate_module._set_up(model):
         (found,) = detect(model, [dataset.decode(dataset.read(0))])

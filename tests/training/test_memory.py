@@ -12,10 +12,11 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
+from colab_utils.training.memory import _find_heaviest, plan_memory
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.step import TrainingStep, _find_heaviest, plan_memory
+from colab_utils.training.plan import TrainingPlan
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from colab_utils.training.trainer import TrainingPlan
 from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
 

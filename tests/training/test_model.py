@@ -33,11 +33,10 @@ from colab_utils.training.model import (
     LIGHT_MODEL,
     assemble_mask_rcnn,
     build_mask_rcnn,
-    choose_precision,
-    fold_norms,
-    keep_boxes_exact,
     load_trained_model,
 )
+from colab_utils.training.norms import fold_norms
+from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
 

@@ -19,12 +19,12 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import trainer
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
+from colab_utils.training.report import LogLine
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from colab_utils.training.trainer import LogLine
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [

@@ -9,12 +9,8 @@ from torch import nn
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES, build_mask_rcnn
-from colab_utils.training.step import (
-    TrainingStep,
-    choose_rate,
-    compute_rate,
-    make_optimizer,
-)
+from colab_utils.training.schedule import choose_rate, compute_rate, make_optimizer
+from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 
 

@@ -23,17 +23,19 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training import checkpoint as checkpoints
+from colab_utils.training import checkpoint_folder, checkpoint_writer, trainer
 from colab_utils.training import train as loop
-from colab_utils.training import trainer
-from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import open_data
 from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
+from colab_utils.training.plan import TrainingPlan
+from colab_utils.training.ranks import Ranks
+from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
-from colab_utils.training.step import Ranks, TrainingStep
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from colab_utils.training.trainer import LogLine, TrainingPlan, TrainReport
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
@@ -327,7 +329,7 @@ class Refusal:
 
     def __init__(self) -> None:
         self.times: dict[str, int | None] = {}
-        self._write = checkpoints.write_file
+        self._write = checkpoint_folder.write_file
 
     def write(self, path, *parts):
         left = self.times.get(path.name, 0)
@@ -342,7 +344,7 @@ class Refusal:
 @pytest.fixture
 def refusal(monkeypatch) -> Refusal:
     refusal = Refusal()
-    monkeypatch.setattr(checkpoints, "write_file", refusal.write)
+    monkeypatch.setattr(checkpoint_folder, "write_file", refusal.write)
     return refusal
 
 
@@ -795,7 +797,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
     monkeypatch.setattr(TrainingStep, "__call__", count)
-    monkeypatch.setattr(checkpoints, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (0.0, 0.0))
     report = train(tiny_shards, tmp_path, steps=5, **TINY)
     assert report.losses == undisturbed.losses
     first = saved[1]  # as it was when it was asked for
@@ -813,7 +815,7 @@ def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
         return save(self, state, step=step, **more)
 
     monkeypatch.setattr(CheckpointFolder, "save", note)
-    monkeypatch.setattr(checkpoints, "_PAUSES_S", (3600.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (3600.0, 0.0))
     train(tiny_shards, tmp_path, steps=5, **TINY)
     assert saved == [3, 5]  # six images, two a step; and the last
 
@@ -841,7 +843,7 @@ def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
 def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
     """At the end of an epoch ten seconds are enough."""
     now_s = [1000.0]
-    monkeypatch.setattr(checkpoints, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(checkpoint_writer, "perf_counter", lambda: now_s[0])
     writer = CheckpointWriter(CheckpointFolder(tmp_path))
     for since_s, ended, due in (
         (59, False, False),
@@ -870,7 +872,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
 
     monkeypatch.setattr(CheckpointFolder, "save", fail)
     monkeypatch.setattr(TrainingStep, "__call__", count)
-    monkeypatch.setattr(checkpoints, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (0.0, 0.0))
     with pytest.raises(ColabUtilsError, match="No space left"):
         train(tiny_shards, tmp_path, steps=50, **TINY)
     assert len(steps) < 10
