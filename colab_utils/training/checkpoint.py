@@ -14,15 +14,10 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_whole
 
-_SEAL = b"colab_utils 2 "  # and the version of the format; a checksum follows
-
-
-_MOST_BYTES = 1e10
-
-
 TORN = "is torn (cut short or damaged)"
-
-
+# The number is the version of the format; a checksum follows.
+_SEAL = b"colab_utils 2 "
+_MOST_BYTES = 1e10
 _CURE = "Move this file away: the one before it is loaded then."
 
 
@@ -30,7 +25,24 @@ class TornError(ColabUtilsError):
     """A checkpoint is not as it was written: the same wrong bytes came twice."""
 
 
-def make_seal(content: bytes | memoryview) -> bytes:
+def pack_state(state: Mapping[str, Any]) -> tuple[memoryview, bytes]:
+    """Return the content of a file that holds a state, and its seal, which is to be written last.
+
+    Example:
+        >>> content, seal = pack_state({"step": 120})
+        >>> zipfile.is_zipfile(io.BytesIO(bytes(content) + seal)), seal[:14]
+        (True, b'colab_utils 2 ')
+    """
+    # Drive wants a file from its first byte to its last, written once.
+    data = io.BytesIO()
+    torch.save(state, data)
+    content = data.getbuffer()
+    # A zip ends with the length of its comment.
+    content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")
+    return content, _make_seal(content)
+
+
+def _make_seal(content: bytes | memoryview) -> bytes:
     return _SEAL + hash_bytes(content).encode()
 
 
@@ -50,19 +62,19 @@ def read_sealed(path: Path) -> bytes:
 
 def _check_seal(path: Path, content: bytes) -> bytes:
     """Return ``content`` if its seal is right; raise what `read_sealed` raises."""
-    length = len(make_seal(b""))
-    if content.endswith(make_seal(memoryview(content)[:-length])):
+    length = len(_make_seal(b""))
+    if content.endswith(_make_seal(memoryview(content)[:-length])):
         return content
     seal = content[-length:]
     if not seal.startswith(_SEAL):
-        # It is of another version; or a complete zip without a comment, where ours would only be
-        # cut short.
+        # It is of another version; or a complete zip without a comment. Ours, cut short, is none.
         with suppress(zipfile.BadZipFile):
             is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
             if is_zip or seal.startswith(_SEAL[:-2]):
                 raise _refuse(path)
-    cure = "Move it away, and run the same command again: the one before it is taken."
-    raise TornError(f"{path} {TORN}. {cure}")
+    raise TornError(
+        f"{path} {TORN}. Move it away, and run the same command again: the one before it is taken."
+    )
 
 
 @contextmanager
@@ -86,7 +98,8 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        if state is None or "memory" in str(error) or "CUDA" in str(error):  # of this machine
+        # What fails for want of memory is the machine's fault, and not the checkpoint's.
+        if state is None or "memory" in str(error) or "CUDA" in str(error):
             raise
         raise _refuse(Path(state["path"])) from error
 
@@ -99,9 +112,7 @@ def choose_weights(state: Mapping[str, Any]) -> Any:
         {'weight': 2}
     """
     averaged = state.get("ema")
-    if averaged is None:
-        return state["model"]
-    return averaged
+    return state["model"] if averaged is None else averaged
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) -> None:
@@ -114,14 +125,17 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
     model.load_state_dict(weights)
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
-            found = f"found {name} with values that are no numbers"
-            raise ColabUtilsError(f"expected finite weights in {path}, {found}. {_CURE}")
+            raise ColabUtilsError(
+                f"expected finite weights in {path}, found {name} with values that are no "
+                f"numbers. {_CURE}"
+            )
 
 
 def _refuse(path: Path) -> ColabUtilsError:
-    found = "found one that was changed or renamed, or of another program or version"
-    expected = f"expected a checkpoint as this version of colab_utils writes it in {path}"
-    return ColabUtilsError(f"{expected}, {found}. {_CURE} Or update colab_utils.")
+    return ColabUtilsError(
+        f"expected a checkpoint as this version of colab_utils writes it in {path}, found one that "
+        f"was changed or renamed, or of another program or version. {_CURE} Or update colab_utils."
+    )
 
 
 def load_content(path: Path, content: bytes) -> dict[str, Any]:
@@ -131,12 +145,10 @@ def load_content(path: Path, content: bytes) -> dict[str, Any]:
             io.BytesIO(content), map_location="cpu", weights_only=True
         )
     except Exception as error:
-        found = (
-            "found an error, though the file is complete: "
-            f"{(str(error) or type(error).__name__).splitlines()[0]}"
-        )
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ColabUtilsError(
-            f"expected to load {path}, {found} Free memory and start again. Or: {_CURE}"
+            f"expected to load {path}, found an error, though the file is complete: {first_line} "
+            f"Free memory and start again. Or: {_CURE}"
         ) from error
     if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
@@ -147,9 +159,10 @@ def load_content(path: Path, content: bytes) -> dict[str, Any]:
 def explain_read(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # the latter of a name that is none
-        found = getattr(error, "strerror", None) or error
-        cure = "Make it readable, move it away, or choose another run folder."
+    # A ValueError is of a path that is no name of a file.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ColabUtilsError(
-            f"expected to read checkpoints in {path}, found: {found}. {cure}"
+            f"expected to read checkpoints in {path}, found: {reason}. Make it readable, move it "
+            "away, or choose another run folder."
         ) from error

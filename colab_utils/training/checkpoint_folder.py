@@ -2,19 +2,15 @@
 Drive is lost.
 """
 
-import io
 import os
+import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from fnmatch import fnmatch
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-import torch
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -26,17 +22,13 @@ from colab_utils.training.checkpoint import (
     TornError,
     explain_read,
     load_content,
-    make_seal,
+    pack_state,
     read_sealed,
 )
 
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
-
-
-_PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
-
-
+_PREFIXES = {"newest": "checkpoint", "best": "best"}
 _OTHERS_KEPT = {"newest": 1, "best": 0}
 
 
@@ -85,10 +77,11 @@ class CheckpointFolder:
             self.run.mkdir(parents=True, exist_ok=True)
             if not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
-            target = _find_free_name(f"{self.run}/previous-")
-            for path in [*self._list("newest"), *self._list("best")] if anew else ():
-                target.mkdir(exist_ok=True)
-                shutil.move(path, target / path.name)
+            if anew:
+                target = _find_free_name(f"{self.run}/previous-")
+                for path in [*self._list("newest"), *self._list("best")]:
+                    target.mkdir(exist_ok=True)
+                    shutil.move(path, target / path.name)
 
     def save(
         self,
@@ -108,13 +101,8 @@ class CheckpointFolder:
             ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints
                 stay as they are.
         """
-        path = self.run / f"{_PATTERNS[which].partition('-')[0]}-{step:08d}.pt"
-        data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
-        torch.save({**state, "step": step}, data)
-        content = data.getbuffer()
-        # a zip ends with the length of its comment
-        content[-2:] = len(make_seal(b"")).to_bytes(2, "little")
-        parts = content, make_seal(content)
+        path = self.run / f"{_PREFIXES[which]}-{step:08d}.pt"
+        parts = pack_state({**state, "step": step})
         try:
             self._write(path, which, *parts)
         except DriveLostError:
@@ -123,9 +111,9 @@ class CheckpointFolder:
             outlook = "Drive is tried again now" if is_last else "training goes on"
             text = (
                 f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until "
-                "it does"
+                f"it does; {outlook}"
             )
-            warnings.warn(f"{text}; {outlook}", ColabUtilsWarning, stacklevel=2)
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         return path
 
     def send_waiting(self) -> None:
@@ -153,8 +141,7 @@ class CheckpointFolder:
                 f"Drive does not answer: checkpoint {path.name} is not in {self.run}, and lies in "
                 f"{self.waiting} of this machine alone. Remount Drive with drive.mount('{mount}', "
                 "force_remount=True), then run the same command on this machine, which sends it; "
-                "or "
-                "keep a copy of that folder elsewhere."
+                "or keep a copy of that folder elsewhere."
             ) from error
         return path
 
@@ -183,9 +170,11 @@ class CheckpointFolder:
             _set_aside(torn, repair=repair)
             if repair and path.parent == self.waiting:
                 # It is known by the folder's path, which may be that of a run that was deleted.
-                text = f"{path.name} waited in {self.waiting} of this machine, and is sent now"
-                cure = "If you deleted its run, pass resume='never' to begin anew"
-                warnings.warn(f"{text}. {cure}", ColabUtilsWarning, stacklevel=3)
+                text = (
+                    f"{path.name} waited in {self.waiting} of this machine, and is sent now. "
+                    "If you deleted its run, pass resume='never' to begin anew"
+                )
+                warnings.warn(text, ColabUtilsWarning, stacklevel=3)
                 path = self._send(path, which, content)
             return {**state, "path": str(path)}
         if torn and which == "newest":
@@ -213,23 +202,30 @@ class CheckpointFolder:
                 write_file(path, *parts)
 
         try:
-            Retries().run(write) if patiently else write()
+            if patiently:
+                Retries().run(write)
+            else:
+                write()
         except OSError as error:
-            found = f"found: {error.strerror or error}. The newest complete one is {self.newest}"
-            cure = (
-                "Free disk space or choose another run folder, then start again: training resumes."
-            )
             raise ColabUtilsError(
-                f"expected to write the checkpoint {path}, {found}. {cure}"
+                f"expected to write the checkpoint {path}, found: {error.strerror or error}. The "
+                f"newest complete one is {self.newest}. Free disk space or choose another run "
+                "folder, then start again: training resumes."
             ) from error
-        with suppress(OSError):  # one file too many does no harm
-            others = [other for other in _list_files(path.parent, which) if other != path]
-            old = others[: len(others) - _OTHERS_KEPT[which]]
-            for one in (
-                old if path.parent == self.waiting else [*old, *_list_files(self.waiting, which)]
-            ):
-                os.truncate(one, 0)  # Drive keeps what is deleted in its bin, on your quota
-                one.unlink()
+        # One file too many does no harm.
+        with suppress(OSError):
+            self._remove_others(path, which)
+
+    def _remove_others(self, path: Path, which: Which) -> None:
+        """Remove the checkpoints that the one that was just written replaces."""
+        others = [other for other in _list_files(path.parent, which) if other != path]
+        old = others[: len(others) - _OTHERS_KEPT[which]]
+        if path.parent != self.waiting:
+            old += _list_files(self.waiting, which)
+        for file in old:
+            # Drive keeps what is deleted in its bin, on the user's quota.
+            os.truncate(file, 0)
+            file.unlink()
 
 
 def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:
@@ -248,12 +244,15 @@ def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:
 def _list_files(folder: Path, which: Which) -> list[Path]:
     """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
     try:
-        return sorted(
-            folder / name for name in os.listdir(folder) if fnmatch(name, _PATTERNS[which])
-        )
+        names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    name_of_a_checkpoint = re.compile(rf"{_PREFIXES[which]}-[0-9]{{8}}\.pt")
+    return sorted(folder / name for name in names if name_of_a_checkpoint.fullmatch(name))
 
 
 def _find_free_name(prefix: str) -> Path:
-    return next(path for number in count(1) if not (path := Path(f"{prefix}{number}")).exists())
+    number = 1
+    while os.path.exists(f"{prefix}{number}"):
+        number += 1
+    return Path(f"{prefix}{number}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,15 +46,15 @@ class CheckpointWriter:
         if self._job and not self._job.done():
             return False
         self.finish()
-        if self._every_steps:
+        if self._every_steps is not None:
             return step % self._every_steps == 0
         return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
 
     def submit(self, state: Mapping[str, Any], *, step: int, is_last: bool = False) -> None:
         """Copy a state to this machine's memory, and write it in the thread."""
         self.finish()
-        save = partial(self._folder.save, step=step, is_last=is_last)
-        self._job = self._thread.submit(save, copy_to_cpu(dict(state)))
+        copy = copy_to_cpu(dict(state))
+        self._job = self._thread.submit(self._folder.save, copy, step=step, is_last=is_last)
         self._saved_s = perf_counter()
 
     def finish(self) -> None:
@@ -82,8 +81,8 @@ def copy_to_cpu(value: Any) -> Any:
         >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
         {'steps': [1], 'weight': tensor([0.])}
     """
-    return tree_map_only(
-        Tensor,
-        lambda tensor: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
-        value,
-    )
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    return tree_map_only(Tensor, copy_tensor, value)

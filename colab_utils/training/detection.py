@@ -116,7 +116,8 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
     [D, 4] in pixels.
 
     Example:
-        >>> [rle["counts"] for rle in encode_masks(torch.ones(1, 28, 28), torch.tensor([[2.0, 1, 3, 3]]), (4, 6))]
+        >>> boxes = torch.tensor([[2.0, 1, 3, 3]])
+        >>> [rle["counts"] for rle in encode_masks(torch.ones(1, 28, 28), boxes, (4, 6))]
         [b'4<8']
     """
     from pycocotools import mask as coco_mask

@@ -65,8 +65,11 @@ def compute_losses(
         >>> from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
         >>> mask = torch.zeros(1, 64, 64, dtype=torch.uint8)
         >>> mask[:, 8:40, 8:40] = 1
-        >>> target = {"boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]), "masks": mask,
-        ...           "image_id": 1, "area": torch.tensor([1024.0]), "iscrowd": torch.tensor([0])}
+        >>> target = {
+        ...     "boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]),
+        ...     "masks": mask, "image_id": 1, "area": torch.tensor([1024.0]),
+        ...     "iscrowd": torch.tensor([0]),
+        ... }
         >>> batch = collate_packed([pack_target(torch.zeros(3, 64, 64, dtype=torch.uint8), target)])
         >>> model = build_mask_rcnn(LIGHT_MODEL, num_classes=2, weights=None, min_size=64)
         >>> sorted(compute_losses(model, batch))

@@ -14,10 +14,9 @@ from colab_utils.training.sizes import choose_sizes
 from colab_utils.training.step import MOST_PARTS, TrainingStep
 from colab_utils.units import format_bytes
 
-# of the memory: proposals differ from step to step, and gaps between allocations are lost
+# The share of the memory that a batch may take: proposals differ from step to step, and gaps between
+# allocations are lost.
 _MARGIN = 0.9
-
-
 _BATCH_SIZES = (16, 8, 4, 2, 1)
 
 
@@ -60,28 +59,18 @@ def plan_memory(
     """
     model = step.model
     counts = dataset.describe(rows)["counts"]
-    heaviest = _find_heaviest(
-        np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts
-    )
+    sizes = choose_sizes(model.transform, dataset.sizes[rows].tolist())
+    heaviest = _find_heaviest(np.array(sizes), counts)
     if batch_size is None:
-        tries = [(size, 1) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
+        tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]
     else:
-        tries = [
-            (batch_size, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= max(1, batch_size)
-        ]
-    # The optimiser's averages come later: AdamW keeps two of each weight.
-    reserve = 2 * sum(
-        parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
-    )
-    limit = (
-        torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
-    )
+        tries = [(batch_size, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= batch_size]
+    limit = _find_limit(step)
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
-            batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(
-                step.device
-            )
+            samples = [dataset.read_packed(rows[i]) for i in heaviest[:images]]
+            batch = collate_packed(samples).to(step.device)
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None
             peak = torch.cuda.max_memory_allocated(step.device)
@@ -89,17 +78,24 @@ def plan_memory(
             if fits and peak < _MARGIN * limit:
                 return MemoryPlan(images, step.parts, peak, limit)
     finally:
-        torch._foreach_copy_([*model.buffers()], buffers)  # statistics of norms
+        # The statistics of norms.
+        torch._foreach_copy_([*model.buffers()], buffers)
     raise ColabUtilsError(
         "expected images that fit into the GPU's memory one by one, found that one with "
-        f"{int(counts.max()):,} objects "
-        f"does not ({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size "
-        "takes two thirds of the "
-        f"activations; model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone "
-        "(requires_grad_(False)) 7 to 20 % "
-        "less; half of the proposals up to 20 % less; or end the other process that nvidia-smi "
-        "lists."
+        f"{int(counts.max()):,} objects does not ({format_bytes(limit)} are free). Free memory: "
+        "min_size at 0.8 of its size takes two thirds of the activations; "
+        f"model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone (requires_grad_(False)) 7 "
+        "to 20 % less; half of the proposals up to 20 % less; or end the other process that "
+        "nvidia-smi lists."
     )
+
+
+def _find_limit(step: TrainingStep) -> int:
+    """Return the bytes that a batch may take, beside the optimiser's averages, which come later."""
+    averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
+    trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
+    free, _ = torch.cuda.mem_get_info(step.device)
+    return free + torch.cuda.memory_reserved(step.device) - averages * sum(trained)
 
 
 def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:

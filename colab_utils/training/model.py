@@ -148,8 +148,9 @@ def assemble_mask_rcnn(
         ColabUtilsError: Unknown name.
 
     Example:
-        >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96).starts_from
-        'imagenet'
+        >>> sizes = {"min_size": 64, "max_size": 96}
+        >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="random", **sizes).starts_from
+        'random'
     """
     require_choice("model", name, BUILDERS)
     model = BUILDERS[name](

@@ -1,5 +1,6 @@
-"""The batch norms of pretrained weights: `freeze_norms` keeps their statistics, `fold_norms` makes them
-part of the convolutions before them.
+"""The batch norms of pretrained weights.
+
+`freeze_norms` keeps their statistics, `fold_norms` makes them part of the convolutions before them.
 """
 
 from collections.abc import Iterator

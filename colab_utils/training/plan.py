@@ -68,13 +68,11 @@ class TrainingPlan:
         resumed = f", resumed after step {self.first_step}" if self.first_step else ""
         memory = f"\nmemory: {self.memory}" if self.memory else ""
         return (
-            f"{self.model} from {self.starts_from} weights on {self.device} in "
-            f"{self.precision}{together}: "
-            f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of "
-            f"{self.batch_size}, "
-            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate "
-            f"{self.learning_rate:g}, "
-            f"{self.steps} steps{resumed}{memory}"
+            f"{self.model} from {self.starts_from} weights on {self.device} "
+            f"in {self.precision}{together}: {self.num_classes - 1} classes, "
+            f"{self.images} images{skipped}, batches of {self.batch_size}, "
+            f"shorter side {self.min_size} px, augmentation {self.augment}, "
+            f"learning rate {self.learning_rate:g}, {self.steps} steps{resumed}{memory}"
         )
 
 

@@ -74,15 +74,14 @@ class TrainReport:
 
     def __str__(self) -> str:
         tenth = max(1, len(self.losses) // 10)
-        first, last = (
-            fmean(point.loss for point in part)
-            for part in (self.losses[:tenth], self.losses[-tenth:])
+        first = fmean(point.loss for point in self.losses[:tenth])
+        last = fmean(point.loss for point in self.losses[-tenth:])
+        text = (
+            f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, "
+            f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}, {self.checkpoint}"
         )
-        ap = f"; {self.ap}" if self.ap else ""
-        ap += (
-            f"; best after step {self.best.step}: {self.best}"
-            if self.best and self.best.step != self.steps
-            else ""
-        )
-        speed = f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}"
-        return f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, {speed}, {self.checkpoint}{ap}"
+        if self.ap:
+            text += f"; {self.ap}"
+        if self.best and self.best.step != self.steps:
+            text += f"; best after step {self.best.step}: {self.best}"
+        return text

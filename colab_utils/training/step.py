@@ -38,9 +38,10 @@ MOST_PARTS = 8  # of a batch: it is halved at most three times
 _MAX_GRADIENT_NORM = 10.0
 
 
-_OUT_OF_MEMORY = re.compile(  # of torch, cuBLAS and cuDNN
-    "out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_SUPPORTED|valid cuDNN algorithm|"
-    "unable to find an engine"
+# The words of torch, cuBLAS and cuDNN.
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|"
+    "CUDNN_STATUS_NOT_SUPPORTED|valid cuDNN algorithm|unable to find an engine"
 )
 
 
@@ -63,11 +64,13 @@ class TrainingStep:
             GPU's memory.
 
     Example:
-        >>> from colab_utils.training.model import build_mask_rcnn
-        >>> step = TrainingStep(build_mask_rcnn(LIGHT_MODEL, num_classes=2, weights=None, min_size=64), "cpu")
+        >>> from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
+        >>> model = build_mask_rcnn(LIGHT_MODEL, num_classes=2, weights=None, min_size=64)
+        >>> step = TrainingStep(model, "cpu")
         >>> mask = torch.zeros(1, 64, 64, dtype=torch.uint8)
         >>> mask[:, 8:40, 8:40] = 1
-        >>> target = {"boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]), "masks": mask}
+        >>> boxes = torch.tensor([[8.0, 8, 40, 40]])
+        >>> target = {"boxes": boxes, "labels": torch.tensor([1]), "masks": mask}
         >>> bool(step([torch.rand(3, 64, 64)], [target]) > 0)
         True
     """
@@ -87,12 +90,10 @@ class TrainingStep:
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            cure = (
-                "Restart the session (Runtime > Restart session), or end the other process "
-                "that nvidia-smi lists."
-            )
             raise ColabUtilsError(
-                f"expected room for the model on the GPU, found its memory taken. {cure}"
+                "expected room for the model on the GPU, found its memory taken. Restart the "
+                "session (Runtime > Restart session), or end the other process that nvidia-smi "
+                "lists."
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
@@ -102,14 +103,14 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.precision == torch.float16
         )
-        # is_applying: some weights have moved, and others have not
         self.parts = 1
+        # Whether some weights have moved, and others have not.
         self.is_applying = False
         self._memory_error = ""
         network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
-            # buffers: the first process saves its own statistics of batch norm, the others' are of
-            # other images
+            # The first process saves its own statistics of batch norm, in buffers. The others'
+            # are of other images.
             network = DistributedDataParallel(
                 network, broadcast_buffers=False, gradient_as_bucket_view=True
             )
@@ -130,30 +131,33 @@ class TrainingStep:
         over all processes (this one may have None of them). Returns the total loss, a detached
         float32 scalar still on the device.
         """
-        while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
-            self.free_memory()
-            count = 0 if images is None else len(images)
-            if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
-                size = -(-count // self.parts)
-                raise ColabUtilsError(
-                    f"expected {size} of the {count} images of a batch to fit into the GPU's "
-                    "memory, found that they "
-                    f"do not ({self._memory_error}). Train smaller batches, a smaller min_size or "
-                    "a lighter model."
-                )
-            self.parts *= 2
-            how = (
-                f"each is trained in {self.parts} parts from now on. The effective batch size "
-                "stays the same."
-            )
-            text = f"a batch of {count} images does not fit into the GPU's memory: {how}"
-            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        loss = self.add_gradients(images, targets, flips=flips, total=total)
+        while loss is None:
+            self._double_parts(0 if images is None else len(images))
+            loss = self.add_gradients(images, targets, flips=flips, total=total)
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
         self.is_applying = True
         self.apply_gradients()
         self.is_applying = False
         return loss
+
+    def _double_parts(self, count: int) -> None:
+        """Train batches in twice as many parts, where one of ``count`` images did not fit."""
+        self.free_memory()
+        if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
+            size = -(-count // self.parts)
+            raise ColabUtilsError(
+                f"expected {size} of the {count} images of a batch to fit into the GPU's memory, "
+                f"found that they do not ({self._memory_error}). Train smaller batches, a smaller "
+                "min_size or a lighter model."
+            )
+        self.parts *= 2
+        text = (
+            f"a batch of {count} images does not fit into the GPU's memory: each is trained in "
+            f"{self.parts} parts from now on. The effective batch size stays the same."
+        )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
     def add_gradients(
         self,
@@ -183,8 +187,10 @@ class TrainingStep:
                         self.device.type, self.precision, enabled=self.precision != torch.float32
                     ):
                         loss = self._network(*given)
-                    share = min(size, count - first) / (total or count) if count else 0.0
-                    # of several processes torch takes the mean of the gradients: the sum is meant
+                    share = 0.0
+                    if count:
+                        share = min(size, count - first) / (total or count)
+                    # Of several processes torch takes the mean of the gradients: the sum is meant.
                     self.scaler.scale(loss * share * self.ranks.count).backward()
                 loss_sum += loss.detach() * share
         except RuntimeError as error:
@@ -199,13 +205,13 @@ class TrainingStep:
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-        for p in (
-            parameters if self.scaler.is_enabled() and "momentum" in self.optimizer.defaults else ()
-        ):
-            # where float16 overflows and the first step is skipped, fused SGD keeps averages that
-            # were never written
-            if self.optimizer.state[p].get("momentum_buffer") is None:
-                self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        # Where float16 overflows and the first step is skipped, fused SGD keeps averages that were
+        # never written.
+        if self.scaler.is_enabled() and "momentum" in self.optimizer.defaults:
+            for p in parameters:
+                averages = self.optimizer.state[p]
+                if averages.get("momentum_buffer") is None:
+                    averages["momentum_buffer"] = torch.zeros_like(p)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -214,8 +220,8 @@ class TrainingStep:
         reserve.
         """
         self.optimizer.zero_grad()
-        # autograd keeps the graph of a backward pass that failed until the next one (seen with
-        # torch 2.15 on a CPU)
+        # Autograd keeps the graph of a backward pass that failed until the next one (seen with
+        # torch 2.15 on a CPU).
         torch.zeros((), device=self.device, requires_grad=True).backward()
         gc.collect()
         torch.cuda.empty_cache()
@@ -228,35 +234,29 @@ class TrainingStep:
             LookupError, RuntimeError, TypeError, ValueError: It is the state of something else.
         """
         load_weights(self.model, choose_weights(state), state["path"])
-        # with the settings of this version and device
+        saved = state["optimizer"]
+        # The settings are those of this version and device.
         groups = self.optimizer.state_dict()["param_groups"]
-        if [own["params"] for own in groups] != [
-            saved["params"] for saved in state["optimizer"]["param_groups"]
-        ]:
+        own_parameters = [group["params"] for group in groups]
+        if own_parameters != [group["params"] for group in saved["param_groups"]]:
             raise ValueError("an optimizer of other weights")
-        self.optimizer.load_state_dict(
-            {"state": state["optimizer"]["state"], "param_groups": groups}
-        )
-        # a fused optimiser wants its averages in the same order of memory as the weights
-        names = (
-            {"momentum_buffer"}
-            if "momentum" in self.optimizer.defaults
-            else {"step", "exp_avg", "exp_avg_sq"}
-        )
+        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        names = {"step", "exp_avg", "exp_avg_sq"}
+        if "momentum" in self.optimizer.defaults:
+            names = {"momentum_buffer"}
         for parameter, averages in self.optimizer.state.items():
             if averages.keys() != names:
                 raise ValueError("averages of another optimizer")
             for name, value in averages.items():
-                averages[name] = (
-                    value.reshape(())
-                    if name == "step"
-                    else torch.empty_like(parameter).copy_(value)
-                )
-        if state["scaler"]:  # empty where it was not needed
-            # numbers
-            self.scaler.load_state_dict(
-                {name: value + 0 for name, value in state["scaler"].items()}
-            )
+                if name == "step":
+                    averages[name] = value.reshape(())
+                else:
+                    # A fused optimiser wants them in the same order of memory as the weights.
+                    averages[name] = torch.empty_like(parameter).copy_(value)
+        # It is empty where it was not needed, and holds numbers.
+        if state["scaler"]:
+            numbers = {name: value + 0 for name, value in state["scaler"].items()}
+            self.scaler.load_state_dict(numbers)
 
 
 class _SummedLosses(nn.Module):
@@ -269,17 +269,14 @@ class _SummedLosses(nn.Module):
         self.model = model
 
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
-        # this process has no image of the batch, and the others wait for its gradients
+        # This process has no image of the batch, and the others wait for its gradients.
         if images is None:
-            return (
-                torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
-            )
-        is_packed = isinstance(images, PackedBatch)
-        losses = (
-            compute_losses(self.model, images, flips=flips)
-            if is_packed
-            else self.model(images, targets)
-        )
+            sums = [p.sum() for p in self.model.parameters() if p.requires_grad]
+            return torch.stack(sums).sum() * 0
+        if isinstance(images, PackedBatch):
+            losses = compute_losses(self.model, images, flips=flips)
+        else:
+            losses = self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()
 
 

@@ -13,8 +13,9 @@ from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, plan_memory
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.plan import TrainingPlan
+from colab_utils.training.schedule import make_optimizer
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.simulated_gpu import SimulatedGpu
@@ -69,6 +70,19 @@ def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
     )
     assert step.model.transform.min_size == (128,)
     assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
+@pytest.mark.parametrize(("name", "averages"), [(GPU_MODEL, 1), (LIGHT_MODEL, 2)])
+def test_room_is_left_for_what_the_optimizer_keeps_of_each_weight(
+    dataset, monkeypatch, name, averages
+):
+    with SimulatedGpu(monkeypatch):
+        step = make_step(dataset, "cuda")
+        step.optimizer = make_optimizer(step.model, name=name, learning_rate=0.0)
+        free = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device)
+        found = plan_memory(step, dataset, [0], batch_size=1)
+    weights = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+    assert found.limit_bytes == free - averages * weights
 
 
 def test_auto_takes_the_largest_batch_that_fits(dataset, monkeypatch):
