@@ -20,7 +20,8 @@ from colab_utils.training.sizes import Size
 _RESULT = ("boxes", "labels", "scores", "masks")
 
 
-@torch.no_grad()  # not inference_mode: the model caches its anchors, and trains with them later
+# This is not inference_mode: the model caches its anchors, and trains with them later.
+@torch.no_grad()
 def detect(
     model: nn.Module, images: Sequence[Tensor], *, device: str | torch.device = "cpu"
 ) -> list[dict[str, NDArray[Any]]]:
@@ -40,16 +41,14 @@ def detect(
     """
     precision = choose_precision(device)
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
-        # one at a time: photos may be large
+        # They are made one at a time, because photos may be large.
         floats = (send(image, device).float().div_(255) for image in images)
         if isinstance(model, MaskRCNN):
-            results = _find_in_boxes(
-                model, floats, [(image.shape[1], image.shape[2]) for image in images]
-            )
+            sizes = [(image.shape[1], image.shape[2]) for image in images]
+            results = _find_in_boxes(model, floats, sizes)
         else:
-            results = [
-                {**result, "masks": result["masks"][:, 0] > 0.5} for result in model([*floats])
-            ]
+            answers = model([*floats])
+            results = [{**answer, "masks": answer["masks"][:, 0] > 0.5} for answer in answers]
     return [{name: result[name].cpu().numpy() for name in _RESULT} for result in results]
 
 
@@ -88,13 +87,16 @@ def describe_detections(
     from pycocotools import mask as coco_mask
 
     known = np.isin(found["labels"], list(category_ids))
-    boxes, labels, scores, masks = (found[name][known] for name in _RESULT)
+    boxes = found["boxes"][known]
+    masks = found["masks"][known]
     if masks.dtype == np.bool_:
         rles = [coco_mask.encode(np.asfortranarray(mask, np.uint8)) for mask in masks]
     else:
         rles = encode_masks(torch.from_numpy(masks), torch.from_numpy(boxes), size)
     sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1).tolist()
-    rows = zip(labels.tolist(), scores.tolist(), sides, rles, strict=True)
+    labels = found["labels"][known].tolist()
+    scores = found["scores"][known].tolist()
+    rows = zip(labels, scores, sides, rles, strict=True)
     return [
         {
             "image_id": image_id,
@@ -124,22 +126,16 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
 
     height, width = size
     padded, scale = expand_masks(masks[:, None], 1)
+    corners = expand_boxes(boxes, scale).long().tolist()
     rles = []
-    for mask, (x0, y0, x1, y1) in zip(
-        padded, expand_boxes(boxes, scale).long().tolist(), strict=True
-    ):
-        drawn = functional.interpolate(
-            mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear"
-        )[0, 0]
+    for mask, (x0, y0, x1, y1) in zip(padded, corners, strict=True):
+        drawn_size = (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1))
+        drawn = functional.interpolate(mask[None], drawn_size, mode="bilinear")[0, 0] > 0.5
         left = max(x0, 0)
         top = max(y0, 0)
-        shown = (
-            drawn[
-                top - y0 : max(min(y1 + 1, height) - y0, 0),
-                left - x0 : max(min(x1 + 1, width) - x0, 0),
-            ]
-            > 0.5
-        )
+        right = max(min(x1 + 1, width), x0)
+        bottom = max(min(y1 + 1, height), y0)
+        shown = drawn[top - y0 : bottom - y0, left - x0 : right - x0]
         canvas = np.zeros((height, width), np.uint8, order="F")
         canvas[top : top + shown.shape[0], left : left + shown.shape[1]] = shown.numpy()
         rles.append(coco_mask.encode(canvas))

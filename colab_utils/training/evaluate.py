@@ -28,7 +28,7 @@ from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.sizes import Size, choose_sizes, fit_shape
 
-_DECODERS = 2  # threads
+_DECODING_THREADS = 2
 
 
 class EvaluationProcessError(ColabUtilsError):
@@ -100,9 +100,11 @@ def evaluate(
     """
     _check_classes(model, dataset)
     truth = dataset.to_coco()
-    if all(one["iscrowd"] for one in truth.dataset["annotations"]):
-        found = f"found none in {len(dataset)} images: evaluate on a dataset with annotations"
-        raise ColabUtilsError(f"expected objects to measure against, {found}")
+    if all(annotation["iscrowd"] for annotation in truth.dataset["annotations"]):
+        raise ColabUtilsError(
+            f"expected objects to measure against, found none in {len(dataset)} images: evaluate "
+            "on a dataset with annotations"
+        )
     with _set_up(model.to(device)):
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
@@ -113,9 +115,9 @@ def evaluate(
         warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
-    found = "found that its process was killed twice, as happens where memory is full"
     raise EvaluationProcessError(
-        f"expected an average precision, {found}. Evaluate on fewer images."
+        "expected an average precision, found that its process was killed twice, as happens where "
+        "memory is full. Evaluate on fewer images."
     )
 
 
@@ -131,18 +133,16 @@ def _check_classes(model: Any, dataset: Any) -> None:
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if isinstance(predictor, FastRCNNPredictor):
         known = predictor.cls_score.out_features
-    # a model of raw COCO ids may have more classes than this dataset
-    fits = known == classes or (
-        known > classes and all(label == number for label, number in ids.items())
-    )
-    trained = getattr(model, "category_ids", ids)  # of `load_trained_model`
+    # A model of raw COCO ids may have more classes than this dataset.
+    is_raw = all(label == number for label, number in ids.items())
+    fits = known == classes or (known > classes and is_raw)
+    # `load_trained_model` says which classes a model was trained on.
+    trained = getattr(model, "category_ids", ids)
     if not fits or not ids.items() <= trained.items():
-        found = (
-            f"other labels ({classes} in all). Open it with the contiguous_labels of the "
-            "training dataset."
-        )
         raise ColabUtilsError(
-            f"expected a dataset with the classes of the model ({known} in all), found {found}"
+            f"expected a dataset with the classes of the model ({known} in all), found other "
+            f"labels ({classes} in all). Open it with the contiguous_labels of the training "
+            "dataset."
         )
 
 
@@ -168,20 +168,22 @@ def _evaluate(
     device: str | torch.device,
     size: int,
 ) -> AveragePrecision:
-    # before there are threads
     ids = dataset.category_ids
+    # It is forked before there are threads.
     pool = fork_pool(1, _keep_truth, truth)
     drawing: list[Future[None]] = []
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
             for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
-                found = detect(model, images, device=device)
-                for job in drawing:  # of the batch before
+                detections = detect(model, images, device=device)
+                # Those of the batch before.
+                for job in drawing:
                     job.result()
                 numbers = dataset.image_ids[indices].tolist()
                 sizes = [image.shape[1:] for image in images]
                 drawing = [
-                    pool.submit(_draw, *one, ids) for one in zip(found, numbers, sizes, strict=True)
+                    pool.submit(_draw, objects, number, size, ids)
+                    for objects, number, size in zip(detections, numbers, sizes, strict=True)
                 ]
                 bar.update(len(indices))
         for job in drawing:
@@ -199,12 +201,12 @@ def _group_images(
         return [[i] for i in range(len(dataset))]
     groups: dict[Size, list[int]] = {}
     for i, size in enumerate(choose_sizes(model.transform, dataset.sizes.tolist())):
-        groups.setdefault(fit_shape([size], step=model.transform.size_divisible), []).append(i)
-    return [
-        group[i : i + batch_size]
-        for group in groups.values()
-        for i in range(0, len(group), batch_size)
-    ]
+        shape = fit_shape([size], step=model.transform.size_divisible)
+        groups.setdefault(shape, []).append(i)
+    batches = []
+    for group in groups.values():
+        batches += [group[i : i + batch_size] for i in range(0, len(group), batch_size)]
+    return batches
 
 
 def _decode_ahead(
@@ -213,23 +215,27 @@ def _decode_ahead(
     """Each batch with its images, decoded in threads while the model works on the batch
     before it.
     """
-    with ThreadPoolExecutor(_DECODERS) as pool:
-        jobs = (
-            (batch, pool.map(lambda i: dataset.decode(dataset.read(i)), batch))
-            for batch in [*batches, []]
-        )
+
+    def decode(i: int) -> Tensor:
+        image: Tensor = dataset.decode(dataset.read(i))
+        return image
+
+    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
+        jobs = ((batch, pool.map(decode, batch)) for batch in [*batches, []])
         for (batch, images), _ in pairwise(jobs):
             yield batch, [*images]
 
 
-_truth: list[Any] = []  # pycocotools' COCO of the dataset
+# pycocotools' COCO of the dataset.
+_truth: list[Any] = []
 
 
 _results: list[dict[str, Any]] = []
 
 
 def _keep_truth(truth: Any) -> None:
-    torch.set_num_threads(1)  # the threads of the parent process are not here
+    # The threads of the parent process do not exist in this one.
+    torch.set_num_threads(1)
     _truth[:] = [truth]
 
 
@@ -248,8 +254,9 @@ def _score() -> AveragePrecision:
 
     [truth] = _truth
     stats = []
-    with redirect_stdout(io.StringIO()):  # pycocotools prints
-        found = truth.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
+    # pycocotools prints, and its loadRes takes no empty list.
+    with redirect_stdout(io.StringIO()):
+        found = truth.loadRes(_results) if _results else COCO()
         for kind in ("bbox", "segm"):
             evaluation = COCOeval(truth, found, kind)
             evaluation.evaluate()

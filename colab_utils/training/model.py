@@ -40,7 +40,8 @@ LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
 TINY_MODEL = "maskrcnn_tiny_fpn"
 
 
-LARGEST_SIDE = 10_000  # pixels: an image of 100 megapixels alone takes 1.2 GB
+LARGEST_SIDE = 10_000
+"""In pixels: an image of 100 megapixels alone takes 1.2 GB."""
 
 
 _WEIGHTS = {
@@ -122,9 +123,8 @@ def build_mask_rcnn(
         known = _COCO_NAMES
         model = assemble_mask_rcnn(name, num_classes=len(known), starts_from="coco", **sizes)
         model.load_state_dict(state)
-    if known and (
-        num_classes != model.roi_heads.box_predictor.cls_score.out_features or class_names
-    ):
+    classes = model.roi_heads.box_predictor.cls_score.out_features
+    if known and (num_classes != classes or class_names):
         _replace_heads(model, num_classes, class_names or {}, known)
     return model
 
@@ -194,14 +194,17 @@ def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     """The model of a checkpoint, in training mode."""
     with explain_state(state):
         plan = state["plan"]
-        names = ("num_classes", "min_size", "max_size", "starts_from", "norms")
-        weights = choose_weights(state)
-        classes = state["class_names"]
-        ids = state["category_ids"]
-        model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
-        load_weights(model, weights, state["path"])
-        model.class_names = classes
-        model.category_ids = ids
+        model = assemble_mask_rcnn(
+            plan["model"],
+            num_classes=plan["num_classes"],
+            starts_from=plan["starts_from"],
+            min_size=plan["min_size"],
+            max_size=plan["max_size"],
+            norms=plan["norms"],
+        )
+        load_weights(model, choose_weights(state), state["path"])
+        model.class_names = state["class_names"]
+        model.category_ids = state["category_ids"]
     return model
 
 
@@ -209,10 +212,11 @@ def _assemble_resnet(
     build: Callable[..., MaskRCNN], num_classes: int, *, pretrained: bool, **sizes: int
 ) -> MaskRCNN:
     model = build(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
-    if pretrained:  # torchvision trains the last three of five stages then
+    if pretrained:
+        # torchvision trains the last three of five stages then.
         for key, parameter in model.backbone.body.named_parameters():
             parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
-        # its weights were trained so, see overwrite_eps in its source
+        # Its weights were trained so, see overwrite_eps in its source.
         if build is maskrcnn_resnet50_fpn:
             for norm in model.modules():
                 if isinstance(norm, nn.BatchNorm2d):
@@ -234,18 +238,17 @@ the sizes.
 def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     """The published weights of a model; None, with a warning, where the download fails."""
     timeout = socket.getdefaulttimeout()
-    # seconds: a network that swallows packets would hang for minutes
+    # A network that swallows packets would hang for minutes, and not for 15 seconds.
     socket.setdefaulttimeout(15.0)
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
-    except Exception as error:  # of the network, or of a file that is cut short or another one
-        why = (
-            f"its weights could not be downloaded ({getattr(error, 'reason', error)}). It needs "
-            "many more steps."
+    # It is an error of the network, or of a file that is cut short or another one.
+    except Exception as error:
+        text = (
+            f"{name} starts from random weights because its weights could not be downloaded "
+            f"({getattr(error, 'reason', error)}). It needs many more steps."
         )
-        warnings.warn(
-            f"{name} starts from random weights because {why}", ColabUtilsWarning, stacklevel=3
-        )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
     finally:
         socket.setdefaulttimeout(timeout)
@@ -259,10 +262,10 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
             f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one."
         )
     model = _read_model(state)
-    found = state["plan"]["model"]
-    if found != name:
+    trained = state["plan"]["model"]
+    if trained != name:
         raise ColabUtilsError(
-            f"expected a run of the model {name}, found one of {found} in {run}. Pass that name."
+            f"expected a run of the model {name}, found one of {trained} in {run}. Pass that name."
         )
     return model, state["class_names"]
 
@@ -279,26 +282,27 @@ def _replace_heads(
         for label, name in known.items()
         if name not in ("__background__", "N/A")
     }
-    matches = {
-        label: labels[name.lower()] for label, name in names.items() if name.lower() in labels
-    }
-    if matches:
-        matches[0] = 0  # the background
+    matches: dict[int, int] = {}
+    for label, name in names.items():
+        if name.lower() in labels:
+            matches[label] = labels[name.lower()]
+            # The background.
+            matches[0] = 0
     heads = model.roi_heads
-    classes = model.roi_heads.box_predictor.cls_score.out_features
     boxes = heads.box_predictor
     masks = heads.mask_predictor
-    convolution = heads.mask_predictor.conv5_mask
+    classes = boxes.cls_score.out_features
+    convolution = masks.conv5_mask
     heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
     heads.mask_predictor = MaskRCNNPredictor(
         convolution.in_channels, convolution.out_channels, num_classes
     )
     heads.mask_predictor.conv5_mask = convolution
-    for old, new in (
-        (boxes, heads.box_predictor),
-        (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits),
-    ):
-        for source, target in zip(old.parameters(), new.parameters(), strict=True):
-            target.unflatten(0, (num_classes, -1))[[*matches]] = source.unflatten(0, (classes, -1))[
-                [*matches.values()]
-            ]
+    sources = [*boxes.parameters(), *masks.mask_fcn_logits.parameters()]
+    targets = [
+        *heads.box_predictor.parameters(),
+        *heads.mask_predictor.mask_fcn_logits.parameters(),
+    ]
+    for source, target in zip(sources, targets, strict=True):
+        rows = source.unflatten(0, (classes, -1))[[*matches.values()]]
+        target.unflatten(0, (num_classes, -1))[[*matches]] = rows

@@ -16,7 +16,16 @@ Norms = Literal["frozen", "trained"]
 
 
 def freeze_norms(model: nn.Module) -> None:
-    """Replace every batch norm by one that keeps its statistics; the state keeps its names."""
+    """Replace every batch norm by one that keeps its statistics; the state keeps its names.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm2d(4))
+        >>> freeze_norms(model)
+        >>> model
+        Sequential(
+          (0): FrozenBatchNorm2d(4, eps=1e-05)
+        )
+    """
     for module in [*model.modules()]:
         for name, norm in module.named_children():
             if type(norm) is nn.BatchNorm2d:

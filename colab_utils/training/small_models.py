@@ -18,11 +18,12 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 
 def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    """Build a Mask R-CNN on a MobileNetV3-Large; with ``pretrained``, its first stages are frozen."""
     # Momentum 0.1, not MobileNet's 0.01: running statistics must settle within a few hundred steps.
     norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
     body = mobilenet_v3_large(weights=None, norm_layer=norm).features
     if pretrained:
-        # the stages up to stride 4, as torchvision freezes them for its own MobileNet
+        # The stages up to stride 4, as torchvision freezes them for its own MobileNet.
         for stage in body[:4]:
             stage.requires_grad_(False)
     # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the
@@ -34,6 +35,7 @@ def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskR
 
 
 def assemble_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    """Build a Mask R-CNN on seven convolutions, which always starts from random weights."""
     widths = (24, 48, 64, 96)
     body = nn.Sequential(Conv2dNormActivation(3, widths[0], stride=2))
     for a, b in pairwise(widths):

@@ -149,27 +149,23 @@ def train(
     _check_length(steps, epochs, checkpoint_steps)
     require_choice("resume", resume, ("auto", "never"))
     require_count("seed", seed, least=0, most=_LARGEST_SEED)
-    require_path("shards", shards)
-    if val_shards is not None:
-        require_path("val_shards", val_shards)
-    for path in (shards, run, local, val_shards, weights):
-        if path is not None:
-            require_local_path(path)
+    _check_paths(shards, run, local, val_shards, weights)
     with ExitStack() as stack:
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))
         folder = CheckpointFolder(run)
         state: dict[str, Any] | None = None
         with share_errors(ranks):
-            opened = open_data(
-                shards,
-                local=local,
-                limit_gb=limit_gb,
-                val_shards=val_shards,
-                seed=seed,
-                ranks=ranks,
+            data = stack.enter_context(
+                open_data(
+                    shards,
+                    local=local,
+                    limit_gb=limit_gb,
+                    val_shards=val_shards,
+                    seed=seed,
+                    ranks=ranks,
+                )
             )
-            data = stack.enter_context(opened)
             if ranks.is_first:
                 stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
@@ -179,19 +175,14 @@ def train(
             require_same(ranks, {**facts, "seed": seed, "steps": steps, "epochs": epochs})
         state = ranks.send(state)
 
-        stored = AskedSettings()
-        with explain_state(state):
-            if state:
-                stored = read_settings(state["plan"])
-            settings = choose_settings(asked, stored, on_gpu=torch_device.type == "cuda")
-            if state:
-                if settings.augment == OWN_TRANSFORMS and transforms is None:
-                    raise ColabUtilsError(
-                        f"expected the transforms that the run of {state['path']} was begun with, "
-                        "found none. Pass them again as augment."
-                    )
-                _check_checkpoint(state, settings, data, device=torch_device, seed=seed)
-
+        settings = _choose_settings(
+            asked,
+            state,
+            data,
+            transforms=transforms,
+            device=torch_device,
+            seed=seed,
+        )
         prepared = prepare_step(
             settings,
             data,
@@ -211,34 +202,36 @@ def train(
             transforms=transforms,
         )
         stack.enter_context(closing(loader))
-        with explain_state(state):
-            if state:
-                loader.load_state_dict(state["loader"])
-            first_step = state["step"] if state else 0
-            if steps is None:
-                steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
-            plan = make_plan(
-                settings,
-                data,
-                prepared,
-                seed=seed,
-                first_step=first_step,
-                steps=steps,
-            )
-            trainer = Trainer(
-                plan,
-                prepared.step,
-                loader,
-                folder,
-                data.dataset,
-                data.validation,
-                checkpoint_steps=checkpoint_steps,
-            )
-            if state:
-                _warn_if_finished(plan, state["path"])
-                trainer.load_state(state)
-        if ranks.is_first:
-            folder.prepare(anew=resume == "never")
+        with share_errors(ranks):
+            with explain_state(state):
+                first_step = 0
+                if state:
+                    loader.load_state_dict(state["loader"])
+                    first_step = state["step"]
+                if steps is None:
+                    steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
+                plan = make_plan(
+                    settings,
+                    data,
+                    prepared,
+                    seed=seed,
+                    first_step=first_step,
+                    steps=steps,
+                )
+                trainer = Trainer(
+                    plan,
+                    prepared.step,
+                    loader,
+                    folder,
+                    data.dataset,
+                    data.validation,
+                    checkpoint_steps=checkpoint_steps,
+                )
+                if state:
+                    _warn_if_finished(plan, state["path"])
+                    trainer.load_state(state)
+            if ranks.is_first:
+                folder.prepare(anew=resume == "never")
         return trainer.run(log if ranks.is_first else None)
 
 
@@ -257,6 +250,22 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
 
 
+def _check_paths(
+    shards: str | Path,
+    run: str | Path,
+    local: str | Path | None,
+    val_shards: str | Path | None,
+    weights: str | Path | None,
+) -> None:
+    """Refuse what is no path, and folders that are not on this machine."""
+    require_path("shards", shards)
+    if val_shards is not None:
+        require_path("val_shards", val_shards)
+    for path in (shards, run, local, val_shards, weights):
+        if path is not None:
+            require_local_path(path)
+
+
 def _choose_device(device: str | torch.device | None) -> torch.device:
     """Return the device that was named, or this process's GPU, or the CPU."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:
@@ -272,6 +281,30 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     torch_device = torch.device("cuda", index)
     torch.cuda.set_device(torch_device)
     return torch_device
+
+
+def _choose_settings(
+    asked: AskedSettings,
+    state: dict[str, Any] | None,
+    data: OpenData,
+    *,
+    transforms: Transforms | None,
+    device: torch.device,
+    seed: int,
+) -> Settings:
+    """Return what the run trains with, and refuse a checkpoint that cannot go on with it."""
+    on_gpu = device.type == "cuda"
+    if state is None:
+        return choose_settings(asked, AskedSettings(), on_gpu=on_gpu)
+    with explain_state(state):
+        settings = choose_settings(asked, read_settings(state["plan"]), on_gpu=on_gpu)
+        if settings.augment == OWN_TRANSFORMS and transforms is None:
+            raise ColabUtilsError(
+                f"expected the transforms that the run of {state['path']} was begun with, "
+                "found none. Pass them again as augment."
+            )
+        _check_checkpoint(state, settings, data, device=device, seed=seed)
+    return settings
 
 
 def _check_checkpoint(
@@ -316,7 +349,7 @@ def _check_checkpoint(
             f"at {settings.min_size} pixels. For GPU defaults ({GPU_MODEL}, 800 px) train "
             f"into {_ELSEWHERE}"
         )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+        warnings.warn(text, ColabUtilsWarning, stacklevel=4)
 
 
 def _warn_if_finished(plan: TrainingPlan, path: str) -> None:
