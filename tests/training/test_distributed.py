@@ -31,6 +31,7 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training import train as train_module
 from colab_utils.training import trainer
 from colab_utils.training.agreement import require_same
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.ranks import Ranks, join_ranks
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
@@ -291,8 +292,7 @@ def test_ranks_with_other_images_of_the_same_number_are_refused(many_shards, tmp
         kept = [shard for number, shard in enumerate(index.shards) if number != left_out]
         write_index(folder, dataclasses.replace(index, shards=tuple(kept), partial=True))
         folders.append(folder)
-    first, second = (ShardDataset(folder) for folder in folders)
-    assert len(first) == len(second)
+    assert len(ShardDataset(folders[0])) == len(ShardDataset(folders[1]))
     messages = run_ranks(
         refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2
     )
@@ -346,6 +346,25 @@ def test_ranks_do_not_wait_for_a_checkpoint_that_cannot_be_read(shards, tmp_path
         messages[1]
         == f"Rank 0 stopped before the first step, and so did all others. It says: {messages[0]}"
     )
+
+
+def refuse_to_prepare(folders, run):
+    """The message of this rank where the first one cannot make the run's folder."""
+
+    def fail(self, anew):
+        raise ColabUtilsError("expected a folder that can be written, found none. Choose one.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointFolder, "prepare", fail)
+        return refuse_to_train(folders, run, [{"steps": 1}] * 2)
+
+
+def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(shards, tmp_path):
+    folders = [shards, shards]
+    messages = run_ranks(refuse_to_prepare, 2, tmp_path / "out", folders, tmp_path / "run")
+    assert messages[0].startswith("expected a folder that can be written")
+    assert messages[1].startswith("Rank 0 stopped before the first step, and so did all others. ")
+    assert messages[1].endswith(messages[0])
 
 
 def test_many_ranks_are_counted():

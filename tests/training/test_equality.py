@@ -45,8 +45,10 @@ def draw_sample(height, width, boxes, *, seed, empty=()):
     chance = torch.Generator().manual_seed(seed)
     masks = torch.zeros(len(boxes), height, width, dtype=torch.uint8)
     for number, (mask, box) in enumerate(zip(masks, boxes, strict=True)):
-        x0, y0, x1, y1 = (max(int(side), 0) for side in box)
-        part = mask[y0 : max(y1, y0 + 1), x0 : max(x1, x0 + 1)]
+        x0, y0, x1, y1 = torch.tensor(box).int().clamp(min=0).tolist()
+        bottom = max(y1, y0 + 1)
+        right = max(x1, x0 + 1)
+        part = mask[y0:bottom, x0:right]
         if number not in empty:
             part[:] = torch.rand(part.shape, generator=chance) < 0.7
     target = {
@@ -133,7 +135,8 @@ def make_batch(images, *, empty=()):
     for (image, target), is_flipped in zip(samples, flips, strict=True):
         if is_flipped:
             boxes = target["boxes"].clone()
-            boxes[:, [0, 2]] = image.shape[2] - target["boxes"][:, [2, 0]]
+            boxes[:, 0] = image.shape[2] - target["boxes"][:, 2]
+            boxes[:, 2] = image.shape[2] - target["boxes"][:, 0]
             image = image.flip(2)
             target = {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
         dense_images.append(image.float() / 255)
