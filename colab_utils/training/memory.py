@@ -14,8 +14,8 @@ from colab_utils.training.sizes import choose_sizes
 from colab_utils.training.step import MOST_PARTS, TrainingStep
 from colab_utils.units import format_bytes
 
-# The share of the memory that a batch may take: proposals differ from step to step, and gaps between
-# allocations are lost.
+# The share of the memory that a batch may take: proposals differ from step to step, and gaps
+# between allocations are lost.
 _MARGIN = 0.9
 _BATCH_SIZES = (16, 8, 4, 2, 1)
 

@@ -54,7 +54,8 @@ _WEIGHTS = {
 MODEL_NAMES = (*_WEIGHTS, TINY_MODEL)
 
 
-_COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))  # by label
+# By label.
+_COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))
 
 
 def build_mask_rcnn(
@@ -149,8 +150,9 @@ def assemble_mask_rcnn(
 
     Example:
         >>> sizes = {"min_size": 64, "max_size": 96}
-        >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="random", **sizes).starts_from
-        'random'
+        >>> model = assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", **sizes)
+        >>> model.starts_from
+        'imagenet'
     """
     require_choice("model", name, BUILDERS)
     model = BUILDERS[name](

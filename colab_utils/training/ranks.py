@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-_PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
+# How long the other processes wait for the first one, while it evaluates.
+_PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
-    joins = not distributed.is_initialized()  # a group of yours is used, and stays
+    # A group of the user's own is used, and stays.
+    joins = not distributed.is_initialized()
     if joins:
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE

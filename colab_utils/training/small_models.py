@@ -18,7 +18,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 
 def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    """Build a Mask R-CNN on a MobileNetV3-Large; with ``pretrained``, its first stages are frozen."""
+    """Build a Mask R-CNN on MobileNetV3-Large; with ``pretrained`` its first stages are frozen."""
     # Momentum 0.1, not MobileNet's 0.01: running statistics must settle within a few hundred steps.
     norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
     body = mobilenet_v3_large(weights=None, norm_layer=norm).features
@@ -53,8 +53,9 @@ def _put_heads(
     scale: int,
     **sizes: int,
 ) -> MaskRCNN:
-    """A feature pyramid on the stages of a body (``levels``: stage to channels), with one size of
-    anchors a level, and heads that do a tenth of the usual work at a ``scale`` of 2.
+    """Build a feature pyramid on the stages of a body, with one size of anchors a level.
+
+    ``levels`` maps stages to channels. The heads do a tenth of the usual work at a ``scale`` of 2.
     """
     names = {stage: str(level) for level, stage in enumerate(levels)}
     channels = 32 * scale

@@ -25,19 +25,12 @@ Images = PackedBatch | list[Tensor] | None
 """A packed batch, or images as torchvision takes them; None where a process has none of a batch's
 images.
 """
-
-
 Targets = list[dict[str, Tensor]] | None
 """As torchvision takes them; None with a packed batch, which brings its own."""
-
-
-MOST_PARTS = 8  # of a batch: it is halved at most three times
-
-
-# far above the usual norm: it only limits the first steps from random weights
+MOST_PARTS = 8
+"""Of a batch: it is halved at most three times."""
+# It is far above the usual norm, and only limits the first steps from random weights.
 _MAX_GRADIENT_NORM = 10.0
-
-
 # The words of torch, cuBLAS and cuDNN.
 _OUT_OF_MEMORY = re.compile(
     "out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|"

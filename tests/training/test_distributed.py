@@ -40,14 +40,27 @@ from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-TINY = {"weights": None, "min_size": 64, "max_size": 96, "device": "cpu", "workers": 0}
+TINY = {
+    "weights": None,
+    "min_size": 64,
+    "max_size": 96,
+    "device": "cpu",
+    "workers": 0,
+}
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """Seven images: no number of processes divides them."""
     folder = tmp_path_factory.mktemp("seven")
-    made = make_dataset(folder / "data", n=7, width=96, height=80, objects=(1, 3), workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=7,
+        width=96,
+        height=80,
+        objects=(1, 3),
+        workers=1,
+    )
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return folder / "shards"
 
@@ -101,7 +114,12 @@ def train_and_look(shards, run, options):
         report = train(shards, run, log=lambda line: None, **{**TINY, **options})
     ap = report.ap
     losses = [point.loss for point in report.losses]
-    return {"seen": seen, "losses": losses, "ap": ap and ap.segm, "images": ap and ap.images}
+    return {
+        "seen": seen,
+        "losses": losses,
+        "ap": ap and ap.segm,
+        "images": ap and ap.images,
+    }
 
 
 def sort_images(reports, steps):
@@ -118,7 +136,12 @@ def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path
     """7 images in batches of 4 are two steps, and the second one has an image too few for four
     processes.
     """
-    options = {"model": TINY_MODEL, "epochs": 2, "batch_size": 4, "val_shards": shards}
+    options = {
+        "model": TINY_MODEL,
+        "epochs": 2,
+        "batch_size": 4,
+        "val_shards": shards,
+    }
     reports = run_ranks(train_and_look, 4, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(reports, (0, 1)) == sort_images(reports, (2, 3)) == every
@@ -210,7 +233,13 @@ def refuse_to_copy(folder, shards):
     with pytest.raises(
         ColabUtilsError, match="expected one process to train while its shards are copied, found 2"
     ):
-        train(shards, folder / "run", local=folder / "ssd", steps=1, **TINY)
+        train(
+            shards,
+            folder / "run",
+            local=folder / "ssd",
+            steps=1,
+            **TINY,
+        )
     return [path.name for path in folder.iterdir() if path.is_dir()]
 
 
@@ -236,8 +265,21 @@ def refuse_to_train(folders, run, options):
 def many_shards(tmp_path_factory):
     """Nine images in several shards, in full, and a copy of some of the shards."""
     folder = tmp_path_factory.mktemp("many")
-    made = make_dataset(folder / "data", n=9, width=96, height=80, objects=(1, 3), workers=1)
-    write_shards(made.images, made.annotations, shards=folder / "full", shard_mb=0.02, workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=9,
+        width=96,
+        height=80,
+        objects=(1, 3),
+        workers=1,
+    )
+    write_shards(
+        made.images,
+        made.annotations,
+        shards=folder / "full",
+        shard_mb=0.02,
+        workers=1,
+    )
     limit_gb = 0.6 * sum(path.stat().st_size for path in (folder / "full").iterdir()) / 1e9
     copy_shards(folder / "full", folder / "part", limit_gb=limit_gb)
     assert 0 < len(ShardDataset(folder / "part")) < len(ShardDataset(folder / "full"))

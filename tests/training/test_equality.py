@@ -59,7 +59,13 @@ def draw_sample(height, width, boxes, *, seed, empty=()):
         "area": masks.flatten(1).sum(1).float(),
         "iscrowd": torch.zeros(len(boxes), dtype=torch.int64),
     }
-    image = torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=chance)
+    image = torch.randint(
+        0,
+        256,
+        (3, height, width),
+        dtype=torch.uint8,
+        generator=chance,
+    )
     return image, target
 
 
@@ -68,8 +74,28 @@ CORNERS = [[0, 0, 80, 60], [0, 0, 20, 20], [60, 40, 80, 60], [0, 30, 30, 60], [5
 THIN = [[0, 126, 160, 128], [158, 0, 160, 128], [0, 0, 160, 2], [0, 0, 1, 128]]
 BEYOND = [[-30, -10, 40, 30], [60, 40, 200, 90], [-50, -50, 150, 150]]
 USUAL = [
-    (60, 80, scatter_boxes(5, 60, 80, largest=30, seed=1)),
-    (70, 64, scatter_boxes(3, 70, 64, largest=50, seed=2)),
+    (
+        60,
+        80,
+        scatter_boxes(
+            5,
+            60,
+            80,
+            largest=30,
+            seed=1,
+        ),
+    ),
+    (
+        70,
+        64,
+        scatter_boxes(
+            3,
+            70,
+            64,
+            largest=50,
+            seed=2,
+        ),
+    ),
 ]
 MIXED_SIZES = [(60, 80), (80, 60), (64, 64), (33, 97), (50, 50), (100, 70), (47, 61), (90, 41)]
 BATCHES = {
@@ -79,7 +105,17 @@ BATCHES = {
     "an image without objects between others": [USUAL[0], (64, 64, []), USUAL[1]],
     "boxes of one pixel": [(60, 80, [[0, 0, 1, 1], [79, 59, 80, 60], [40, 30, 41, 31]]), USUAL[1]],
     "a crowd beside one object": [
-        (90, 120, scatter_boxes(300, 90, 120, largest=9, seed=3)),
+        (
+            90,
+            120,
+            scatter_boxes(
+                300,
+                90,
+                120,
+                largest=9,
+                seed=3,
+            ),
+        ),
         (64, 64, []),
         (60, 60, [[10, 10, 40, 40]]),
     ],
@@ -90,7 +126,17 @@ BATCHES = {
         (64, 64, [[8, 8, 30, 50]]),
     ],
     "eight sizes": [
-        (height, width, scatter_boxes(number, height, width, largest=30, seed=number))
+        (
+            height,
+            width,
+            scatter_boxes(
+                number,
+                height,
+                width,
+                largest=30,
+                seed=number,
+            ),
+        )
         for number, (height, width) in enumerate(MIXED_SIZES)
     ],
     "boxes at the borders": [(60, 80, CORNERS), USUAL[1]],

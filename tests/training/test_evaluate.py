@@ -79,7 +79,12 @@ def spoil(predictions: list[dict]) -> list[dict]:
         masks *= torch.rand(masks.shape, generator=generator) > 0.1
         scores = torch.rand(len(boxes), generator=generator)
         spoiled.append(
-            {"boxes": boxes, "labels": p["labels"][keep], "scores": scores, "masks": masks}
+            {
+                "boxes": boxes,
+                "labels": p["labels"][keep],
+                "scores": scores,
+                "masks": masks,
+            }
         )
     return spoiled
 

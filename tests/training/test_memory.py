@@ -31,7 +31,14 @@ pytestmark = [
 def dataset(tmp_path_factory):
     """Eight images, one of them with many objects."""
     folder = tmp_path_factory.mktemp("mixed")
-    made = make_dataset(folder / "data", n=8, width=160, height=128, objects=(1, 12), workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=8,
+        width=160,
+        height=128,
+        objects=(1, 12),
+        workers=1,
+    )
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return ShardDataset(folder / "shards", contiguous_labels=True)
 
@@ -158,7 +165,13 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path,
     }
     plans = []
     with SimulatedGpu(monkeypatch, limit=150_000_000) as gpu:
-        report = train(tmp_path / "shards", tmp_path / "run", epochs=1, log=plans.append, **sizes)
+        report = train(
+            tmp_path / "shards",
+            tmp_path / "run",
+            epochs=1,
+            log=plans.append,
+            **sizes,
+        )
         assert report.steps * report.plan.batch_size >= 2
         assert isinstance(plans[0], TrainingPlan)
         assert "memory: the heaviest batch (" in str(plans[0])

@@ -123,7 +123,13 @@ def test_light_model_takes_imagenet_weights(monkeypatch):
 
 
 def test_light_model_sees_small_and_large_objects():
-    model = build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=None, min_size=256, max_size=256)
+    model = build_mask_rcnn(
+        LIGHT_MODEL,
+        num_classes=3,
+        weights=None,
+        min_size=256,
+        max_size=256,
+    )
     with torch.no_grad():
         maps = model.backbone(torch.rand(1, 3, 256, 256))
     assert [feature.shape[-1] for feature in maps.values()] == [64, 32, 16, 8, 4]
@@ -265,7 +271,13 @@ NAMES = {1: "cat", 2: "dog", 3: "cow"}
 @pytest.fixture
 def run(monkeypatch):
     """A run whose best checkpoint holds the averaged weights of a tiny model."""
-    model = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None, min_size=64, max_size=96)
+    model = build_mask_rcnn(
+        TINY_MODEL,
+        num_classes=4,
+        weights=None,
+        min_size=64,
+        max_size=96,
+    )
     plan = {
         "model": TINY_MODEL,
         "num_classes": 4,
@@ -459,7 +471,13 @@ def samples(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny():
     torch.manual_seed(0)
-    return build_mask_rcnn(TINY_MODEL, num_classes=8, weights=None, min_size=160, max_size=640)
+    return build_mask_rcnn(
+        TINY_MODEL,
+        num_classes=8,
+        weights=None,
+        min_size=160,
+        max_size=640,
+    )
 
 
 def find_losses(model, samples, dtype, *, way):
