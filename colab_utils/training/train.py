@@ -149,7 +149,7 @@ def train(
     _check_length(steps, epochs, checkpoint_steps)
     require_choice("resume", resume, ("auto", "never"))
     require_count("seed", seed, least=0, most=_LARGEST_SEED)
-    _check_paths(shards, run, local, val_shards, weights)
+    _check_paths(shards, val_shards, run, local, weights)
     with ExitStack() as stack:
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))
@@ -223,8 +223,7 @@ def train(
                     prepared.step,
                     loader,
                     folder,
-                    data.dataset,
-                    data.validation,
+                    data,
                     checkpoint_steps=checkpoint_steps,
                 )
                 if state:
@@ -250,18 +249,12 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
 
 
-def _check_paths(
-    shards: str | Path,
-    run: str | Path,
-    local: str | Path | None,
-    val_shards: str | Path | None,
-    weights: str | Path | None,
-) -> None:
+def _check_paths(shards: Any, val_shards: Any, *others: str | Path | None) -> None:
     """Refuse what is no path, and folders that are not on this machine."""
     require_path("shards", shards)
     if val_shards is not None:
         require_path("val_shards", val_shards)
-    for path in (shards, run, local, val_shards, weights):
+    for path in (shards, val_shards, *others):
         if path is not None:
             require_local_path(path)
 

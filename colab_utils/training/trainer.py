@@ -20,12 +20,12 @@ from tqdm import tqdm
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.clock import LoopClock
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter, copy_to_cpu
+from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, LossPoint, TrainReport
@@ -49,8 +49,7 @@ class Trainer:
         step: TrainingStep,
         loader: Loader,
         folder: CheckpointFolder,
-        dataset: ShardDataset,
-        validation: ShardDataset | None,
+        data: OpenData,
         *,
         checkpoint_steps: int | None = None,
     ) -> None:
@@ -58,14 +57,14 @@ class Trainer:
         self.step = step
         self.loader = loader
         self.folder = folder
-        self.validation = validation
+        self.validation = data.validation
         self.ranks = step.ranks
         self.writer = CheckpointWriter(folder, checkpoint_steps)
         # What each checkpoint says of the run.
         self._facts = {
             "plan": asdict(plan),
-            "class_names": dict(dataset.class_names),
-            "category_ids": dict(dataset.category_ids),
+            "class_names": dict(data.dataset.class_names),
+            "category_ids": dict(data.dataset.category_ids),
         }
         self.clock = LoopClock()
         # Images, seconds of waiting and seconds of the wall clock at the last line of the log.
