@@ -139,7 +139,7 @@ def _refuse(path: Path) -> ColabUtilsError:
 
 
 def load_content(path: Path, content: bytes) -> dict[str, Any]:
-    """The state that the content of a file holds: whatever fails now is no reason to rename it."""
+    """Return the state that a file holds; what fails is no reason to rename the file."""
     try:
         state: dict[str, Any] = torch.load(
             io.BytesIO(content), map_location="cpu", weights_only=True
@@ -157,6 +157,7 @@ def load_content(path: Path, content: bytes) -> dict[str, Any]:
 
 @contextmanager
 def explain_read(path: Path) -> Iterator[None]:
+    """Say what to do where the block cannot read a checkpoint, or the folder of them."""
     try:
         yield
     # A ValueError is of a path that is no name of a file.
