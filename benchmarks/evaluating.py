@@ -32,7 +32,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.processes import fork_pool
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
-from colab_utils.training.evaluate import describe_detections, detect
+from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.model import LIGHT_MODEL
 
 __all__ = ["WAYS", "check_results", "main", "measure_way", "tabulate_runs"]

@@ -31,10 +31,12 @@ from benchmarks.data import make_judged_data
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.show.table import make_table
-from colab_utils.training.evaluate import describe_detections, detect, evaluate
+from colab_utils.training.detection import describe_detections, detect
+from colab_utils.training.evaluate import evaluate
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, assemble_mask_rcnn
-from colab_utils.training.step import TrainingStep, choose_rate, compute_rate, make_optimizer
+from colab_utils.training.schedule import choose_rate, compute_rate, make_optimizer
+from colab_utils.training.step import TrainingStep
 
 __all__ = [
     "MODELS",

@@ -33,7 +33,8 @@ from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.targets import pack_target
 from colab_utils.show.table import make_table
 from colab_utils.training import losses
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
+from colab_utils.training.norms import fold_norms
 from colab_utils.training.step import TrainingStep
 
 __all__ = [

@@ -140,13 +140,8 @@ class SimulatedGpu(TorchFunctionMode):
             if name == "pin_memory":
                 self._pinned.append(args[0].clone())
                 return self._pinned[-1]
-            if name == "__deepcopy__" and not first_on_gpu:
-                return function(*args, **kwargs)
             if name == "__deepcopy__":
-                made = args[0].detach().clone().requires_grad_(args[0].requires_grad)
-                args[1][id(args[0])] = made
-                made.__class__ = type(args[0])
-                return made
+                return _copy(*args) if first_on_gpu else function(*args)
             if name == "__set__":
                 function(*args)
                 if of == "data":
@@ -154,34 +149,33 @@ class SimulatedGpu(TorchFunctionMode):
                         isinstance(args[1], GpuTensor), isinstance(args[0], nn.Parameter)
                     )
                 return None
-            leaves = [*_list_leaves((args, kwargs))]
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            ours = [tensor for tensor in tensors if isinstance(tensor, GpuTensor)]
-            named = [device for leaf in leaves if (device := _read_device(leaf)) is not None]
-            if name == "to" and len(tensors) > 1:
-                named = [DEVICE if isinstance(tensors[1], GpuTensor) else CPU]
-            where = (
-                named[0].type
-                if named
-                else name
-                if name in ("cuda", "cpu")
-                else "cuda"
-                if ours
-                else "cpu"
+            return self._compute(function, name, args, kwargs)
+
+    def _compute(self, function, name, args, kwargs):
+        """A call that gives tensors, on the side that it names or that its tensors are on."""
+        leaves = [*_list_leaves((args, kwargs))]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        ours = [tensor for tensor in tensors if isinstance(tensor, GpuTensor)]
+        named = [device for device in map(_read_device, leaves) if device is not None]
+        if name == "to" and len(tensors) > 1:
+            named = [DEVICE if isinstance(tensors[1], GpuTensor) else CPU]
+        where = "cuda" if ours else "cpu"
+        if name in ("cuda", "cpu"):
+            where = name
+        if named:
+            where = named[0].type
+        on_gpu = where == "cuda"
+        self._check(function, name, tensors, ours)
+        if self._waits(name, args, kwargs, tensors, on_gpu):
+            self.count_wait(name)
+        if named:
+            args, kwargs = _replace_leaves(
+                (args, kwargs), lambda leaf: CPU if _read_device(leaf) else leaf
             )
-            self._check(function, name, tensors, ours)
-            if self._waits(name, args, kwargs, tensors, where == "cuda"):
-                self.count_wait(name)
-            if named:
-                args, kwargs = _replace_leaves(
-                    (args, kwargs), lambda leaf: CPU if _read_device(leaf) else leaf
-                )
-            crosses = bool(tensors) and (where == "cuda") != isinstance(tensors[0], GpuTensor)
-            with self.memory if where == "cuda" else nullcontext():
-                found = function(*args, **kwargs)
-                return _replace_leaves(
-                    found, lambda leaf: _mark(leaf, where == "cuda", copied=crosses)
-                )
+        crosses = bool(tensors) and on_gpu != isinstance(tensors[0], GpuTensor)
+        with self.memory if on_gpu else nullcontext():
+            found = function(*args, **kwargs)
+            return _replace_leaves(found, lambda leaf: _mark(leaf, on_gpu, copied=crosses))
 
     def _check(self, function, name, tensors, ours) -> None:
         """No tensors of both sides, but single numbers of the CPU, and its indices into a tensor of
@@ -190,15 +184,10 @@ class SimulatedGpu(TorchFunctionMode):
         others = [
             tensor for tensor in tensors if not isinstance(tensor, GpuTensor) and tensor.dim()
         ]
-        indexed = (
-            name in ("__getitem__", "__setitem__") and tensors[0] is ours[0] if ours else False
-        )
-        if (
-            ours
-            and others
-            and name not in CROSSING
-            and not (indexed and all(t.dtype in INDICES for t in others))
-        ):
+        if not ours or not others or name in CROSSING:
+            return
+        is_indexed = name in ("__getitem__", "__setitem__") and tensors[0] is ours[0]
+        if not is_indexed or any(tensor.dtype not in INDICES for tensor in others):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {function} got cuda:0 "
                 f"{[tuple(tensor.shape) for tensor in ours]} and cpu "
@@ -278,30 +267,33 @@ def _replace_leaves(value, change):
 def _read_device(leaf) -> torch.device | None:
     if isinstance(leaf, torch.device):
         return leaf
-    return (
-        torch.device(leaf)
-        if isinstance(leaf, str) and leaf.split(":")[0] in ("cuda", "cpu")
-        else None
-    )
+    if isinstance(leaf, str) and leaf.split(":")[0] in ("cuda", "cpu"):
+        return torch.device(leaf)
+    return None
 
 
 def _tell_device(groups):
     """What C++ has put together by devices, of which it knows one only."""
-    return {
-        (
-            DEVICE if any(isinstance(leaf, GpuTensor) for leaf in _list_leaves(value)) else device,
-            dtype,
-        ): value
-        for (device, dtype), value in groups.items()
-    }
+    told = {}
+    for (device, dtype), value in groups.items():
+        if any(isinstance(leaf, GpuTensor) for leaf in _list_leaves(value)):
+            device = DEVICE
+        told[device, dtype] = value
+    return told
+
+
+def _copy(tensor, memo):
+    """Deep-copy a tensor of the GPU."""
+    made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = made
+    made.__class__ = type(tensor)
+    return made
 
 
 def _choose_class(on_gpu: bool, is_parameter: bool) -> type[Tensor]:
-    return (
-        (GpuParameter if is_parameter else GpuTensor)
-        if on_gpu
-        else (nn.Parameter if is_parameter else Tensor)
-    )
+    if on_gpu:
+        return GpuParameter if is_parameter else GpuTensor
+    return nn.Parameter if is_parameter else Tensor
 
 
 def _mark(leaf, on_gpu: bool, *, copied: bool):

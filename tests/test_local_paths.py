@@ -20,7 +20,7 @@ from colab_utils.shards.write import find_recipe, plan_shards, write_shards
 from colab_utils.show.charts import read_receipts
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt, write_summary
 from colab_utils.slow_drive import slow_down
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.workspace import Workspace, ensure_dataset
 

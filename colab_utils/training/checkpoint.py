@@ -1,319 +1,52 @@
-"""The checkpoints of a run: complete or absent, the newest two kept, waiting on this machine while
-Drive is lost.
-"""
+"""One file of a checkpoint: sealed with a checksum, and refused where anything else is read."""
 
 import io
-import os
-import shutil
-import tempfile
-import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from functools import partial
-from itertools import count
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, parse_file, read_whole, write_file
-from colab_utils.machine import COLAB_ROOT
-from colab_utils.require import require_local_path
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes, parse_file, read_whole
 
-Which = Literal["newest", "best"]
-"""The newest checkpoint of a run, or the one with the highest average precision."""
-
-_SEAL = b"colab_utils 2 "  # and the version of the format; a checksum follows
-_PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
+TORN = "is torn (cut short or damaged)"
+# The number is the version of the format; a checksum follows.
+_SEAL = b"colab_utils 2 "
 _MOST_BYTES = 1e10
-_OTHERS_KEPT = {"newest": 1, "best": 0}
-_TORN = "is torn (cut short or damaged)"
 _CURE = "Move this file away: the one before it is loaded then."
-_PAUSES_S = (60.0, 10.0)  # the least between two checkpoints; the latter at the end of an epoch
 
 
 class TornError(ColabUtilsError):
     """A checkpoint is not as it was written: the same wrong bytes came twice."""
 
 
-class CheckpointFolder:
-    """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so
-    on, and the best one.
-
-    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each
-    file ends with a checksum, as the comment of the zip that ``torch.save`` writes: what was
-    changed since is never trained on. While Drive does not answer, checkpoints wait on this
-    machine's disk, in ``waiting``; the next one that Drive takes replaces them. Who writes
-    checkpoints holds the folder meanwhile: see `hold_folder`.
-
-    Args:
-        run: The folder, on any disk. On Google Drive each checkpoint is written once, from its
-            first byte to its last.
+def pack_state(state: Mapping[str, Any]) -> tuple[memoryview, bytes]:
+    """Return the content of a file that holds a state, and its seal, which is to be written last.
 
     Example:
-        >>> import tempfile
-        >>> folder = CheckpointFolder(tempfile.mkdtemp())
-        >>> folder.save({"weight": torch.ones(2)}, step=120).name
-        'checkpoint-00000120.pt'
-        >>> folder.read()["weight"]
-        tensor([1., 1.])
+        >>> content, seal = pack_state({"step": 120})
+        >>> zipfile.is_zipfile(io.BytesIO(bytes(content) + seal)), seal[:14]
+        (True, b'colab_utils 2 ')
     """
-
-    def __init__(self, run: str | Path) -> None:
-        self.run = require_local_path(run)
-        name = hash_bytes(str(self.run.absolute()).encode(errors="surrogatepass"))
-        self.waiting = Path(tempfile.gettempdir()) / "colab_utils-checkpoints" / name
-
-    @property
-    def newest(self) -> Path | None:
-        """The newest checkpoint that can be seen now, if there is one."""
-        with suppress(DriveLostError):
-            return next(reversed(self._list()), None)
-        return next(reversed(_list_files(self.waiting, "newest")), None)
-
-    def prepare(self, *, anew: bool) -> None:
-        """Make the folder; ``anew`` moves older checkpoints to ``previous-1`` and so on.
-
-        Raises:
-            ColabUtilsError: The folder cannot be made or written to.
-        """
-        with explain_write(self.run):
-            self.run.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.run, os.W_OK):
-                raise PermissionError("Permission denied")
-            target = _find_free_name(f"{self.run}/previous-")
-            for path in [*self._list("newest"), *self._list("best")] if anew else ():
-                target.mkdir(exist_ok=True)
-                shutil.move(path, target / path.name)
-
-    def save(
-        self,
-        state: Mapping[str, Any],
-        *,
-        step: int,
-        which: Which = "newest",
-        is_last: bool = False,
-    ) -> Path:
-        """Write one checkpoint; then the oldest of three goes, or the one that was best before.
-
-        Where Drive does not answer, the checkpoint waits on this machine, with a warning:
-        `send_waiting` sends it, or the next one that Drive takes replaces it. Of the last one of a
-        run the warning does not say that training goes on.
-
-        Raises:
-            ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints
-                stay as they are.
-        """
-        path = self.run / f"{_PATTERNS[which].partition('-')[0]}-{step:08d}.pt"
-        data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
-        torch.save({**state, "step": step}, data)
-        content = data.getbuffer()
-        # a zip ends with the length of its comment
-        content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")
-        parts = content, _make_seal(content)
-        try:
-            self._write(path, which, *parts)
-        except DriveLostError:
-            path = self.waiting / path.name
-            self._write(path, which, *parts)
-            outlook = "Drive is tried again now" if is_last else "training goes on"
-            text = (
-                f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until "
-                "it does"
-            )
-            warnings.warn(f"{text}; {outlook}", ColabUtilsWarning, stacklevel=2)
-        return path
-
-    def send_waiting(self) -> None:
-        """Send to the run's folder what waits on this machine; try for 81 seconds where Drive
-        fails.
-
-        Raises:
-            DriveLostError: Drive did not take it. The message says where it lies, and what to do.
-            ColabUtilsError: The folder cannot be written, or a waiting file is damaged.
-        """
-        for which in get_args(Which):
-            waiting = _list_files(self.waiting, which)
-            if waiting:
-                # Once the newest has arrived, the older ones that wait go.
-                self._send(waiting[-1], which, _read_sealed(waiting[-1]))
-
-    def _send(self, waiting: Path, which: Which, content: bytes) -> Path:
-        """Write a checkpoint that waits into the run's folder, and return its path there."""
-        path = self.run / waiting.name
-        try:
-            self._write(path, which, content, patiently=True)
-        except DriveLostError as error:
-            mount = find_mount(self.run) or COLAB_ROOT / "drive"
-            raise DriveLostError(
-                f"Drive does not answer: checkpoint {path.name} is not in {self.run}, and lies in "
-                f"{self.waiting} of this machine alone. Remount Drive with drive.mount('{mount}', "
-                "force_remount=True), then run the same command on this machine, which sends it; "
-                "or "
-                "keep a copy of that folder elsewhere."
-            ) from error
-        return path
-
-    def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
-        """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None
-        without one.
-
-        No file is changed, because another process may be training in the folder. That process
-        passes ``repair``: a file that is cut short or fails its checksum is renamed to ``.torn-1``,
-        one that waited here is sent to Drive. A file is torn only when the same wrong bytes came
-        twice.
-
-        Raises:
-            ColabUtilsError: The file cannot be loaded, is no checkpoint of this version, or was
-                changed by another program, or the disk does not answer, or all checkpoints of the
-                run are torn; no file is changed then.
-        """
-        torn: list[Path] = []
-        for path in reversed(Retries().run(lambda: self._list(which))):
-            try:
-                content = _read_sealed(path)
-            except TornError:
-                torn.append(path)
-                continue
-            state = _load(path, content)
-            _set_aside(torn, repair=repair)
-            if repair and path.parent == self.waiting:
-                # It is known by the folder's path, which may be that of a run that was deleted.
-                text = f"{path.name} waited in {self.waiting} of this machine, and is sent now"
-                cure = "If you deleted its run, pass resume='never' to begin anew"
-                warnings.warn(f"{text}. {cure}", ColabUtilsWarning, stacklevel=3)
-                path = self._send(path, which, content)
-            return {**state, "path": str(path)}
-        if torn and which == "newest":
-            names = ", ".join(path.name for path in torn)
-            raise ColabUtilsError(
-                f"Of the run in {self.run} no checkpoint is complete: {names} {_TORN}. Train with "
-                "resume='never' to move what is there to a folder of its own and to begin anew, or "
-                "choose another run folder."
-            )
-        _set_aside(torn, repair=repair)
-        return None
-
-    def _list(self, which: Which = "newest") -> list[Path]:
-        """In the order of their steps."""
-        with _explain_read(self.run), guard_drive(self.run):
-            paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
-        return sorted(paths, key=lambda path: path.name)
-
-    def _write(
-        self, path: Path, which: Which, *parts: bytes | memoryview, patiently: bool = False
-    ) -> None:
-        def write() -> None:
-            with guard_drive(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, *parts)
-
-        try:
-            Retries().run(write) if patiently else write()
-        except OSError as error:
-            found = f"found: {error.strerror or error}. The newest complete one is {self.newest}"
-            cure = (
-                "Free disk space or choose another run folder, then start again: training resumes."
-            )
-            raise ColabUtilsError(
-                f"expected to write the checkpoint {path}, {found}. {cure}"
-            ) from error
-        with suppress(OSError):  # one file too many does no harm
-            others = [other for other in _list_files(path.parent, which) if other != path]
-            old = others[: len(others) - _OTHERS_KEPT[which]]
-            for one in (
-                old if path.parent == self.waiting else [*old, *_list_files(self.waiting, which)]
-            ):
-                os.truncate(one, 0)  # Drive keeps what is deleted in its bin, on your quota
-                one.unlink()
-
-
-class CheckpointWriter:
-    """Writes checkpoints in a thread while training goes on, and tells when the next one is due.
-
-    Args:
-        folder: Where they are written.
-        every_steps: Steps from one checkpoint to the next. Default: one a minute, and at the end of
-            an epoch.
-
-    Example:
-        >>> import tempfile
-        >>> writer = CheckpointWriter(CheckpointFolder(tempfile.mkdtemp()))
-        >>> writer.submit({"weight": torch.ones(2)}, step=3)
-        >>> writer.close()
-    """
-
-    def __init__(self, folder: CheckpointFolder, every_steps: int | None = None) -> None:
-        self._folder = folder
-        self._every_steps = every_steps
-        self._saved_s = perf_counter()
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._job: Future[Path] | None = None
-
-    def is_due(self, step: int, *, epoch_ended: bool) -> bool:
-        """Whether a checkpoint is due after this step; never while the last one is being written.
-
-        Raises:
-            ColabUtilsError: The last one could not be written: said now, and not with the next one.
-        """
-        if self._job and not self._job.done():
-            return False
-        self.finish()
-        if self._every_steps:
-            return step % self._every_steps == 0
-        return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
-
-    def submit(self, state: Mapping[str, Any], *, step: int, is_last: bool = False) -> None:
-        """Copy a state to this machine's memory, and write it in the thread."""
-        self.finish()
-        save = partial(self._folder.save, step=step, is_last=is_last)
-        self._job = self._thread.submit(save, copy_to_cpu(dict(state)))
-        self._saved_s = perf_counter()
-
-    def finish(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            ColabUtilsError: It could not be written.
-        """
-        job = self._job
-        self._job = None
-        if job:
-            job.result()
-
-    def close(self) -> None:
-        """End the thread, after the write in progress."""
-        self._thread.shutdown()
-
-
-def copy_to_cpu(value: Any) -> Any:
-    """A copy that training no longer changes, in the usual order of memory, as code that reads
-    weights expects it.
-
-    Example:
-        >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
-        {'steps': [1], 'weight': tensor([0.])}
-    """
-    return tree_map_only(
-        Tensor,
-        lambda tensor: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
-        value,
-    )
+    # Drive wants a file from its first byte to its last, written once.
+    data = io.BytesIO()
+    torch.save(state, data)
+    content = data.getbuffer()
+    # A zip ends with the length of its comment.
+    content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")
+    return content, _make_seal(content)
 
 
 def _make_seal(content: bytes | memoryview) -> bytes:
     return _SEAL + hash_bytes(content).encode()
 
 
-def _read_sealed(path: Path) -> bytes:
+def read_sealed(path: Path) -> bytes:
     """Return the content of a checkpoint, with its seal.
 
     Raises:
@@ -323,38 +56,25 @@ def _read_sealed(path: Path) -> bytes:
         DriveLostError: Drive does not answer, or gives no bytes to rely on.
     """
     read = partial(read_whole, path, most_bytes=_MOST_BYTES)
-    with _explain_read(path):
+    with explain_read(path):
         return parse_file(path, lambda: Retries().run(read), partial(_check_seal, path))
 
 
 def _check_seal(path: Path, content: bytes) -> bytes:
-    """Return ``content`` if its seal is right; raise what `_read_sealed` raises."""
+    """Return ``content`` if its seal is right; raise what `read_sealed` raises."""
     length = len(_make_seal(b""))
     if content.endswith(_make_seal(memoryview(content)[:-length])):
         return content
     seal = content[-length:]
     if not seal.startswith(_SEAL):
-        # It is of another version; or a complete zip without a comment, where ours would only be
-        # cut short.
+        # It is of another version; or a complete zip without a comment. Ours, cut short, is none.
         with suppress(zipfile.BadZipFile):
             is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
             if is_zip or seal.startswith(_SEAL[:-2]):
                 raise _refuse(path)
-    cure = "Move it away, and run the same command again: the one before it is taken."
-    raise TornError(f"{path} {_TORN}. {cure}")
-
-
-def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:
-    """Warn of torn checkpoints, and with ``repair`` rename them."""
-    for path in torn:
-        text = f"{path} {_TORN}: the one before it is taken"
-        if repair:
-            aside = _find_free_name(f"{path}.torn-")
-            # The folder may be one that is only read.
-            with suppress(OSError):
-                os.replace(path, aside)
-                text += f", and this one was renamed to {aside.name}"
-        warnings.warn(text, ColabUtilsWarning, stacklevel=4)
+    raise TornError(
+        f"{path} {TORN}. Move it away, and run the same command again: the one before it is taken."
+    )
 
 
 @contextmanager
@@ -378,7 +98,8 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        if state is None or "memory" in str(error) or "CUDA" in str(error):  # of this machine
+        # What fails for want of memory is the machine's fault, and not the checkpoint's.
+        if state is None or "memory" in str(error) or "CUDA" in str(error):
             raise
         raise _refuse(Path(state["path"])) from error
 
@@ -391,9 +112,7 @@ def choose_weights(state: Mapping[str, Any]) -> Any:
         {'weight': 2}
     """
     averaged = state.get("ema")
-    if averaged is None:
-        return state["model"]
-    return averaged
+    return state["model"] if averaged is None else averaged
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) -> None:
@@ -406,29 +125,30 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
     model.load_state_dict(weights)
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
-            found = f"found {name} with values that are no numbers"
-            raise ColabUtilsError(f"expected finite weights in {path}, {found}. {_CURE}")
+            raise ColabUtilsError(
+                f"expected finite weights in {path}, found {name} with values that are no "
+                f"numbers. {_CURE}"
+            )
 
 
 def _refuse(path: Path) -> ColabUtilsError:
-    found = "found one that was changed or renamed, or of another program or version"
-    expected = f"expected a checkpoint as this version of colab_utils writes it in {path}"
-    return ColabUtilsError(f"{expected}, {found}. {_CURE} Or update colab_utils.")
+    return ColabUtilsError(
+        f"expected a checkpoint as this version of colab_utils writes it in {path}, found one that "
+        f"was changed or renamed, or of another program or version. {_CURE} Or update colab_utils."
+    )
 
 
-def _load(path: Path, content: bytes) -> dict[str, Any]:
-    """The state that the content of a file holds: whatever fails now is no reason to rename it."""
+def load_content(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the state that a file holds; what fails is no reason to rename the file."""
     try:
         state: dict[str, Any] = torch.load(
             io.BytesIO(content), map_location="cpu", weights_only=True
         )
     except Exception as error:
-        found = (
-            "found an error, though the file is complete: "
-            f"{(str(error) or type(error).__name__).splitlines()[0]}"
-        )
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ColabUtilsError(
-            f"expected to load {path}, {found} Free memory and start again. Or: {_CURE}"
+            f"expected to load {path}, found an error, though the file is complete: {first_line} "
+            f"Free memory and start again. Or: {_CURE}"
         ) from error
     if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
@@ -436,26 +156,14 @@ def _load(path: Path, content: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def _explain_read(path: Path) -> Iterator[None]:
+def explain_read(path: Path) -> Iterator[None]:
+    """Say what to do where the block cannot read a checkpoint, or the folder of them."""
     try:
         yield
-    except (OSError, ValueError) as error:  # the latter of a name that is none
-        found = getattr(error, "strerror", None) or error
-        cure = "Make it readable, move it away, or choose another run folder."
+    # A ValueError is of a path that is no name of a file.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ColabUtilsError(
-            f"expected to read checkpoints in {path}, found: {found}. {cure}"
+            f"expected to read checkpoints in {path}, found: {reason}. Make it readable, move it "
+            "away, or choose another run folder."
         ) from error
-
-
-def _list_files(folder: Path, which: Which) -> list[Path]:
-    """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
-    try:
-        return sorted(
-            folder / name for name in os.listdir(folder) if fnmatch(name, _PATTERNS[which])
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _find_free_name(prefix: str) -> Path:
-    return next(path for number in count(1) if not (path := Path(f"{prefix}{number}")).exists())

@@ -12,7 +12,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.training.step import Ranks
+from colab_utils.training.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ masks and computes COCO's sums meanwhile.
 
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -14,27 +14,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
-from torchvision.models.detection.image_list import ImageList
-from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
-from torchvision.models.detection.transform import resize_boxes
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.masks import send
 from colab_utils.processes import fork_pool
 from colab_utils.progress import show_progress
-from colab_utils.training.model import choose_precision, keep_boxes_exact
+from colab_utils.training.detection import describe_detections, detect
+from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.sizes import Size, choose_sizes, fit_shape
 
-_RESULT = ("boxes", "labels", "scores", "masks")
-_DECODERS = 2  # threads
+_DECODING_THREADS = 2
 
 
 class EvaluationProcessError(ColabUtilsError):
@@ -106,9 +100,11 @@ def evaluate(
     """
     _check_classes(model, dataset)
     truth = dataset.to_coco()
-    if all(one["iscrowd"] for one in truth.dataset["annotations"]):
-        found = f"found none in {len(dataset)} images: evaluate on a dataset with annotations"
-        raise ColabUtilsError(f"expected objects to measure against, {found}")
+    if all(annotation["iscrowd"] for annotation in truth.dataset["annotations"]):
+        raise ColabUtilsError(
+            f"expected objects to measure against, found none in {len(dataset)} images: evaluate "
+            "on a dataset with annotations"
+        )
     with _set_up(model.to(device)):
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
@@ -119,9 +115,9 @@ def evaluate(
         warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
-    found = "found that its process was killed twice, as happens where memory is full"
     raise EvaluationProcessError(
-        f"expected an average precision, {found}. Evaluate on fewer images."
+        "expected an average precision, found that its process was killed twice, as happens where "
+        "memory is full. Evaluate on fewer images."
     )
 
 
@@ -137,18 +133,16 @@ def _check_classes(model: Any, dataset: Any) -> None:
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if isinstance(predictor, FastRCNNPredictor):
         known = predictor.cls_score.out_features
-    # a model of raw COCO ids may have more classes than this dataset
-    fits = known == classes or (
-        known > classes and all(label == number for label, number in ids.items())
-    )
-    trained = getattr(model, "category_ids", ids)  # of `load_trained_model`
+    # A model of raw COCO ids may have more classes than this dataset.
+    is_raw = all(label == number for label, number in ids.items())
+    fits = known == classes or (known > classes and is_raw)
+    # `load_trained_model` says which classes a model was trained on.
+    trained = getattr(model, "category_ids", ids)
     if not fits or not ids.items() <= trained.items():
-        found = (
-            f"other labels ({classes} in all). Open it with the contiguous_labels of the "
-            "training dataset."
-        )
         raise ColabUtilsError(
-            f"expected a dataset with the classes of the model ({known} in all), found {found}"
+            f"expected a dataset with the classes of the model ({known} in all), found other "
+            f"labels ({classes} in all). Open it with the contiguous_labels of the training "
+            "dataset."
         )
 
 
@@ -174,20 +168,22 @@ def _evaluate(
     device: str | torch.device,
     size: int,
 ) -> AveragePrecision:
-    # before there are threads
     ids = dataset.category_ids
+    # It is forked before there are threads.
     pool = fork_pool(1, _keep_truth, truth)
     drawing: list[Future[None]] = []
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
             for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
-                found = detect(model, images, device=device)
-                for job in drawing:  # of the batch before
+                detections = detect(model, images, device=device)
+                # Those of the batch before.
+                for job in drawing:
                     job.result()
                 numbers = dataset.image_ids[indices].tolist()
                 sizes = [image.shape[1:] for image in images]
                 drawing = [
-                    pool.submit(_draw, *one, ids) for one in zip(found, numbers, sizes, strict=True)
+                    pool.submit(_draw, objects, number, size, ids)
+                    for objects, number, size in zip(detections, numbers, sizes, strict=True)
                 ]
                 bar.update(len(indices))
         for job in drawing:
@@ -205,12 +201,12 @@ def _group_images(
         return [[i] for i in range(len(dataset))]
     groups: dict[Size, list[int]] = {}
     for i, size in enumerate(choose_sizes(model.transform, dataset.sizes.tolist())):
-        groups.setdefault(fit_shape([size], step=model.transform.size_divisible), []).append(i)
-    return [
-        group[i : i + batch_size]
-        for group in groups.values()
-        for i in range(0, len(group), batch_size)
-    ]
+        shape = fit_shape([size], step=model.transform.size_divisible)
+        groups.setdefault(shape, []).append(i)
+    batches = []
+    for group in groups.values():
+        batches += [group[i : i + batch_size] for i in range(0, len(group), batch_size)]
+    return batches
 
 
 def _decode_ahead(
@@ -219,148 +215,27 @@ def _decode_ahead(
     """Each batch with its images, decoded in threads while the model works on the batch
     before it.
     """
-    with ThreadPoolExecutor(_DECODERS) as pool:
-        jobs = (
-            (batch, pool.map(lambda i: dataset.decode(dataset.read(i)), batch))
-            for batch in [*batches, []]
-        )
+
+    def decode(i: int) -> Tensor:
+        image: Tensor = dataset.decode(dataset.read(i))
+        return image
+
+    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
+        jobs = ((batch, pool.map(decode, batch)) for batch in [*batches, []])
         for (batch, images), _ in pairwise(jobs):
             yield batch, [*images]
 
 
-@torch.no_grad()  # not inference_mode: the model caches its anchors, and trains with them later
-def detect(
-    model: nn.Module, images: Sequence[Tensor], *, device: str | torch.device = "cpu"
-) -> list[dict[str, NDArray[Any]]]:
-    """Find the objects in a batch of images: uint8 [3, H, W] each, by a model in evaluation mode on
-    the device.
-
-    torchvision's own output holds a float image of every mask on the device: 4.8 GB for 100 objects
-    in a photo of 12 megapixels, made in a loop that reads from the device again and again. Here
-    masks stay in their boxes.
-
-    Returns:
-        For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D],
-            ``scores`` float32 [D],
-        and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than a Mask R-CNN bool [D, H,
-        W].
-
-    """
-    precision = choose_precision(device)
-    with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
-        # one at a time: photos may be large
-        floats = (send(image, device).float().div_(255) for image in images)
-        if isinstance(model, MaskRCNN):
-            results = _find_in_boxes(
-                model, floats, [(image.shape[1], image.shape[2]) for image in images]
-            )
-        else:
-            results = [
-                {**result, "masks": result["masks"][:, 0] > 0.5} for result in model([*floats])
-            ]
-    return [{name: result[name].cpu().numpy() for name in _RESULT} for result in results]
+# pycocotools' COCO of the dataset.
+_truth: list[Any] = []
 
 
-def _find_in_boxes(
-    model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]
-) -> list[dict[str, Tensor]]:
-    """The result of ``model(images)``, with masks as the mask head makes them. Source:
-    ``GeneralizedRCNN.forward``.
-    """
-    transform = model.transform
-    resized = [transform.resize(transform.normalize(image))[0] for image in images]
-    padded = transform.batch_images(resized, transform.size_divisible)
-    batch = ImageList(padded, [(image.shape[1], image.shape[2]) for image in resized])
-    features = model.backbone(batch.tensors)
-    if isinstance(features, Tensor):
-        features = {"0": features}
-    proposals, _ = model.rpn(batch, features)
-    results, _ = model.roi_heads(features, proposals, batch.image_sizes)
-    for result, resized_size, size in zip(results, batch.image_sizes, sizes, strict=True):
-        result["boxes"] = resize_boxes(result["boxes"], resized_size, size)
-        result["masks"] = result["masks"][:, 0].float()
-    return list(results)
-
-
-def describe_detections(
-    found: Mapping[str, NDArray[Any]],
-    *,
-    image_id: int,
-    size: Sequence[int],
-    category_ids: Mapping[int, int],
-) -> list[dict[str, Any]]:
-    """The objects of an image, found by `detect`, as COCO's results with boxes and masks.
-
-    Labels without a category id are left out; ``size`` is the image's height and width.
-    """
-    from pycocotools import mask as coco_mask
-
-    known = np.isin(found["labels"], list(category_ids))
-    boxes, labels, scores, masks = (found[name][known] for name in _RESULT)
-    if masks.dtype == np.bool_:
-        rles = [coco_mask.encode(np.asfortranarray(mask, np.uint8)) for mask in masks]
-    else:
-        rles = encode_masks(torch.from_numpy(masks), torch.from_numpy(boxes), size)
-    sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1).tolist()
-    rows = zip(labels.tolist(), scores.tolist(), sides, rles, strict=True)
-    return [
-        {
-            "image_id": image_id,
-            "category_id": category_ids[label],
-            "score": score,
-            "bbox": box,
-            "segmentation": rle,
-        }
-        for label, score, box, rle in rows
-    ]
-
-
-def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict[str, Any]]:
-    """The masks that torchvision pastes into an image of ``size`` (height and width), above 0.5, as
-    compressed RLE.
-
-    Bit for bit the masks of ``paste_masks_in_image`` in torchvision
-    ``models/detection/roi_heads.py``, from ``masks``, float32 [D, 28, 28], and ``boxes``, float32
-    [D, 4] in pixels.
-
-    Example:
-        >>> [rle["counts"] for rle in encode_masks(torch.ones(1, 28, 28), torch.tensor([[2.0, 1, 3, 3]]), (4, 6))]
-        [b'4<8']
-    """
-    from pycocotools import mask as coco_mask
-
-    height, width = size
-    padded, scale = expand_masks(masks[:, None], 1)
-    rles = []
-    for mask, (x0, y0, x1, y1) in zip(
-        padded, expand_boxes(boxes, scale).long().tolist(), strict=True
-    ):
-        drawn = functional.interpolate(
-            mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear"
-        )[0, 0]
-        left = max(x0, 0)
-        top = max(y0, 0)
-        shown = (
-            drawn[
-                top - y0 : max(min(y1 + 1, height) - y0, 0),
-                left - x0 : max(min(x1 + 1, width) - x0, 0),
-            ]
-            > 0.5
-        )
-        canvas = np.zeros((height, width), np.uint8, order="F")
-        canvas[top : top + shown.shape[0], left : left + shown.shape[1]] = shown.numpy()
-        rles.append(coco_mask.encode(canvas))
-    return rles
-
-
-# What follows runs in the other process.
-
-_truth: list[Any] = []  # pycocotools' COCO of the dataset
 _results: list[dict[str, Any]] = []
 
 
 def _keep_truth(truth: Any) -> None:
-    torch.set_num_threads(1)  # the threads of the parent process are not here
+    # The threads of the parent process do not exist in this one.
+    torch.set_num_threads(1)
     _truth[:] = [truth]
 
 
@@ -379,8 +254,9 @@ def _score() -> AveragePrecision:
 
     [truth] = _truth
     stats = []
-    with redirect_stdout(io.StringIO()):  # pycocotools prints
-        found = truth.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
+    # pycocotools prints, and its loadRes takes no empty list.
+    with redirect_stdout(io.StringIO()):
+        found = truth.loadRes(_results) if _results else COCO()
         for kind in ("bbox", "segm"):
             evaluation = COCOeval(truth, found, kind)
             evaluation.evaluate()

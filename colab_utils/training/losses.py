@@ -67,8 +67,11 @@ def compute_losses(
         >>> from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
         >>> mask = torch.zeros(1, 64, 64, dtype=torch.uint8)
         >>> mask[:, 8:40, 8:40] = 1
-        >>> target = {"boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]), "masks": mask,
-        ...           "image_id": 1, "area": torch.tensor([1024.0]), "iscrowd": torch.tensor([0])}
+        >>> target = {
+        ...     "boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]),
+        ...     "masks": mask, "image_id": 1, "area": torch.tensor([1024.0]),
+        ...     "iscrowd": torch.tensor([0]),
+        ... }
         >>> batch = collate_packed([pack_target(torch.zeros(3, 64, 64, dtype=torch.uint8), target)])
         >>> model = build_mask_rcnn(LIGHT_MODEL, num_classes=2, weights=None, min_size=64)
         >>> sorted(compute_losses(model, batch))
@@ -84,10 +87,15 @@ def compute_losses(
         features = {"0": features}
     proposals, proposal_losses = _find_proposals(model.rpn, images, features, targets)
     heads = model.roi_heads
-    regions, matches, labels, wanted = heads.select_training_samples(proposals, targets)
-    pooled = heads.box_roi_pool(features, regions, images.image_sizes)
-    scores, offsets = heads.box_predictor(heads.box_head(pooled))
-    class_loss, box_loss = fastrcnn_loss(scores, offsets, labels, wanted)
+    regions, matches, labels, offsets = heads.select_training_samples(proposals, targets)
+    box_losses = _compute_box_losses(
+        heads,
+        features,
+        regions,
+        labels,
+        offsets,
+        sizes=images.image_sizes,
+    )
     mask_loss = _compute_mask_loss(
         heads,
         features,
@@ -98,36 +106,32 @@ def compute_losses(
         flips=flips,
         sizes=images.image_sizes,
     )
-    return {
-        "loss_classifier": class_loss,
-        "loss_box_reg": box_loss,
-        "loss_mask": mask_loss,
-        **proposal_losses,
-    }
+    return {**box_losses, "loss_mask": mask_loss, **proposal_losses}
 
 
 def _check_input(model: Any, batch: Any) -> None:
+    """Refuse what is no Mask R-CNN in training mode, and a batch that is not packed."""
     name = type(model).__name__
-    wrappers = (DistributedDataParallel, DataParallel)
-    if isinstance(model, wrappers):
-        problem = (
-            f"a plain model, found {name} around it: wrap a module whose forward calls "
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        raise ColabUtilsError(
+            f"expected a plain model, found {name} around it: wrap a module whose forward calls "
             "compute_losses instead"
         )
-    elif not isinstance(model, MaskRCNN):
-        problem = (
-            f"a Mask R-CNN of torchvision, found {name}: call model(images, targets) with "
+    if not isinstance(model, MaskRCNN):
+        raise ColabUtilsError(
+            f"expected a Mask R-CNN of torchvision, found {name}: call model(images, targets) with "
             "deliver='dense'"
         )
-    elif not model.training:
-        problem = "a model in training mode, found one in evaluation mode: call model.train() first"
-    elif not isinstance(batch, PackedBatch):
-        problem = (
-            f"a packed batch, found {type(batch).__name__}: make the loader with deliver='packed'"
+    if not model.training:
+        raise ColabUtilsError(
+            "expected a model in training mode, found one in evaluation mode: call model.train() "
+            "first"
         )
-    else:
-        return
-    raise ColabUtilsError(f"expected {problem}")
+    if not isinstance(batch, PackedBatch):
+        raise ColabUtilsError(
+            f"expected a packed batch, found {type(batch).__name__}: make the loader with "
+            "deliver='packed'"
+        )
 
 
 def make_input(
@@ -225,6 +229,31 @@ def _compare_in_parts(
 def _take_rows(parts: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
     """Return some rows of the part of each image."""
     return [part[row] for part, row in zip(parts, rows, strict=True)]
+
+
+def _compute_box_losses(
+    heads: RoIHeads,
+    features: Mapping[str, Tensor],
+    regions: Sequence[Tensor],
+    labels: list[Tensor],
+    offsets: list[Tensor],
+    *,
+    sizes: list[Size],
+) -> dict[str, Tensor]:
+    """Return the losses of the classes and of the boxes of all regions.
+
+    Args:
+        heads: Of the model.
+        features: Of its backbone.
+        regions: float [R, 4] of each image.
+        labels: int64 [R] of each image: the class of each region, 0 for the background.
+        offsets: float [R, 4] of each image: from each region to its object.
+        sizes: Height and width that each image was resized to.
+    """
+    pooled = heads.box_roi_pool(features, regions, sizes)
+    scores, predicted = heads.box_predictor(heads.box_head(pooled))
+    class_loss, box_loss = fastrcnn_loss(scores, predicted, labels, offsets)
+    return {"loss_classifier": class_loss, "loss_box_reg": box_loss}
 
 
 def _compute_mask_loss(

@@ -1,61 +1,61 @@
 """Mask R-CNN by name: torchvision's two ResNet-50 models, a light one that a laptop's CPU can
 train, and a tiny one that learns small, easy pictures in two minutes.
 
-`build_mask_rcnn` makes a model to train, `load_trained_model` reads one from a run; `fold_norms`,
-`choose_precision` and `keep_boxes_exact` make it fast and exact on a GPU. Every model is
+`build_mask_rcnn` makes a model to train, `load_trained_model` reads one from a run. Every model is
 torchvision's own ``MaskRCNN``: its weights load into plain torchvision, and the other way round.
 """
 
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
-from torchvision.models import get_weight, mobilenet_v3_large
+from torch import nn
+from torchvision.models import get_weight
 from torchvision.models.detection import (
-    FasterRCNN,
     MaskRCNN,
     maskrcnn_resnet50_fpn,
     maskrcnn_resnet50_fpn_v2,
 )
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.backbone_utils import BackboneWithFPN
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
-from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
+from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.training.checkpoint import (
-    CheckpointFolder,
-    choose_weights,
-    explain_state,
-    load_weights,
-)
-
-Norms = Literal["frozen", "trained"]
-"""What training does with the batch norms of pretrained weights."""
+from colab_utils.training.checkpoint import choose_weights, explain_state, load_weights
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.norms import Norms, freeze_norms
+from colab_utils.training.small_models import assemble_light, assemble_tiny
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
+
+
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
+
+
 TINY_MODEL = "maskrcnn_tiny_fpn"
-LARGEST_SIDE = 10_000  # pixels: an image of 100 megapixels alone takes 1.2 GB
+
+
+LARGEST_SIDE = 10_000
+"""In pixels: an image of 100 megapixels alone takes 1.2 GB."""
+
+
 _WEIGHTS = {
     GPU_MODEL: get_weight("MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1"),
     "maskrcnn_resnet50_fpn": get_weight("MaskRCNN_ResNet50_FPN_Weights.COCO_V1"),
     LIGHT_MODEL: get_weight("MobileNet_V3_Large_Weights.IMAGENET1K_V1"),
 }
+
+
 MODEL_NAMES = (*_WEIGHTS, TINY_MODEL)
-_COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))  # by label
+
+
+# By label.
+_COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))
 
 
 def build_mask_rcnn(
@@ -124,9 +124,8 @@ def build_mask_rcnn(
         known = _COCO_NAMES
         model = assemble_mask_rcnn(name, num_classes=len(known), starts_from="coco", **sizes)
         model.load_state_dict(state)
-    if known and (
-        num_classes != model.roi_heads.box_predictor.cls_score.out_features or class_names
-    ):
+    classes = model.roi_heads.box_predictor.cls_score.out_features
+    if known and (num_classes != classes or class_names):
         _replace_heads(model, num_classes, class_names or {}, known)
     return model
 
@@ -150,7 +149,9 @@ def assemble_mask_rcnn(
         ColabUtilsError: Unknown name.
 
     Example:
-        >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96).starts_from
+        >>> sizes = {"min_size": 64, "max_size": 96}
+        >>> model = assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", **sizes)
+        >>> model.starts_from
         'imagenet'
     """
     require_choice("model", name, BUILDERS)
@@ -158,17 +159,9 @@ def assemble_mask_rcnn(
         num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size
     )
     if starts_from != "random" and norms == "frozen":
-        _freeze_norms(model)
+        freeze_norms(model)
     model.starts_from = starts_from
     return model
-
-
-def _freeze_norms(model: nn.Module) -> None:
-    """Replace every batch norm by one that keeps its statistics; the state keeps its names."""
-    for module in [*model.modules()]:
-        for name, norm in module.named_children():
-            if type(norm) is nn.BatchNorm2d:
-                setattr(module, name, FrozenBatchNorm2d(norm.num_features, eps=norm.eps))
 
 
 def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
@@ -203,14 +196,17 @@ def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     """The model of a checkpoint, in training mode."""
     with explain_state(state):
         plan = state["plan"]
-        names = ("num_classes", "min_size", "max_size", "starts_from", "norms")
-        weights = choose_weights(state)
-        classes = state["class_names"]
-        ids = state["category_ids"]
-        model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
-        load_weights(model, weights, state["path"])
-        model.class_names = classes
-        model.category_ids = ids
+        model = assemble_mask_rcnn(
+            plan["model"],
+            num_classes=plan["num_classes"],
+            starts_from=plan["starts_from"],
+            min_size=plan["min_size"],
+            max_size=plan["max_size"],
+            norms=plan["norms"],
+        )
+        load_weights(model, choose_weights(state), state["path"])
+        model.class_names = state["class_names"]
+        model.category_ids = state["category_ids"]
     return model
 
 
@@ -218,10 +214,11 @@ def _assemble_resnet(
     build: Callable[..., MaskRCNN], num_classes: int, *, pretrained: bool, **sizes: int
 ) -> MaskRCNN:
     model = build(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
-    if pretrained:  # torchvision trains the last three of five stages then
+    if pretrained:
+        # torchvision trains the last three of five stages then.
         for key, parameter in model.backbone.body.named_parameters():
             parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
-        # its weights were trained so, see overwrite_eps in its source
+        # Its weights were trained so, see overwrite_eps in its source.
         if build is maskrcnn_resnet50_fpn:
             for norm in model.modules():
                 if isinstance(norm, nn.BatchNorm2d):
@@ -229,70 +226,11 @@ def _assemble_resnet(
     return model
 
 
-def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    # Momentum 0.1, not MobileNet's 0.01: running statistics must settle within a few hundred steps.
-    norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
-    body = mobilenet_v3_large(weights=None, norm_layer=norm).features
-    if pretrained:
-        # the stages up to stride 4, as torchvision freezes them for its own MobileNet
-        for stage in body[:4]:
-            stage.requires_grad_(False)
-    # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the
-    # features. Anchors from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px
-    # large.
-    levels = {"3": 24, "6": 40, "12": 112, "15": 160}
-    anchors = (16, 32, 64, 128, 256)
-    return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
-
-
-def _assemble_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    widths = (24, 48, 64, 96)
-    body = nn.Sequential(Conv2dNormActivation(3, widths[0], stride=2))
-    for a, b in pairwise(widths):
-        body.append(nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b)))
-    levels = {"1": 48, "2": 64, "3": 96}
-    return _put_heads(body, levels, (12, 24, 48, 96), num_classes, scale=1, **sizes)
-
-
-def _put_heads(
-    body: nn.Sequential,
-    levels: dict[str, int],
-    anchors: Sequence[int],
-    num_classes: int,
-    *,
-    scale: int,
-    **sizes: int,
-) -> MaskRCNN:
-    """A feature pyramid on the stages of a body (``levels``: stage to channels), with one size of
-    anchors a level, and heads that do a tenth of the usual work at a ``scale`` of 2.
-    """
-    names = {stage: str(level) for level, stage in enumerate(levels)}
-    channels = 32 * scale
-    hidden = 128 * scale
-    return MaskRCNN(
-        BackboneWithFPN(body, names, [*levels.values()], channels, extra_blocks=LastLevelMaxPool()),
-        rpn_anchor_generator=AnchorGenerator(
-            [(size,) for size in anchors], [(0.5, 1.0, 2.0)] * len(anchors)
-        ),
-        rpn_pre_nms_top_n_train=250 * scale,
-        rpn_post_nms_top_n_train=125 * scale,
-        rpn_pre_nms_top_n_test=150 * scale,
-        rpn_post_nms_top_n_test=75 * scale,
-        rpn_batch_size_per_image=64 * scale,
-        box_batch_size_per_image=32 * scale,
-        box_head=TwoMLPHead(channels * 7 * 7, hidden),
-        box_predictor=FastRCNNPredictor(hidden, num_classes),
-        mask_head=MaskRCNNHeads(channels, (channels,) * 2 * scale, 1),
-        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
-        **sizes,
-    )
-
-
 BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
     GPU_MODEL: partial(_assemble_resnet, maskrcnn_resnet50_fpn_v2),
     "maskrcnn_resnet50_fpn": partial(_assemble_resnet, maskrcnn_resnet50_fpn),
-    LIGHT_MODEL: _assemble_light,
-    TINY_MODEL: _assemble_tiny,
+    LIGHT_MODEL: assemble_light,
+    TINY_MODEL: assemble_tiny,
 }
 """What builds each model without weights: called with the number of classes, ``pretrained``, and
 the sizes.
@@ -302,18 +240,17 @@ the sizes.
 def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     """The published weights of a model; None, with a warning, where the download fails."""
     timeout = socket.getdefaulttimeout()
-    # seconds: a network that swallows packets would hang for minutes
+    # A network that swallows packets would hang for minutes, and not for 15 seconds.
     socket.setdefaulttimeout(15.0)
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
-    except Exception as error:  # of the network, or of a file that is cut short or another one
-        why = (
-            f"its weights could not be downloaded ({getattr(error, 'reason', error)}). It needs "
-            "many more steps."
+    # It is an error of the network, or of a file that is cut short or another one.
+    except Exception as error:
+        text = (
+            f"{name} starts from random weights because its weights could not be downloaded "
+            f"({getattr(error, 'reason', error)}). It needs many more steps."
         )
-        warnings.warn(
-            f"{name} starts from random weights because {why}", ColabUtilsWarning, stacklevel=3
-        )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
     finally:
         socket.setdefaulttimeout(timeout)
@@ -327,10 +264,10 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
             f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one."
         )
     model = _read_model(state)
-    found = state["plan"]["model"]
-    if found != name:
+    trained = state["plan"]["model"]
+    if trained != name:
         raise ColabUtilsError(
-            f"expected a run of the model {name}, found one of {found} in {run}. Pass that name."
+            f"expected a run of the model {name}, found one of {trained} in {run}. Pass that name."
         )
     return model, state["class_names"]
 
@@ -347,133 +284,27 @@ def _replace_heads(
         for label, name in known.items()
         if name not in ("__background__", "N/A")
     }
-    matches = {
-        label: labels[name.lower()] for label, name in names.items() if name.lower() in labels
-    }
-    if matches:
-        matches[0] = 0  # the background
+    matches: dict[int, int] = {}
+    for label, name in names.items():
+        if name.lower() in labels:
+            matches[label] = labels[name.lower()]
+            # The background.
+            matches[0] = 0
     heads = model.roi_heads
-    classes = model.roi_heads.box_predictor.cls_score.out_features
     boxes = heads.box_predictor
     masks = heads.mask_predictor
-    convolution = heads.mask_predictor.conv5_mask
+    classes = boxes.cls_score.out_features
+    convolution = masks.conv5_mask
     heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
     heads.mask_predictor = MaskRCNNPredictor(
         convolution.in_channels, convolution.out_channels, num_classes
     )
     heads.mask_predictor.conv5_mask = convolution
-    for old, new in (
-        (boxes, heads.box_predictor),
-        (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits),
-    ):
-        for source, target in zip(old.parameters(), new.parameters(), strict=True):
-            target.unflatten(0, (num_classes, -1))[[*matches]] = source.unflatten(0, (classes, -1))[
-                [*matches.values()]
-            ]
-
-
-def fold_norms(model: nn.Module) -> int:
-    """Fold every ``FrozenBatchNorm2d`` that follows a convolution into it; results stay the same,
-    except for rounding.
-
-    torchvision's layer computes its factors again at each call, and multiplies and adds in float32,
-    also where autocast computes in half precision. Names, parameters and ``state_dict`` do not
-    change: weights stay compatible both ways, and trainable weights go on training.
-
-    Returns:
-        How many layers were folded.
-
-    Example:
-        >>> block = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), FrozenBatchNorm2d(4))
-        >>> fold_norms(block), list(block.state_dict())
-        (1, ['0.weight', '1.weight', '1.bias', '1.running_mean', '1.running_var'])
-    """
-    pairs = [*_find_pairs(model, nn.Conv2d)]
-    for conv, norm in pairs:
-        conv.__class__ = _FoldedConv2d
-        norm.__class__ = _FoldedNorm
-        for name in ("scale", "shift"):
-            conv.register_buffer(name, None, persistent=False)
-    if pairs:
-        _compute_factors(model)
-        # weights that are loaded later have other factors
-        model.register_load_state_dict_post_hook(_compute_factors)
-    return len(pairs)
-
-
-def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
-    """Convolutions with the norm that follows each, in the order in which torchvision's blocks call
-    them.
-    """
-    for module in model.modules():
-        for conv, norm in pairwise(module.children()):
-            if type(conv) is kind and conv.bias is None and isinstance(norm, FrozenBatchNorm2d):
-                yield conv, norm
-
-
-@torch.no_grad()
-def _compute_factors(model: nn.Module, _: Any = None) -> None:
-    for conv, norm in _find_pairs(model, _FoldedConv2d):
-        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        conv.scale = scale[:, None, None, None]
-        conv.shift = norm.bias - norm.running_mean * scale
-
-
-class _FoldedConv2d(nn.Conv2d):
-    scale: Tensor
-    shift: Tensor
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self._conv_forward(features, self.weight * self.scale, self.shift)
-
-
-class _FoldedNorm(FrozenBatchNorm2d):
-    def forward(self, features: Tensor) -> Tensor:
-        return features
-
-
-def choose_precision(device: str | torch.device) -> torch.dtype:
-    """The dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), float16,
-    float32 on a CPU.
-
-    Example:
-        >>> choose_precision("cpu")
-        torch.float32
-    """
-    if torch.device(device).type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-
-
-def keep_boxes_exact(model: nn.Module) -> list[RemovableHandle]:
-    """Compute a model's anchors, proposals and boxes in float32, also where autocast computes in
-    half precision.
-
-    torchvision computes them in the dtype of the features. From 512 pixels on, bfloat16 has only
-    every fourth pixel, and float16 every half: without this, boxes are learned, cropped and found
-    at places that are off by as much.
-
-    Returns:
-        Handles of the hooks, to remove them; none for a model without a region proposal network.
-
-    Example:
-        >>> keep_boxes_exact(nn.Linear(1, 1))
-        []
-    """
-    if not isinstance(model, FasterRCNN):
-        return []
-    return [
-        model.rpn.head.register_forward_hook(_to_float),
-        model.rpn.anchor_generator.register_forward_pre_hook(_give_float_features),
-        model.roi_heads.box_predictor.register_forward_hook(_to_float),
+    sources = [*boxes.parameters(), *masks.mask_fcn_logits.parameters()]
+    targets = [
+        *heads.box_predictor.parameters(),
+        *heads.mask_predictor.mask_fcn_logits.parameters(),
     ]
-
-
-def _to_float(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    return tree_map(Tensor.float, outputs)
-
-
-def _give_float_features(generator: nn.Module, inputs: tuple[Any, list[Tensor]]) -> Any:
-    """Anchors take only the shapes, the device and the dtype of the features."""
-    images, features = inputs
-    return images, [part.new_empty((), dtype=torch.float32).expand(part.shape) for part in features]
+    for source, target in zip(sources, targets, strict=True):
+        rows = source.unflatten(0, (classes, -1))[[*matches.values()]]
+        target.unflatten(0, (num_classes, -1))[[*matches]] = rows

@@ -6,19 +6,16 @@ from typing import Any
 
 import torch
 
-from colab_utils.training import model as models
 from colab_utils.training.agreement import share_errors
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.data import OpenData
+from colab_utils.training.memory import MemoryPlan, plan_memory
+from colab_utils.training.model import assemble_mask_rcnn, build_mask_rcnn
+from colab_utils.training.norms import fold_norms
+from colab_utils.training.ranks import Ranks
+from colab_utils.training.schedule import choose_rate, make_optimizer
 from colab_utils.training.settings import OWN_TRANSFORMS, Settings
-from colab_utils.training.step import (
-    MemoryPlan,
-    Ranks,
-    TrainingStep,
-    choose_rate,
-    make_optimizer,
-    plan_memory,
-)
+from colab_utils.training.step import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def prepare_step(
     """
     torch.manual_seed(seed)
     network = _build_network(settings, data, ranks, weights, state)
-    models.fold_norms(network)
+    fold_norms(network)
     network.to(memory_format=torch.channels_last)
     step = TrainingStep(network, device, ranks=ranks)
     # The schedule sets the rate before each step.
@@ -91,12 +88,12 @@ def _build_network(
     }
     if state:
         starts_from = state["plan"].get("starts_from", "")
-        return models.assemble_mask_rcnn(settings.model, starts_from=starts_from, **sizes)
+        return assemble_mask_rcnn(settings.model, starts_from=starts_from, **sizes)
     # The other processes take what the first one could download.
     if not ranks.is_first:
         weights = None
     with share_errors(ranks):
-        network = models.build_mask_rcnn(
+        network = build_mask_rcnn(
             settings.model,
             weights=weights,
             class_names=data.dataset.class_names,

@@ -7,14 +7,8 @@ from typing import Any, Literal, get_args
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_choice, require_count, require_number
-from colab_utils.training.model import (
-    BUILDERS,
-    GPU_MODEL,
-    LARGEST_SIDE,
-    LIGHT_MODEL,
-    TINY_MODEL,
-    Norms,
-)
+from colab_utils.training.model import BUILDERS, GPU_MODEL, LARGEST_SIDE, LIGHT_MODEL, TINY_MODEL
+from colab_utils.training.norms import Norms
 
 Augment = Literal["none", "flip"]
 """Augmentation by name: nothing, or random flips left to right."""

@@ -27,15 +27,16 @@ def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[i
     """
     if transform.training and transform._skip_resize:
         return [(height, width) for height, width in sizes]
-    sides = [*transform.min_size] if transform.training else [transform.min_size[-1]]
-    chosen = [transform.torch_choice(sides) if sides[1:] else sides[0] for _ in sizes]
+    if transform.training and len(transform.min_size) > 1:
+        min_sizes = [transform.torch_choice([*transform.min_size]) for _ in sizes]
+    else:
+        min_sizes = [transform.min_size[-1]] * len(sizes)
     if transform.fixed_size is not None:
         width, height = transform.fixed_size
         return [(height, width)] * len(sizes)
-    longest = transform.max_size
     return [
-        fit_size(*size, min_size=float(one), max_size=longest)
-        for size, one in zip(sizes, chosen, strict=True)
+        fit_size(height, width, min_size=float(min_size), max_size=transform.max_size)
+        for (height, width), min_size in zip(sizes, min_sizes, strict=True)
     ]
 
 
@@ -47,5 +48,5 @@ def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
         >>> fit_shape([(800, 1066), (750, 1000)], step=32)
         (800, 1088)
     """
-    height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
-    return height, width
+    heights, widths = zip(*sizes, strict=True)
+    return -(-max(heights) // step) * step, -(-max(widths) // step) * step

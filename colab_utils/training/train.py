@@ -13,15 +13,20 @@ from torch.utils.data import Subset
 
 from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.loader import Loader, find_device, make_loader
+from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
-from colab_utils.training import model as models
 from colab_utils.training.agreement import require_same, share_errors
-from colab_utils.training.checkpoint import CheckpointFolder, explain_state
+from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import OpenData, open_data
-from colab_utils.training.prepare import PreparedStep, prepare_step
+from colab_utils.training.model import GPU_MODEL
+from colab_utils.training.norms import Norms
+from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
+from colab_utils.training.prepare import prepare_step
+from colab_utils.training.ranks import join_ranks
+from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.settings import (
     LARGEST_COUNT,
     OWN_TRANSFORMS,
@@ -31,8 +36,7 @@ from colab_utils.training.settings import (
     choose_settings,
     read_settings,
 )
-from colab_utils.training.step import join_ranks
-from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
+from colab_utils.training.trainer import Trainer
 
 _LARGEST_SEED = (1 << 64) - 1
 _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
@@ -57,7 +61,7 @@ def train(
     min_size: int | None = None,
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
-    norms: models.Norms | None = None,
+    norms: Norms | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
     device: str | torch.device | None = None,
@@ -145,27 +149,23 @@ def train(
     _check_length(steps, epochs, checkpoint_steps)
     require_choice("resume", resume, ("auto", "never"))
     require_count("seed", seed, least=0, most=_LARGEST_SEED)
-    require_path("shards", shards)
-    if val_shards is not None:
-        require_path("val_shards", val_shards)
-    for path in (shards, run, local, val_shards, weights):
-        if path is not None:
-            require_local_path(path)
+    _check_paths(shards, val_shards, run, local, weights)
     with ExitStack() as stack:
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))
         folder = CheckpointFolder(run)
         state: dict[str, Any] | None = None
         with share_errors(ranks):
-            opened = open_data(
-                shards,
-                local=local,
-                limit_gb=limit_gb,
-                val_shards=val_shards,
-                seed=seed,
-                ranks=ranks,
+            data = stack.enter_context(
+                open_data(
+                    shards,
+                    local=local,
+                    limit_gb=limit_gb,
+                    val_shards=val_shards,
+                    seed=seed,
+                    ranks=ranks,
+                )
             )
-            data = stack.enter_context(opened)
             if ranks.is_first:
                 stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
@@ -175,19 +175,14 @@ def train(
             require_same(ranks, {**facts, "seed": seed, "steps": steps, "epochs": epochs})
         state = ranks.send(state)
 
-        stored = AskedSettings()
-        with explain_state(state):
-            if state:
-                stored = read_settings(state["plan"])
-            settings = choose_settings(asked, stored, on_gpu=torch_device.type == "cuda")
-            if state:
-                if settings.augment == OWN_TRANSFORMS and transforms is None:
-                    raise ColabUtilsError(
-                        f"expected the transforms that the run of {state['path']} was begun with, "
-                        "found none. Pass them again as augment."
-                    )
-                _check_checkpoint(state, settings, data, device=torch_device, seed=seed)
-
+        settings = _choose_settings(
+            asked,
+            state,
+            data,
+            transforms=transforms,
+            device=torch_device,
+            seed=seed,
+        )
         prepared = prepare_step(
             settings,
             data,
@@ -207,34 +202,35 @@ def train(
             transforms=transforms,
         )
         stack.enter_context(closing(loader))
-        with explain_state(state):
-            if state:
-                loader.load_state_dict(state["loader"])
-            first_step = state["step"] if state else 0
-            if steps is None:
-                steps = _count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
-            plan = make_plan(
-                settings,
-                data,
-                prepared,
-                seed=seed,
-                first_step=first_step,
-                steps=steps,
-            )
-            trainer = Trainer(
-                plan,
-                prepared.step,
-                loader,
-                folder,
-                data.dataset,
-                data.validation,
-                checkpoint_steps=checkpoint_steps,
-            )
-            if state:
-                _warn_if_finished(plan, state["path"])
-                trainer.load_state(state)
-        if ranks.is_first:
-            folder.prepare(anew=resume == "never")
+        with share_errors(ranks):
+            with explain_state(state):
+                first_step = 0
+                if state:
+                    loader.load_state_dict(state["loader"])
+                    first_step = state["step"]
+                if steps is None:
+                    steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
+                plan = make_plan(
+                    settings,
+                    data,
+                    prepared,
+                    seed=seed,
+                    first_step=first_step,
+                    steps=steps,
+                )
+                trainer = Trainer(
+                    plan,
+                    prepared.step,
+                    loader,
+                    folder,
+                    data,
+                    checkpoint_steps=checkpoint_steps,
+                )
+                if state:
+                    _warn_if_finished(plan, state["path"])
+                    trainer.load_state(state)
+            if ranks.is_first:
+                folder.prepare(anew=resume == "never")
         return trainer.run(log if ranks.is_first else None)
 
 
@@ -253,6 +249,16 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
 
 
+def _check_paths(shards: Any, val_shards: Any, *others: str | Path | None) -> None:
+    """Refuse what is no path, and folders that are not on this machine."""
+    require_path("shards", shards)
+    if val_shards is not None:
+        require_path("val_shards", val_shards)
+    for path in (shards, val_shards, *others):
+        if path is not None:
+            require_local_path(path)
+
+
 def _choose_device(device: str | torch.device | None) -> torch.device:
     """Return the device that was named, or this process's GPU, or the CPU."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:
@@ -268,6 +274,30 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     torch_device = torch.device("cuda", index)
     torch.cuda.set_device(torch_device)
     return torch_device
+
+
+def _choose_settings(
+    asked: AskedSettings,
+    state: dict[str, Any] | None,
+    data: OpenData,
+    *,
+    transforms: Transforms | None,
+    device: torch.device,
+    seed: int,
+) -> Settings:
+    """Return what the run trains with, and refuse a checkpoint that cannot go on with it."""
+    on_gpu = device.type == "cuda"
+    if state is None:
+        return choose_settings(asked, AskedSettings(), on_gpu=on_gpu)
+    with explain_state(state):
+        settings = choose_settings(asked, read_settings(state["plan"]), on_gpu=on_gpu)
+        if settings.augment == OWN_TRANSFORMS and transforms is None:
+            raise ColabUtilsError(
+                f"expected the transforms that the run of {state['path']} was begun with, "
+                "found none. Pass them again as augment."
+            )
+        _check_checkpoint(state, settings, data, device=device, seed=seed)
+    return settings
 
 
 def _check_checkpoint(
@@ -309,63 +339,10 @@ def _check_checkpoint(
     if before["device"] == "cpu" and device.type == "cuda":
         text = (
             f"{path} was begun on a CPU: on this GPU it continues with {settings.model} "
-            f"at {settings.min_size} pixels. For GPU defaults ({models.GPU_MODEL}, 800 px) train "
+            f"at {settings.min_size} pixels. For GPU defaults ({GPU_MODEL}, 800 px) train "
             f"into {_ELSEWHERE}"
         )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
-
-
-def _count_steps(loader: Loader, data: OpenData, *, first_step: int, epochs: int) -> int:
-    """Return the steps of a run of so many epochs, with the loader where the run stands."""
-    if loader.epoch >= epochs:
-        return first_step
-    steps_an_epoch = -(-len(data.rows) // loader.batch_size)
-    return first_step + loader.left + (epochs - loader.epoch - 1) * steps_an_epoch
-
-
-def make_plan(
-    settings: Settings,
-    data: OpenData,
-    prepared: PreparedStep,
-    *,
-    seed: int,
-    first_step: int,
-    steps: int,
-) -> TrainingPlan:
-    """Write down everything that was decided for a run.
-
-    Args:
-        settings: What it trains with.
-        data: The images that it trains on.
-        prepared: What it trains by.
-        seed: Of the order of the images, the augmentation and random weights.
-        first_step: Steps that earlier sessions did.
-        steps: Steps of the run, those of earlier sessions included.
-    """
-    step = prepared.step
-    return TrainingPlan(
-        dataset=data.dataset.fingerprint,
-        model=settings.model,
-        starts_from=str(step.model.starts_from),
-        device=str(step.device),
-        precision=str(step.precision).removeprefix("torch."),
-        num_classes=data.dataset.num_classes,
-        images=len(data.rows),
-        skipped_images=len(data.dataset) - len(data.rows),
-        objects=data.dataset.objects,
-        skipped_objects=data.dataset.left_out,
-        batch_size=prepared.batch_size,
-        min_size=settings.min_size,
-        max_size=settings.max_size,
-        learning_rate=prepared.learning_rate,
-        steps=steps,
-        seed=seed,
-        first_step=first_step,
-        augment=settings.augment,
-        norms=settings.norms,
-        ranks=step.ranks.count,
-        memory=prepared.memory,
-    )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=4)
 
 
 def _warn_if_finished(plan: TrainingPlan, path: str) -> None:

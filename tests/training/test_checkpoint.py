@@ -19,7 +19,8 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training.checkpoint import CheckpointFolder, explain_state
+from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.bad_reads import BadReads, alter, cut
 from tests.drive_mount import mount_or_skip
 

@@ -31,21 +31,36 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training import train as train_module
 from colab_utils.training import trainer
 from colab_utils.training.agreement import require_same
-from colab_utils.training.step import Ranks, TrainingStep, join_ranks
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.ranks import Ranks, join_ranks
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.loading.test_loader import join_group
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-TINY = {"weights": None, "min_size": 64, "max_size": 96, "device": "cpu", "workers": 0}
+TINY = {
+    "weights": None,
+    "min_size": 64,
+    "max_size": 96,
+    "device": "cpu",
+    "workers": 0,
+}
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """Seven images: no number of processes divides them."""
     folder = tmp_path_factory.mktemp("seven")
-    made = make_dataset(folder / "data", n=7, width=96, height=80, objects=(1, 3), workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=7,
+        width=96,
+        height=80,
+        objects=(1, 3),
+        workers=1,
+    )
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return folder / "shards"
 
@@ -99,7 +114,12 @@ def train_and_look(shards, run, options):
         report = train(shards, run, log=lambda line: None, **{**TINY, **options})
     ap = report.ap
     losses = [point.loss for point in report.losses]
-    return {"seen": seen, "losses": losses, "ap": ap and ap.segm, "images": ap and ap.images}
+    return {
+        "seen": seen,
+        "losses": losses,
+        "ap": ap and ap.segm,
+        "images": ap and ap.images,
+    }
 
 
 def sort_images(reports, steps):
@@ -116,7 +136,12 @@ def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path
     """7 images in batches of 4 are two steps, and the second one has an image too few for four
     processes.
     """
-    options = {"model": TINY_MODEL, "epochs": 2, "batch_size": 4, "val_shards": shards}
+    options = {
+        "model": TINY_MODEL,
+        "epochs": 2,
+        "batch_size": 4,
+        "val_shards": shards,
+    }
     reports = run_ranks(train_and_look, 4, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(reports, (0, 1)) == sort_images(reports, (2, 3)) == every
@@ -208,7 +233,13 @@ def refuse_to_copy(folder, shards):
     with pytest.raises(
         ColabUtilsError, match="expected one process to train while its shards are copied, found 2"
     ):
-        train(shards, folder / "run", local=folder / "ssd", steps=1, **TINY)
+        train(
+            shards,
+            folder / "run",
+            local=folder / "ssd",
+            steps=1,
+            **TINY,
+        )
     return [path.name for path in folder.iterdir() if path.is_dir()]
 
 
@@ -234,8 +265,21 @@ def refuse_to_train(folders, run, options):
 def many_shards(tmp_path_factory):
     """Nine images in several shards, in full, and a copy of some of the shards."""
     folder = tmp_path_factory.mktemp("many")
-    made = make_dataset(folder / "data", n=9, width=96, height=80, objects=(1, 3), workers=1)
-    write_shards(made.images, made.annotations, shards=folder / "full", shard_mb=0.02, workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=9,
+        width=96,
+        height=80,
+        objects=(1, 3),
+        workers=1,
+    )
+    write_shards(
+        made.images,
+        made.annotations,
+        shards=folder / "full",
+        shard_mb=0.02,
+        workers=1,
+    )
     limit_gb = 0.6 * sum(path.stat().st_size for path in (folder / "full").iterdir()) / 1e9
     copy_shards(folder / "full", folder / "part", limit_gb=limit_gb)
     assert 0 < len(ShardDataset(folder / "part")) < len(ShardDataset(folder / "full"))
@@ -290,8 +334,7 @@ def test_ranks_with_other_images_of_the_same_number_are_refused(many_shards, tmp
         kept = [shard for number, shard in enumerate(index.shards) if number != left_out]
         write_index(folder, dataclasses.replace(index, shards=tuple(kept), partial=True))
         folders.append(folder)
-    first, second = (ShardDataset(folder) for folder in folders)
-    assert len(first) == len(second)
+    assert len(ShardDataset(folders[0])) == len(ShardDataset(folders[1]))
     messages = run_ranks(
         refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2
     )
@@ -345,6 +388,25 @@ def test_ranks_do_not_wait_for_a_checkpoint_that_cannot_be_read(shards, tmp_path
         messages[1]
         == f"Rank 0 stopped before the first step, and so did all others. It says: {messages[0]}"
     )
+
+
+def refuse_to_prepare(folders, run):
+    """The message of this rank where the first one cannot make the run's folder."""
+
+    def fail(self, anew):
+        raise ColabUtilsError("expected a folder that can be written, found none. Choose one.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointFolder, "prepare", fail)
+        return refuse_to_train(folders, run, [{"steps": 1}] * 2)
+
+
+def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(shards, tmp_path):
+    folders = [shards, shards]
+    messages = run_ranks(refuse_to_prepare, 2, tmp_path / "out", folders, tmp_path / "run")
+    assert messages[0].startswith("expected a folder that can be written")
+    assert messages[1].startswith("Rank 0 stopped before the first step, and so did all others. ")
+    assert messages[1].endswith(messages[0])
 
 
 def test_many_ranks_are_counted():

@@ -16,14 +16,10 @@ from benchmarks.step import make_model
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.targets import pack_target
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import (
-    GPU_MODEL,
-    LIGHT_MODEL,
-    build_mask_rcnn,
-    fold_norms,
-    keep_boxes_exact,
-)
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.model import TINY_MODEL as SMALLEST_MODEL
+from colab_utils.training.norms import fold_norms
+from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 
@@ -50,8 +46,10 @@ def draw_sample(height, width, boxes, *, seed, empty=()):
     chance = torch.Generator().manual_seed(seed)
     masks = torch.zeros(len(boxes), height, width, dtype=torch.uint8)
     for number, (mask, box) in enumerate(zip(masks, boxes, strict=True)):
-        x0, y0, x1, y1 = (max(int(side), 0) for side in box)
-        part = mask[y0 : max(y1, y0 + 1), x0 : max(x1, x0 + 1)]
+        x0, y0, x1, y1 = torch.tensor(box).int().clamp(min=0).tolist()
+        bottom = max(y1, y0 + 1)
+        right = max(x1, x0 + 1)
+        part = mask[y0:bottom, x0:right]
         if number not in empty:
             part[:] = torch.rand(part.shape, generator=chance) < 0.7
     target = {
@@ -62,7 +60,13 @@ def draw_sample(height, width, boxes, *, seed, empty=()):
         "area": masks.flatten(1).sum(1).float(),
         "iscrowd": torch.zeros(len(boxes), dtype=torch.int64),
     }
-    image = torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=chance)
+    image = torch.randint(
+        0,
+        256,
+        (3, height, width),
+        dtype=torch.uint8,
+        generator=chance,
+    )
     return image, target
 
 
@@ -71,8 +75,28 @@ CORNERS = [[0, 0, 80, 60], [0, 0, 20, 20], [60, 40, 80, 60], [0, 30, 30, 60], [5
 THIN = [[0, 126, 160, 128], [158, 0, 160, 128], [0, 0, 160, 2], [0, 0, 1, 128]]
 BEYOND = [[-30, -10, 40, 30], [60, 40, 200, 90], [-50, -50, 150, 150]]
 USUAL = [
-    (60, 80, scatter_boxes(5, 60, 80, largest=30, seed=1)),
-    (70, 64, scatter_boxes(3, 70, 64, largest=50, seed=2)),
+    (
+        60,
+        80,
+        scatter_boxes(
+            5,
+            60,
+            80,
+            largest=30,
+            seed=1,
+        ),
+    ),
+    (
+        70,
+        64,
+        scatter_boxes(
+            3,
+            70,
+            64,
+            largest=50,
+            seed=2,
+        ),
+    ),
 ]
 MIXED_SIZES = [(60, 80), (80, 60), (64, 64), (33, 97), (50, 50), (100, 70), (47, 61), (90, 41)]
 BATCHES = {
@@ -82,7 +106,17 @@ BATCHES = {
     "an image without objects between others": [USUAL[0], (64, 64, []), USUAL[1]],
     "boxes of one pixel": [(60, 80, [[0, 0, 1, 1], [79, 59, 80, 60], [40, 30, 41, 31]]), USUAL[1]],
     "a crowd beside one object": [
-        (90, 120, scatter_boxes(300, 90, 120, largest=9, seed=3)),
+        (
+            90,
+            120,
+            scatter_boxes(
+                300,
+                90,
+                120,
+                largest=9,
+                seed=3,
+            ),
+        ),
         (64, 64, []),
         (60, 60, [[10, 10, 40, 40]]),
     ],
@@ -93,7 +127,17 @@ BATCHES = {
         (64, 64, [[8, 8, 30, 50]]),
     ],
     "eight sizes": [
-        (height, width, scatter_boxes(number, height, width, largest=30, seed=number))
+        (
+            height,
+            width,
+            scatter_boxes(
+                number,
+                height,
+                width,
+                largest=30,
+                seed=number,
+            ),
+        )
         for number, (height, width) in enumerate(MIXED_SIZES)
     ],
     "boxes at the borders": [(60, 80, CORNERS), USUAL[1]],
@@ -138,7 +182,8 @@ def make_batch(images, *, empty=()):
     for (image, target), is_flipped in zip(samples, flips, strict=True):
         if is_flipped:
             boxes = target["boxes"].clone()
-            boxes[:, [0, 2]] = image.shape[2] - target["boxes"][:, [2, 0]]
+            boxes[:, 0] = image.shape[2] - target["boxes"][:, 2]
+            boxes[:, 2] = image.shape[2] - target["boxes"][:, 0]
             image = image.flip(2)
             target = {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
         dense_images.append(image.float() / 255)

@@ -19,14 +19,10 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.training import detection
 from colab_utils.training import evaluate as evaluate_module
-from colab_utils.training.evaluate import (
-    EvaluationProcessError,
-    describe_detections,
-    detect,
-    encode_masks,
-    evaluate,
-)
+from colab_utils.training.detection import describe_detections, detect, encode_masks
+from colab_utils.training.evaluate import EvaluationProcessError, evaluate
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
@@ -56,18 +52,16 @@ def predict_truth(dataset: ShardDataset) -> list[dict]:
         objects = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
         boxes = np.array([annotation["bbox"] for annotation in objects], np.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
-        masks = [coco_mask.decode(annotation["segmentation"]) for annotation in objects]
-        shape = (0, record["height"], record["width"])
+        masks = torch.zeros(len(objects), 1, record["height"], record["width"])
+        for mask, annotation in zip(masks, objects, strict=True):
+            mask[0] = torch.from_numpy(coco_mask.decode(annotation["segmentation"]))
+        numbers = [labels[annotation["category_id"]] for annotation in objects]
         predictions.append(
             {
                 "boxes": torch.from_numpy(boxes),
-                "labels": torch.tensor(
-                    [labels[annotation["category_id"]] for annotation in objects]
-                ),
+                "labels": torch.tensor(numbers),
                 "scores": torch.ones(len(objects)),
-                "masks": torch.from_numpy(np.stack(masks) if masks else np.zeros(shape))[
-                    :, None
-                ].float(),
+                "masks": masks,
             }
         )
     return predictions
@@ -79,11 +73,18 @@ def spoil(predictions: list[dict]) -> list[dict]:
     spoiled = []
     for p in predictions:
         keep = torch.rand(len(p["labels"]), generator=generator) > 0.2
-        boxes = p["boxes"][keep] + torch.randn(int(keep.sum()), 4, generator=generator).mul(2)
-        masks = p["masks"][keep] * (torch.rand(p["masks"][keep].shape, generator=generator) > 0.1)
-        scores = torch.rand(int(keep.sum()), generator=generator)
+        boxes = p["boxes"][keep]
+        boxes += torch.randn(boxes.shape, generator=generator).mul(2)
+        masks = p["masks"][keep]
+        masks *= torch.rand(masks.shape, generator=generator) > 0.1
+        scores = torch.rand(len(boxes), generator=generator)
         spoiled.append(
-            {"boxes": boxes, "labels": p["labels"][keep], "scores": scores, "masks": masks}
+            {
+                "boxes": boxes,
+                "labels": p["labels"][keep],
+                "scores": scores,
+                "masks": masks,
+            }
         )
     return spoiled
 
@@ -114,7 +115,8 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
     predictions = spoil(predict_truth(dataset))
     ap = evaluate(ScriptedModel(predictions), dataset)
     truth = json.loads(tiny_dataset.annotations.read_text())  # polygons, not our records
-    for kind, found in (("bbox", (ap.bbox, ap.bbox_50)), ("segm", (ap.segm, ap.segm_50))):
+    of_kinds = {"bbox": (ap.bbox, ap.bbox_50), "segm": (ap.segm, ap.segm_50)}
+    for kind, found in of_kinds.items():
         results = []
         for i, p in enumerate(predictions):
             for k in range(len(p["labels"])):
@@ -186,16 +188,16 @@ def test_only_images_padded_to_the_same_shape_share_a_batch(dataset, monkeypatch
     assert max(map(len, batches)) == 4
 
 
+def count_crowds(dataset):
+    return sum(annotation["iscrowd"] for annotation in dataset.to_coco().dataset["annotations"])
+
+
 def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_dataset, measured):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, contiguous_labels=True)
     model = build(dataset)
     files = evaluate(model, folder)
     assert (files.bbox, files.segm) == pytest.approx((measured.bbox, measured.segm), rel=1e-3)
-    crowds, expected = (
-        [one["iscrowd"] for one in each.to_coco().dataset["annotations"]]
-        for each in (folder, dataset)
-    )
-    assert sum(crowds) == sum(expected)
+    assert count_crowds(folder) == count_crowds(dataset)
 
 
 def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
@@ -282,7 +284,7 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
     """torchvision's own boxes would be rounded to bfloat16: 800 pixels have places at every fourth
     pixel.
     """
-    monkeypatch.setattr(evaluate_module, "choose_precision", lambda device: torch.bfloat16)
+    monkeypatch.setattr(detection, "choose_precision", lambda device: torch.bfloat16)
     model = build(dataset)
     with evaluate_module._set_up(model):
         (found,) = detect(model, [dataset.decode(dataset.read(0))])
@@ -299,17 +301,17 @@ def encode_dense(masks: torch.Tensor) -> list[dict]:
 @pytest.mark.parametrize("size", [(37, 53), (120, 90), (8, 8), (1, 64)])
 def test_masks_in_boxes_are_those_that_torchvision_pastes(size):
     height, width = size
+    limits = torch.tensor([width, height])
     generator = torch.Generator().manual_seed(height)
-    corners = (torch.rand(60, 2, 2, generator=generator) * 1.2 - 0.1) * torch.tensor(
-        [width, height]
-    )
+    corners = (torch.rand(60, 2, 2, generator=generator) * 1.2 - 0.1) * limits
     boxes = torch.cat([corners.amin(1), corners.amax(1)], 1)
     # as a model's are
-    boxes[:40] = boxes[:40].clamp(min=0).minimum(torch.tensor([width, height] * 2))
+    boxes[:40] = boxes[:40].clamp(min=0).minimum(limits.repeat(2))
     boxes[0] = torch.tensor([0.0, 0, width, height])
     boxes[1] = torch.tensor([0.2, 0.2, 0.3, 0.3])
-    inside = ((boxes[:, :2] < torch.tensor([width, height])) & (boxes[:, 2:] > 0)).all(1)
-    boxes = boxes[inside]
+    begins_inside = boxes[:, :2] < limits
+    ends_inside = boxes[:, 2:] > 0
+    boxes = boxes[(begins_inside & ends_inside).all(1)]
     masks = torch.rand(len(boxes), 28, 28, generator=generator)
     masks[2] = 0
     masks[3] = 1
@@ -331,12 +333,15 @@ def test_detections_are_those_of_torchvision(dataset):
         known = stock["labels"] != left_out
         ids = {label: 10 * label for label in range(dataset.num_classes) if label != left_out}
         results = describe_detections(ours, image_id=7, size=image.shape[1:], category_ids=ids)
-        assert [result["category_id"] for result in results] == (
-            10 * stock["labels"][known]
-        ).tolist()
-        assert [result["score"] for result in results] == stock["scores"][known].tolist()
-        assert [result["segmentation"] for result in results] == encode_dense(
-            stock["masks"][known, 0]
-        )
-        assert [result["bbox"][:2] for result in results] == stock["boxes"][known, :2].tolist()
-        assert {result["image_id"] for result in results} == {7}
+        rles = encode_dense(stock["masks"][known, 0])
+        labels = stock["labels"][known].tolist()
+        scores = stock["scores"][known].tolist()
+        corners = stock["boxes"][known, :2].tolist()
+        for result, label, score, corner, rle in zip(
+            results, labels, scores, corners, rles, strict=True
+        ):
+            assert result["image_id"] == 7
+            assert result["category_id"] == 10 * label
+            assert result["score"] == score
+            assert result["bbox"][:2] == corner
+            assert result["segmentation"] == rle

@@ -12,10 +12,12 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.step import TrainingStep, _find_heaviest, plan_memory
+from colab_utils.training.memory import _find_heaviest, plan_memory
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.plan import TrainingPlan
+from colab_utils.training.schedule import make_optimizer
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from colab_utils.training.trainer import TrainingPlan
 from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
 
@@ -29,7 +31,14 @@ pytestmark = [
 def dataset(tmp_path_factory):
     """Eight images, one of them with many objects."""
     folder = tmp_path_factory.mktemp("mixed")
-    made = make_dataset(folder / "data", n=8, width=160, height=128, objects=(1, 12), workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=8,
+        width=160,
+        height=128,
+        objects=(1, 12),
+        workers=1,
+    )
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return ShardDataset(folder / "shards", contiguous_labels=True)
 
@@ -68,6 +77,19 @@ def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
     )
     assert step.model.transform.min_size == (128,)
     assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
+@pytest.mark.parametrize(("name", "averages"), [(GPU_MODEL, 1), (LIGHT_MODEL, 2)])
+def test_room_is_left_for_what_the_optimizer_keeps_of_each_weight(
+    dataset, monkeypatch, name, averages
+):
+    with SimulatedGpu(monkeypatch):
+        step = make_step(dataset, "cuda")
+        step.optimizer = make_optimizer(step.model, name=name, learning_rate=0.0)
+        free = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device)
+        found = plan_memory(step, dataset, [0], batch_size=1)
+    weights = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+    assert found.limit_bytes == free - averages * weights
 
 
 def test_auto_takes_the_largest_batch_that_fits(dataset, monkeypatch):
@@ -143,7 +165,13 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path,
     }
     plans = []
     with SimulatedGpu(monkeypatch, limit=150_000_000) as gpu:
-        report = train(tmp_path / "shards", tmp_path / "run", epochs=1, log=plans.append, **sizes)
+        report = train(
+            tmp_path / "shards",
+            tmp_path / "run",
+            epochs=1,
+            log=plans.append,
+            **sizes,
+        )
         assert report.steps * report.plan.batch_size >= 2
         assert isinstance(plans[0], TrainingPlan)
         assert "memory: the heaviest batch (" in str(plans[0])

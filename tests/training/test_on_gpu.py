@@ -15,15 +15,12 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training.evaluate import describe_detections, detect, evaluate
+from colab_utils.training.detection import describe_detections, detect
+from colab_utils.training.evaluate import evaluate
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import (
-    LIGHT_MODEL,
-    assemble_mask_rcnn,
-    fold_norms,
-    keep_boxes_exact,
-    load_trained_model,
-)
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, load_trained_model
+from colab_utils.training.norms import fold_norms
+from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
@@ -52,7 +49,14 @@ QUICK = {
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
-    made = make_dataset(folder / "data", n=8, width=160, height=128, objects=(1, 8), workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=8,
+        width=160,
+        height=128,
+        objects=(1, 8),
+        workers=1,
+    )
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return folder / "shards"
 
@@ -60,7 +64,14 @@ def shards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def val_shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("val")
-    made = make_dataset(folder / "data", n=2, width=96, height=80, objects=(1, 3), workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=2,
+        width=96,
+        height=80,
+        objects=(1, 3),
+        workers=1,
+    )
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return folder / "shards"
 
@@ -135,7 +146,13 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
 @simulated
 def test_batches_arrive_without_waiting(shards, gpu, deliver):
     """Pinned: a copy from other memory would wait for the step before."""
-    expected = make_loader(ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1)
+    expected = make_loader(
+        ShardDataset(shards),
+        batch_size=4,
+        workers=0,
+        deliver=deliver,
+        seed=1,
+    )
     loader = make_loader(
         ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1, device="cuda"
     )
@@ -188,7 +205,13 @@ def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 500_000
     assert first.ap is not None
-    second = train(shards, tmp_path, steps=3, **(QUICK | {"device": "cpu"}), **more)
+    second = train(
+        shards,
+        tmp_path,
+        steps=3,
+        **(QUICK | {"device": "cpu"}),
+        **more,
+    )
     assert second.losses[:2] == first.losses
     assert all(math.isfinite(point.loss) for point in second.losses)
     model = load_trained_model(tmp_path)
@@ -217,7 +240,13 @@ def test_a_run_in_float16_goes_on_with_one_that_was_not(shards, tmp_path, monkey
 def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
     lines = []
     with SimulatedGpu(monkeypatch) as gpu:
-        generous = train(shards, tmp_path / "generous", steps=4, log=lines.append, **QUICK)
+        generous = train(
+            shards,
+            tmp_path / "generous",
+            steps=4,
+            log=lines.append,
+            **QUICK,
+        )
     assert generous.plan.memory.parts == 1
     # losses stay there until they are asked for: after the first step, the first epoch, and the
     # last step
@@ -242,7 +271,13 @@ def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
             gpu.memory.limit = held + int(0.6 * (line.gpu_bytes - held))
 
     with pytest.warns(ColabUtilsWarning, match=r"trained in \d parts"):
-        report = train(shards, tmp_path, steps=4, log=take_memory, **QUICK)
+        report = train(
+            shards,
+            tmp_path,
+            steps=4,
+            log=take_memory,
+            **QUICK,
+        )
     assert report.steps == 4
     assert report.plan.batch_size == 4
 
@@ -319,7 +354,13 @@ def test_workers_and_evaluation_start_after_cuda(shards):
     with_workers = make_loader(
         dataset, batch_size=4, workers=2, deliver="packed", device="cuda", seed=1
     )
-    alone = make_loader(dataset, batch_size=4, workers=0, deliver="packed", seed=1)
+    alone = make_loader(
+        dataset,
+        batch_size=4,
+        workers=0,
+        deliver="packed",
+        seed=1,
+    )
     for there, here in zip(with_workers, alone, strict=True):
         assert torch.equal(there.pixels.cpu(), here.pixels)
     assert 0 <= evaluate(model, dataset, device="cuda").segm <= 1

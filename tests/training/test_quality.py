@@ -19,12 +19,12 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import trainer
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
+from colab_utils.training.report import LogLine
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from colab_utils.training.trainer import LogLine
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
@@ -45,7 +45,14 @@ TINY = {
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("six")
-    made = make_dataset(folder / "data", n=6, width=96, height=80, objects=(1, 3), workers=1)
+    made = make_dataset(
+        folder / "data",
+        n=6,
+        width=96,
+        height=80,
+        objects=(1, 3),
+        workers=1,
+    )
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return folder / "shards"
 
@@ -65,7 +72,14 @@ def script_precision(monkeypatch, values):
 @pytest.mark.usefixtures("every_step")
 def test_the_best_weights_are_kept(shards, tmp_path):
     lines = []
-    report = train(shards, tmp_path, epochs=3, val_shards=shards, log=lines.append, **TINY)
+    report = train(
+        shards,
+        tmp_path,
+        epochs=3,
+        val_shards=shards,
+        log=lines.append,
+        **TINY,
+    )
     evaluated = {line.ap.step: line.ap for line in lines if isinstance(line, LogLine) and line.ap}
     assert set(evaluated) == {3, 6}  # after each epoch but the last, whose is that of the report
     every = {**evaluated, 9: report.ap}
@@ -84,19 +98,43 @@ def test_the_best_weights_are_kept(shards, tmp_path):
 
 def test_a_longer_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
     script_precision(monkeypatch, [0.5, 0.3, 0.2])
-    first = train(shards, tmp_path / "run", epochs=1, val_shards=shards, **TINY)
+    first = train(
+        shards,
+        tmp_path / "run",
+        epochs=1,
+        val_shards=shards,
+        **TINY,
+    )
     assert (first.best.step, first.best.segm) == (3, 0.5)
     moved = (tmp_path / "run").rename(tmp_path / "moved")
-    report = train(shards, moved, epochs=3, val_shards=shards, **TINY)
+    report = train(
+        shards,
+        moved,
+        epochs=3,
+        val_shards=shards,
+        **TINY,
+    )
     assert (report.best.step, report.best.segm) == (3, 0.5)
     assert [path.name for path in moved.glob("best-*.pt")] == ["best-00000003.pt"]
 
 
 def test_a_finished_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
     script_precision(monkeypatch, [0.1, 0.5, 0.2, 0.2])
-    first = train(shards, tmp_path, epochs=3, val_shards=shards, **TINY)
+    first = train(
+        shards,
+        tmp_path,
+        epochs=3,
+        val_shards=shards,
+        **TINY,
+    )
     assert (first.best.step, first.best.segm) == (6, 0.5)
-    second = train(shards, tmp_path, epochs=3, val_shards=shards, **TINY)
+    second = train(
+        shards,
+        tmp_path,
+        epochs=3,
+        val_shards=shards,
+        **TINY,
+    )
     assert (second.best.step, second.best.segm) == (6, 0.5)
     assert (tmp_path / "best-00000006.pt").exists()
 
@@ -107,8 +145,20 @@ def test_the_best_on_other_images_is_not_compared(shards, tmp_path, monkeypatch)
     )
     write_shards(made.images, made.annotations, shards=tmp_path / "other", workers=1)
     script_precision(monkeypatch, [0.9, 0.1])
-    train(shards, tmp_path / "run", steps=2, val_shards=shards, **TINY)
-    report = train(shards, tmp_path / "run", steps=3, val_shards=tmp_path / "other", **TINY)
+    train(
+        shards,
+        tmp_path / "run",
+        steps=2,
+        val_shards=shards,
+        **TINY,
+    )
+    report = train(
+        shards,
+        tmp_path / "run",
+        steps=3,
+        val_shards=tmp_path / "other",
+        **TINY,
+    )
     assert report.best.segm == 0.1
     assert train(shards, tmp_path / "run", steps=3, **TINY).best is None
 
@@ -124,7 +174,13 @@ def test_ctrl_c_at_the_end_of_a_run_is_not_lost(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointFolder, "save", interrupt)
     monkeypatch.setattr(trainer, "evaluate", lambda *given, **more: pytest.fail("it goes on"))
     with pytest.raises(KeyboardInterrupt):
-        train(shards, tmp_path, steps=3, val_shards=shards, **TINY)
+        train(
+            shards,
+            tmp_path,
+            steps=3,
+            val_shards=shards,
+            **TINY,
+        )
     assert (tmp_path / "checkpoint-00000003.pt").exists()
 
 
@@ -135,7 +191,13 @@ def test_ctrl_c_during_an_evaluation_interrupts_at_once_and_saves(shards, tmp_pa
 
     monkeypatch.setattr(trainer, "evaluate", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        train(shards, tmp_path, epochs=2, val_shards=shards, **TINY)
+        train(
+            shards,
+            tmp_path,
+            epochs=2,
+            val_shards=shards,
+            **TINY,
+        )
     assert (tmp_path / "checkpoint-00000003.pt").exists()
 
 
@@ -162,7 +224,13 @@ def test_nothing_is_written_when_train_has_ended(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingStep, "calls", 0, raising=False)
     monkeypatch.setattr(TrainingStep, "__call__", fail_third)
     with pytest.raises(ZeroDivisionError):
-        train(shards, tmp_path, steps=4, checkpoint_steps=1, **TINY)
+        train(
+            shards,
+            tmp_path,
+            steps=4,
+            checkpoint_steps=1,
+            **TINY,
+        )
     assert running == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-00000001.pt",
@@ -175,14 +243,29 @@ def test_boxes_without_an_area_are_said_to_come_from_your_transforms(shards, tmp
     with pytest.raises(
         ColabUtilsError, match=r"from your transforms, found: .* v2\.SanitizeBoundingBoxes"
     ):
-        train(shards, tmp_path, steps=6, augment=own, **TINY)
+        train(
+            shards,
+            tmp_path,
+            steps=6,
+            augment=own,
+            **TINY,
+        )
 
 
 def test_transforms_may_keep_only_what_torchvision_needs(shards, tmp_path):
     def keep(image, target):
         return image, {name: target[name] for name in ("boxes", "labels", "masks", "image_id")}
 
-    assert train(shards, tmp_path, steps=1, augment=keep, **TINY).steps == 1
+    assert (
+        train(
+            shards,
+            tmp_path,
+            steps=1,
+            augment=keep,
+            **TINY,
+        ).steps
+        == 1
+    )
 
 
 def test_no_best_without_validation_images(shards, tmp_path):
@@ -204,7 +287,13 @@ def test_the_averaged_weights_of_an_earlier_version_are_taken(shards, tmp_path):
     state["plan"]["ema"] = 0.99
     CheckpointFolder(tmp_path).save({**state, "ema": averaged}, step=2)
     assert torch.equal(load_trained_model(tmp_path).state_dict()[name], averaged[name])
-    resumed = train(shards, tmp_path, steps=3, learning_rate=1e-9, **TINY)
+    resumed = train(
+        shards,
+        tmp_path,
+        steps=3,
+        learning_rate=1e-9,
+        **TINY,
+    )
     assert resumed.plan.first_step == 2
     assert not hasattr(resumed.plan, "ema")
     content = torch.load(resumed.checkpoint, weights_only=True)
@@ -215,8 +304,20 @@ def test_the_averaged_weights_of_an_earlier_version_are_taken(shards, tmp_path):
 
 @pytest.mark.parametrize("augment", ["none", "flip"])
 def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
-    whole = train(shards, tmp_path / "whole", steps=3, augment=augment, **TINY)
-    train(shards, tmp_path / "parts", steps=2, augment=augment, **TINY)
+    whole = train(
+        shards,
+        tmp_path / "whole",
+        steps=3,
+        augment=augment,
+        **TINY,
+    )
+    train(
+        shards,
+        tmp_path / "parts",
+        steps=2,
+        augment=augment,
+        **TINY,
+    )
     parts = train(shards, tmp_path / "parts", steps=3, **TINY)
     assert parts.plan.augment == augment
     assert parts.losses == whole.losses
@@ -224,7 +325,15 @@ def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
 
 def test_augmentations_differ(shards, tmp_path):
     losses = [
-        train(shards, tmp_path / name, steps=2, augment=name, **TINY).losses[1].loss
+        train(
+            shards,
+            tmp_path / name,
+            steps=2,
+            augment=name,
+            **TINY,
+        )
+        .losses[1]
+        .loss
         for name in ("none", "flip")
     ]
     assert len(set(losses)) == 2
@@ -241,9 +350,27 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
             return image, target
 
     own = v2.Compose([v2.RandomHorizontalFlip(0.5), v2.RandomPhotometricDistort(), Look()])
-    whole = train(shards, tmp_path / "whole", steps=4, augment=own, **TINY)
-    train(shards, tmp_path / "parts", steps=2, augment=own, **TINY)
-    parts = train(shards, tmp_path / "parts", steps=4, augment=own, **TINY)
+    whole = train(
+        shards,
+        tmp_path / "whole",
+        steps=4,
+        augment=own,
+        **TINY,
+    )
+    train(
+        shards,
+        tmp_path / "parts",
+        steps=2,
+        augment=own,
+        **TINY,
+    )
+    parts = train(
+        shards,
+        tmp_path / "parts",
+        steps=4,
+        augment=own,
+        **TINY,
+    )
     assert parts.losses == whole.losses
     assert seen[0] == (torch.uint8, "BoundingBoxes", (80, 96))
     with pytest.raises(ColabUtilsError, match=r"the transforms that the run of .* was begun with"):

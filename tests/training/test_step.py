@@ -10,12 +10,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.targets import pack_target
 from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES, build_mask_rcnn
-from colab_utils.training.step import (
-    TrainingStep,
-    choose_rate,
-    compute_rate,
-    make_optimizer,
-)
+from colab_utils.training.schedule import choose_rate, compute_rate, make_optimizer
+from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 
 
@@ -49,14 +45,14 @@ def test_step_in_half_precision_moves_the_weights_as_far(precision, monkeypatch)
     model = TinyDetector()
     step = TrainingStep(model, "cpu")
     assert step.scaler.is_enabled() == (precision == torch.float16)
-    losses = [step([torch.ones(3, 4, 4)], [{}]).item() for _ in range(3)]
-    reference = TrainingStep(expected := TinyDetector(), "cpu")
-    monkeypatch.undo()
+    expected = TinyDetector()
+    reference = TrainingStep(expected, "cpu")
     reference.scaler = torch.amp.GradScaler("cpu", enabled=False)
     reference.precision = torch.float32
-    assert losses == pytest.approx(
-        [reference([torch.ones(3, 4, 4)], [{}]).item() for _ in range(3)], rel=0.01
-    )
+    images = [torch.ones(3, 4, 4)]
+    for _ in range(3):
+        loss = step(images, [{}])
+        assert loss.item() == pytest.approx(reference(images, [{}]).item(), rel=0.01)
     assert model.weight.item() == pytest.approx(expected.weight.item(), rel=0.001)
 
 
@@ -103,17 +99,25 @@ class Greedy(TinyDetector):
         return super().forward(images, targets)
 
 
+def make_images(count):
+    """Images that a model takes, and targets that it does not look at."""
+    return [torch.rand(3, 4, 4)] * count, [{"labels": torch.ones(1)}] * count
+
+
 @pytest.mark.parametrize(
-    ("most", "seen"), [(4, [8, 4, 4]), (3, [8, 4, 2, 2, 2, 2]), (1, [8, 4, 2, *[1] * 8])]
+    ("most", "seen"),
+    [
+        (4, [8, 4, 4]),
+        (3, [8, 4, 2, 2, 2, 2]),
+        (1, [8, 4, 2, *[1] * 8]),
+    ],
 )
 def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, seen):
-    images = [torch.rand(3, 4, 4)] * 8
-    targets = [{"labels": torch.ones(1)}] * 8
+    images, targets = make_images(8)
     step = TrainingStep(Greedy(most), "cpu")
     whole = TrainingStep(TinyDetector(), "cpu")
-    with pytest.warns(
-        ColabUtilsWarning, match="trained in [248] parts .* The effective batch size stays the same"
-    ):
+    words = "trained in [248] parts .* The effective batch size stays the same"
+    with pytest.warns(ColabUtilsWarning, match=words):
         loss = step(images, targets)
     assert step.model.seen == seen
     assert loss.item() == pytest.approx(whole(images, targets).item())
@@ -137,21 +141,17 @@ def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, see
 def test_libraries_run_out_of_memory_in_words_of_their_own(text):
     step = TrainingStep(Greedy(4, RuntimeError(text)), "cpu")
     with pytest.warns(ColabUtilsWarning, match="trained in 2 parts"):
-        step([torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8)
+        step(*make_images(8))
     broken = TrainingStep(Greedy(4, RuntimeError("shapes do not match")), "cpu")
     with pytest.raises(RuntimeError, match="shapes"):
-        broken([torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8)
+        broken(*make_images(8))
 
 
 def test_out_of_memory_is_said_in_words():
     step = TrainingStep(Greedy(0), "cpu")
-    with (
-        pytest.warns(ColabUtilsWarning),
-        pytest.raises(
-            ColabUtilsError, match=r"1 of the 2 images of a batch to fit .* a smaller min_size"
-        ),
-    ):
-        step([torch.zeros(3, 4, 4)] * 2, [{"labels": torch.ones(1)}, {"labels": torch.ones(2)}])
+    words = r"1 of the 2 images of a batch to fit .* a smaller min_size"
+    with pytest.warns(ColabUtilsWarning), pytest.raises(ColabUtilsError, match=words):
+        step(*make_images(2))
 
 
 def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
@@ -177,10 +177,8 @@ def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 90_000])  # shorter than any warm-up, up to a real run
 def test_learning_rate_warms_up_and_falls(steps: int):
-    rates = [
-        compute_rate(step, steps=steps, highest=0.02)
-        for step in range(0, steps, max(1, steps // 500))
-    ]
+    some_steps = range(0, steps, max(1, steps // 500))
+    rates = [compute_rate(step, steps=steps, highest=0.02) for step in some_steps]
     peak = rates.index(max(rates))
     assert all(0 < rate <= 0.02 for rate in rates)
     assert rates[: peak + 1] == sorted(rates[: peak + 1])

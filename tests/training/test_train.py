@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import pytest
@@ -23,17 +23,19 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training import checkpoint as checkpoints
+from colab_utils.training import checkpoint_folder, checkpoint_writer, trainer
 from colab_utils.training import train as loop
-from colab_utils.training import trainer
-from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import open_data
 from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
+from colab_utils.training.plan import TrainingPlan
+from colab_utils.training.ranks import Ranks
+from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
-from colab_utils.training.step import Ranks, TrainingStep
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from colab_utils.training.trainer import LogLine, TrainingPlan, TrainReport
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
@@ -59,7 +61,14 @@ class Killed(BaseException):
 def dataset(tmp_path_factory) -> BuiltinDataset:
     """Six small images, so that a run of five steps of two is more than an epoch."""
     folder = tmp_path_factory.mktemp("six")
-    return make_dataset(folder, n=6, width=96, height=80, objects=(1, 3), workers=1)
+    return make_dataset(
+        folder,
+        n=6,
+        width=96,
+        height=80,
+        objects=(1, 3),
+        workers=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +87,25 @@ def logged(one_thread, tiny_shards, tmp_path_factory) -> tuple[TrainReport, list
     run = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "_LOG_STEPS", 3)
-        return train(tiny_shards, run, steps=5, checkpoint_steps=2, log=lines.append, **TINY), lines
+        return train(
+            tiny_shards,
+            run,
+            steps=5,
+            checkpoint_steps=2,
+            log=lines.append,
+            **TINY,
+        ), lines
 
 
 @pytest.fixture(scope="module")
 def undisturbed(logged) -> TrainReport:
     return logged[0]
+
+
+@pytest.fixture
+def run(undisturbed, tmp_path) -> Path:
+    """A copy of the run of five steps, to go on with."""
+    return shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
 
 
 def load_weights(report: TrainReport) -> dict[str, torch.Tensor]:
@@ -92,6 +114,24 @@ def load_weights(report: TrainReport) -> dict[str, torch.Tensor]:
 
 def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def interrupt_call(monkeypatch, owner, name, number, action) -> None:
+    """Do something else first in one call of a method, counted from 1."""
+    real = getattr(owner, name)
+    calls = []
+
+    def count(*given, **more):
+        calls.append(1)
+        if len(calls) == number:
+            action()
+        return real(*given, **more)
+
+    monkeypatch.setattr(owner, name, count)
+
+
+def press_ctrl_c():
+    raise KeyboardInterrupt
 
 
 def test_report_holds_every_step(undisturbed, tiny_shards):
@@ -147,15 +187,22 @@ def test_killed_and_resumed_gives_the_same_losses(
             raise Killed
 
     with pytest.raises(Killed):
-        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=killed_after - 1, log=kill, **TINY)
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=5,
+            checkpoint_steps=killed_after - 1,
+            log=kill,
+            **TINY,
+        )
     monkeypatch.undo()
     assert list_names(tmp_path)[-1] == f"checkpoint-{killed_after - 1:08d}.pt"
     torch.rand(17)  # what happened in between must not matter
     resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
     assert resumed.plan.first_step == killed_after - 1
     assert resumed.losses == undisturbed.losses
-    expected = load_weights(undisturbed)
-    assert all(torch.equal(value, expected[key]) for key, value in load_weights(resumed).items())
+    expected = dict(load_weights(undisturbed))
+    torch.testing.assert_close(dict(load_weights(resumed)), expected, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("every_step")
@@ -166,7 +213,12 @@ def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path)
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    options = {**TINY, "steps": 5, "checkpoint_steps": 2, "log": kill}
+    options = {
+        **TINY,
+        "steps": 5,
+        "checkpoint_steps": 2,
+        "log": kill,
+    }
     process = multiprocessing.get_context("fork").Process(
         target=train, args=(tiny_shards, tmp_path), kwargs=options
     )
@@ -193,12 +245,26 @@ def test_a_second_train_is_refused_and_harms_nothing(undisturbed, tiny_shards, t
         part.write_bytes(b"being written")
         names = list_names(tmp_path)
         with pytest.raises(ColabUtilsError, match="found one at work there") as error:
-            train(tiny_shards, tmp_path, steps=1, log=pytest.fail, **again, **TINY)
+            train(
+                tiny_shards,
+                tmp_path,
+                steps=1,
+                log=pytest.fail,
+                **again,
+                **TINY,
+            )
         refused.append(str(error.value))
         load_trained_model(tmp_path)
         assert list_names(tmp_path) == names
 
-    report = train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, log=look, **TINY)
+    report = train(
+        tiny_shards,
+        tmp_path,
+        steps=5,
+        checkpoint_steps=2,
+        log=look,
+        **TINY,
+    )
     assert f"'process {os.getpid()} on " in refused[0]
     assert report.losses == undisturbed.losses
     part.unlink()
@@ -224,7 +290,13 @@ def test_interrupt_during_a_log_line_saves(tiny_shards, tmp_path):
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_shards, tmp_path, steps=5, log=interrupt, **TINY)
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=5,
+            log=interrupt,
+            **TINY,
+        )
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
 
 
@@ -242,17 +314,10 @@ def test_log_lines_cover_every_step_once(logged):
 
 
 def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_path, monkeypatch):
-    real = TrainingStep.__call__
-    calls = []
-
-    def interrupt_third(self, batch, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)  # Ctrl-C in the middle of a step
-        return real(self, batch, **options)
-
+    # Ctrl-C in the middle of a step
+    interrupt = partial(signal.raise_signal, signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(TrainingStep, "__call__", interrupt_third)
+    interrupt_call(monkeypatch, TrainingStep, "__call__", 3, interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_shards, tmp_path, steps=5, **TINY)
     assert signal.getsignal(signal.SIGINT) is before
@@ -261,16 +326,8 @@ def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_pat
 
 
 def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp_path, monkeypatch):
-    real = ShardDataset.read_into
-    calls = []
-
-    def fail(self, index, pixels, bits):
-        calls.append(index)
-        if len(calls) == 6:  # the second image of the third batch
-            raise KeyboardInterrupt  # the second Ctrl-C, or whatever else
-        real(self, index, pixels, bits)
-
-    monkeypatch.setattr(ShardDataset, "read_into", fail)
+    # the second Ctrl-C, or whatever else, at the second image of the third batch
+    interrupt_call(monkeypatch, ShardDataset, "read_into", 6, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_shards, tmp_path, steps=5, **TINY)
     monkeypatch.undo()
@@ -293,7 +350,14 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
         trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: found
     )
     with pytest.raises(DriveLostError):
-        train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, **TINY)
+        train(
+            tiny_shards,
+            tmp_path,
+            epochs=2,
+            val_shards=tiny_shards,
+            log=note,
+            **TINY,
+        )
     monkeypatch.undo()
     step = 4 if where == "log" else 3
     assert list_names(tmp_path)[-1] == f"checkpoint-0000000{step}.pt"
@@ -317,7 +381,15 @@ def test_light_model_on_a_cpu_is_small(tiny_shards, tmp_path, options, sizes):
         raise Killed
 
     with pytest.raises(Killed):
-        train(tiny_shards, tmp_path, weights=None, device="cpu", workers=0, log=stop, **options)
+        train(
+            tiny_shards,
+            tmp_path,
+            weights=None,
+            device="cpu",
+            workers=0,
+            log=stop,
+            **options,
+        )
     assert (plans[0].min_size, plans[0].max_size) == sizes
     assert (plans[0].batch_size, plans[0].learning_rate) == (2, 0.001)
 
@@ -327,7 +399,7 @@ class Refusal:
 
     def __init__(self) -> None:
         self.times: dict[str, int | None] = {}
-        self._write = checkpoints.write_file
+        self._write = checkpoint_folder.write_file
 
     def write(self, path, *parts):
         left = self.times.get(path.name, 0)
@@ -342,7 +414,7 @@ class Refusal:
 @pytest.fixture
 def refusal(monkeypatch) -> Refusal:
     refusal = Refusal()
-    monkeypatch.setattr(checkpoints, "write_file", refusal.write)
+    monkeypatch.setattr(checkpoint_folder, "write_file", refusal.write)
     return refusal
 
 
@@ -363,7 +435,12 @@ LAST = pytest.mark.parametrize(
 @LAST
 def test_what_a_run_ends_with_is_sent_patiently(tiny_shards, tmp_path, refusal, name, options):
     refusal.times[name] = 3
-    settings = {"steps": 3, "val_shards": tiny_shards, **options, **TINY}
+    settings = {
+        "steps": 3,
+        "val_shards": tiny_shards,
+        **options,
+        **TINY,
+    }
     report = train(tiny_shards, tmp_path / "run", **settings)
     assert {NEWEST, BEST} <= set(list_names(tmp_path / "run"))
     assert report.checkpoint == str(tmp_path / "run" / NEWEST)
@@ -379,7 +456,14 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
     refusal.times[name] = None
     lies = rf"{name} is not in {folder.run}, and lies in {folder.waiting}"
     with pytest.raises(DriveLostError, match=lies):
-        train(tiny_shards, folder.run, steps=3, val_shards=tiny_shards, **options, **TINY)
+        train(
+            tiny_shards,
+            folder.run,
+            steps=3,
+            val_shards=tiny_shards,
+            **options,
+            **TINY,
+        )
     assert list_names(folder.waiting) == [name]
     assert name not in list_names(folder.run)
     refusal.times.clear()
@@ -391,9 +475,21 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
 
 
 def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
-    refusal.times = {"checkpoint-00000001.pt": 1, "checkpoint-00000002.pt": 1, NEWEST: 1, BEST: 1}
+    refusal.times = {
+        "checkpoint-00000001.pt": 1,
+        "checkpoint-00000002.pt": 1,
+        NEWEST: 1,
+        BEST: 1,
+    }
     with pytest.warns(ColabUtilsWarning) as caught:
-        train(tiny_shards, tmp_path, steps=3, checkpoint_steps=1, val_shards=tiny_shards, **TINY)
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=3,
+            checkpoint_steps=1,
+            val_shards=tiny_shards,
+            **TINY,
+        )
     texts = [str(warning.message) for warning in caught]
     goes_on = [text for text in texts if "training goes on" in text]
     assert goes_on
@@ -421,7 +517,13 @@ def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
         pytest.warns(ColabUtilsWarning, match="Drive does not answer") as caught,
         pytest.raises(error, match="the reason"),
     ):
-        train(tiny_shards, folder.run, steps=3, log=stop, **TINY)
+        train(
+            tiny_shards,
+            folder.run,
+            steps=3,
+            log=stop,
+            **TINY,
+        )
     assert list_names(folder.waiting if times is None else folder.run) == [name]
     named = [warning for warning in caught if f"is not in {folder.run}" in str(warning.message)]
     assert len(named) == (1 if times is None else 0)
@@ -432,18 +534,15 @@ def test_what_waits_is_sent_where_the_state_itself_is_not_saved(
 ):
     """The weights have moved in part; the checkpoint of the step before waits."""
     refusal.times["checkpoint-00000001.pt"] = 1
-    real = TrainingStep.apply_gradients
-    calls = []
-
-    def fail_second(self):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real(self)
-
-    monkeypatch.setattr(TrainingStep, "apply_gradients", fail_second)
+    interrupt_call(monkeypatch, TrainingStep, "apply_gradients", 2, press_ctrl_c)
     with pytest.warns(ColabUtilsWarning, match="waits"), pytest.raises(KeyboardInterrupt):
-        train(tiny_shards, tmp_path, steps=3, checkpoint_steps=1, **TINY)
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=3,
+            checkpoint_steps=1,
+            **TINY,
+        )
     assert list_names(tmp_path) == ["checkpoint-00000001.pt"]
 
 
@@ -458,20 +557,30 @@ def test_finished_run_has_nothing_left_to_do(undisturbed, tiny_shards):
     assert again.images_per_second == 0
 
 
-def test_a_run_of_torn_checkpoints_trains_nothing(undisturbed, tiny_shards, tmp_path):
-    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+def test_a_run_of_torn_checkpoints_trains_nothing(tiny_shards, run):
     names = list_names(run)
     for name in names:
         os.truncate(run / name, 10_000)
     with pytest.raises(ColabUtilsError, match=r"no checkpoint is complete: .*resume='never'"):
-        train(tiny_shards, run, steps=5, log=pytest.fail, **TINY)
+        train(
+            tiny_shards,
+            run,
+            steps=5,
+            log=pytest.fail,
+            **TINY,
+        )
     assert list_names(run) == names
-    train(tiny_shards, run, steps=1, resume="never", **TINY)
+    train(
+        tiny_shards,
+        run,
+        steps=1,
+        resume="never",
+        **TINY,
+    )
     assert list_names(run) == ["checkpoint-00000001.pt", "previous-1"]
 
 
-def test_torn_checkpoint_costs_only_its_steps(undisturbed, tiny_shards, tmp_path):
-    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+def test_torn_checkpoint_costs_only_its_steps(undisturbed, tiny_shards, run):
     os.truncate(run / "checkpoint-00000005.pt", 10_000)
     with pytest.warns(ColabUtilsWarning, match=r"00000005.pt is torn"):
         resumed = train(tiny_shards, run, steps=5, **TINY)
@@ -479,29 +588,43 @@ def test_torn_checkpoint_costs_only_its_steps(undisturbed, tiny_shards, tmp_path
     assert resumed.losses == undisturbed.losses
 
 
-def test_never_moves_older_checkpoints_away(undisturbed, tiny_shards, tmp_path):
-    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
-    report = train(tiny_shards, run, steps=1, resume="never", **TINY)
+def test_never_moves_older_checkpoints_away(undisturbed, tiny_shards, run):
+    report = train(
+        tiny_shards,
+        run,
+        steps=1,
+        resume="never",
+        **TINY,
+    )
     assert report.plan.first_step == 0
     assert report.losses == undisturbed.losses[:1]
     assert list_names(run) == ["checkpoint-00000001.pt", "previous-1"]
     assert list_names(run / "previous-1") == ["checkpoint-00000004.pt", "checkpoint-00000005.pt"]
 
 
-def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, tmp_path):
-    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
-    train(tiny_shards, run, steps=6, workers=0, device="cpu", learning_rate=0.0005)
-    report = train(tiny_shards, run, steps=6, workers=0, device="cpu")
+def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, run):
+    train(
+        tiny_shards,
+        run,
+        steps=6,
+        workers=0,
+        device="cpu",
+        learning_rate=0.0005,
+    )
+    report = train(
+        tiny_shards,
+        run,
+        steps=6,
+        workers=0,
+        device="cpu",
+    )
     assert report.plan.learning_rate == 0.0005
     assert (report.plan.min_size, report.plan.max_size, report.plan.batch_size) == (64, 96, 2)
     assert report.plan.starts_from == "random"  # and so nothing was downloaded
     assert report.losses[:5] == undisturbed.losses
 
 
-def test_another_batch_size_goes_on_with_the_images_that_are_left(
-    undisturbed, tiny_shards, tmp_path, monkeypatch
-):
-    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+def test_another_batch_size_goes_on_with_the_images_that_are_left(tiny_shards, run, monkeypatch):
     seen = []
     real = trainer.Trainer._train
     position = CheckpointFolder(run).read(repair=True)["loader"]
@@ -530,14 +653,26 @@ def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path
     train(tiny_shards, tmp_path, steps=2, **TINY)
     report = train(tiny_shards, tmp_path, epochs=2, **{**TINY, "batch_size": 1})
     assert report.steps == 2 + 2 + 6  # two batches of two, then two images and six
-    again = train(tiny_shards, tmp_path, epochs=2, workers=0, device="cpu")
+    again = train(
+        tiny_shards,
+        tmp_path,
+        epochs=2,
+        workers=0,
+        device="cpu",
+    )
     assert again.steps == report.steps
 
 
 def test_fewer_images_of_the_same_dataset_are_refused(undisturbed, dataset, tmp_path):
     images = shutil.copytree(dataset.images, tmp_path / "images")
     next(images.iterdir()).unlink()  # since the first session, preprocessing had to skip one
-    write_shards(images, dataset.annotations, shards=tmp_path / "shards", workers=1, max_bad=0.5)
+    write_shards(
+        images,
+        dataset.annotations,
+        shards=tmp_path / "shards",
+        workers=1,
+        max_bad=0.5,
+    )
     with pytest.raises(
         ColabUtilsError, match=r"expected a checkpoint with images 5, found 6 in .*resume='never'"
     ):
@@ -554,8 +689,8 @@ def test_trained_model_is_the_one_of_the_checkpoint(undisturbed, tmp_path):
     model = load_trained_model(Path(undisturbed.checkpoint).parent)
     assert not model.training
     assert model.transform.min_size == (64,)
-    expected = load_weights(undisturbed)
-    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    weights = dict(model.state_dict())
+    torch.testing.assert_close(weights, dict(load_weights(undisturbed)), rtol=0, atol=0)
 
 
 def change_checkpoint(report: TrainReport, run: Path, change: dict) -> None:
@@ -608,7 +743,14 @@ def test_a_checkpoint_of_another_version_is_not_trained_on(
 ):
     change_checkpoint(undisturbed, tmp_path, change)
     with pytest.raises(ColabUtilsError, match="this version of colab_utils"):
-        train(tiny_shards, tmp_path, steps=6, log=print, workers=0, device="cpu")
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=6,
+            log=print,
+            workers=0,
+            device="cpu",
+        )
 
 
 @pytest.mark.parametrize("change", [{"more": 1}, {"segm": ...}])
@@ -642,7 +784,13 @@ def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monke
         match=r"found nan at step 3, of the images with the ids \d+, \d+\. "
         r".*00002.pt.*learning_rate",
     ):
-        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, **TINY)
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=5,
+            checkpoint_steps=2,
+            **TINY,
+        )
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
 
 
@@ -699,7 +847,13 @@ def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
     run = tmp_path / "run"
     run.write_text("the user's")
     with pytest.raises(ColabUtilsError, match=r"expected to write into .*run, found: File exists"):
-        train(tiny_shards, run, steps=1, log=pytest.fail, **TINY)
+        train(
+            tiny_shards,
+            run,
+            steps=1,
+            log=pytest.fail,
+            **TINY,
+        )
     assert run.read_text() == "the user's"
 
 
@@ -776,9 +930,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     undisturbed, tiny_shards, tmp_path, monkeypatch
 ):
     real_save = CheckpointFolder.save
-    real_step = TrainingStep.__call__
     later_steps = threading.Event()
-    done = []
     saved = {}
 
     def save_slowly(self, state, *, step, **options):
@@ -787,15 +939,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         saved[step] = state
         return real_save(self, state, step=step, **options)
 
-    def count(self, batch, **options):
-        done.append(1)
-        if len(done) == 4:
-            later_steps.set()
-        return real_step(self, batch, **options)
-
     monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
-    monkeypatch.setattr(TrainingStep, "__call__", count)
-    monkeypatch.setattr(checkpoints, "_PAUSES_S", (0.0, 0.0))
+    interrupt_call(monkeypatch, TrainingStep, "__call__", 4, later_steps.set)
+    monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (0.0, 0.0))
     report = train(tiny_shards, tmp_path, steps=5, **TINY)
     assert report.losses == undisturbed.losses
     first = saved[1]  # as it was when it was asked for
@@ -813,13 +959,13 @@ def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
         return save(self, state, step=step, **more)
 
     monkeypatch.setattr(CheckpointFolder, "save", note)
-    monkeypatch.setattr(checkpoints, "_PAUSES_S", (3600.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (3600.0, 0.0))
     train(tiny_shards, tmp_path, steps=5, **TINY)
     assert saved == [3, 5]  # six images, two a step; and the last
 
 
 def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
-    undisturbed, tiny_shards, tmp_path, monkeypatch
+    undisturbed, tiny_shards, run, monkeypatch
 ):
     content = torch.load(undisturbed.checkpoint, weights_only=True)
     assert all(tensor.is_contiguous() for tensor in content["model"].values())
@@ -832,7 +978,6 @@ def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
             seen.append((averages["momentum_buffer"].stride(), parameter.stride()))
 
     monkeypatch.setattr(trainer.Trainer, "load_state", note)
-    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     train(tiny_shards, run, steps=5, **TINY)
     assert seen
     assert all(ours == theirs for ours, theirs in seen)
@@ -841,16 +986,14 @@ def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
 def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
     """At the end of an epoch ten seconds are enough."""
     now_s = [1000.0]
-    monkeypatch.setattr(checkpoints, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(checkpoint_writer, "perf_counter", lambda: now_s[0])
     writer = CheckpointWriter(CheckpointFolder(tmp_path))
-    for since_s, ended, due in (
-        (59, False, False),
-        (60, False, True),
-        (9, True, False),
-        (10, True, True),
-    ):
-        now_s[0] = 1000.0 + since_s
-        assert writer.is_due(1, epoch_ended=ended) == due
+    due_s = {False: 60, True: 10}
+    for ended, pause_s in due_s.items():
+        now_s[0] = 999.0 + pause_s
+        assert not writer.is_due(1, epoch_ended=ended)
+        now_s[0] = 1000.0 + pause_s
+        assert writer.is_due(1, epoch_ended=ended)
     writer.close()
 
 
@@ -870,7 +1013,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
 
     monkeypatch.setattr(CheckpointFolder, "save", fail)
     monkeypatch.setattr(TrainingStep, "__call__", count)
-    monkeypatch.setattr(checkpoints, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (0.0, 0.0))
     with pytest.raises(ColabUtilsError, match="No space left"):
         train(tiny_shards, tmp_path, steps=50, **TINY)
     assert len(steps) < 10
@@ -911,7 +1054,14 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
 
     monkeypatch.setattr(trainer, "evaluate", evaluate_slowly)
     began_s = time.perf_counter()
-    report = train(tiny_shards, tmp_path, steps=4, val_shards=tiny_shards, log=log_slowly, **TINY)
+    report = train(
+        tiny_shards,
+        tmp_path,
+        steps=4,
+        val_shards=tiny_shards,
+        log=log_slowly,
+        **TINY,
+    )
     seconds = time.perf_counter() - began_s
     assert 8 / seconds < report.images_per_second < 8 / 1.0  # 0.4 s of logs, 0.6 s of evaluation
     assert report.wait_share < 0.5
@@ -921,16 +1071,10 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
 def test_an_error_inside_a_batch_saves_what_was_done_before(
     undisturbed, tiny_shards, tmp_path, monkeypatch
 ):
-    real = TrainingStep.add_gradients
-    calls = []
+    def fail():
+        raise ColabUtilsError("a batch does not fit")
 
-    def fail_third(self, *given, **more):
-        calls.append(1)
-        if len(calls) == 3:
-            raise ColabUtilsError("a batch does not fit")
-        return real(self, *given, **more)
-
-    monkeypatch.setattr(TrainingStep, "add_gradients", fail_third)
+    interrupt_call(monkeypatch, TrainingStep, "add_gradients", 3, fail)
     with pytest.raises(ColabUtilsError, match="does not fit"):
         train(tiny_shards, tmp_path, steps=5, **TINY)
     monkeypatch.undo()
@@ -939,19 +1083,14 @@ def test_an_error_inside_a_batch_saves_what_was_done_before(
 
 
 def test_weights_that_have_moved_in_part_are_not_saved(tiny_shards, tmp_path, monkeypatch):
-    def fail(self):
-        raise KeyboardInterrupt  # the second Ctrl-C, in the middle of the optimiser
-
-    monkeypatch.setattr(TrainingStep, "apply_gradients", fail)
+    # the second Ctrl-C, in the middle of the optimiser
+    interrupt_call(monkeypatch, TrainingStep, "apply_gradients", 1, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_shards, tmp_path, steps=5, **TINY)
     assert list_names(tmp_path) == []
 
 
-def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(
-    undisturbed, tiny_shards, tmp_path, monkeypatch
-):
-    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(tiny_shards, run, monkeypatch):
     names = list_names(run)
 
     def fail(*given, **more):
@@ -984,7 +1123,13 @@ def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards):
             match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",
         ),
     ):
-        loop._check_checkpoint(state, settings, data, device=torch.device("cuda:0"), seed=0)
+        loop._check_checkpoint(
+            state,
+            settings,
+            data,
+            device=torch.device("cuda:0"),
+            seed=0,
+        )
 
 
 def test_weights_of_another_run_are_where_a_run_starts(

@@ -1,0 +1,89 @@
+"""Checkpoints that are written in a thread while training goes on."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+
+# The least seconds between two checkpoints; the latter at the end of an epoch.
+_PAUSES_S = (60.0, 10.0)
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread while training goes on, and tells when the next one is due.
+
+    Args:
+        folder: Where they are written.
+        every_steps: Steps from one checkpoint to the next. Default: one a minute, and at the end of
+            an epoch.
+
+    Example:
+        >>> import tempfile
+        >>> writer = CheckpointWriter(CheckpointFolder(tempfile.mkdtemp()))
+        >>> writer.submit({"weight": torch.ones(2)}, step=3)
+        >>> writer.close()
+    """
+
+    def __init__(self, folder: CheckpointFolder, every_steps: int | None = None) -> None:
+        self._folder = folder
+        self._every_steps = every_steps
+        self._saved_s = perf_counter()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._job: Future[Path] | None = None
+
+    def is_due(self, step: int, *, epoch_ended: bool) -> bool:
+        """Whether a checkpoint is due after this step; never while the last one is being written.
+
+        Raises:
+            ColabUtilsError: The last one could not be written: said now, and not with the next one.
+        """
+        if self._job and not self._job.done():
+            return False
+        self.finish()
+        if self._every_steps is not None:
+            return step % self._every_steps == 0
+        return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
+
+    def submit(self, state: Mapping[str, Any], *, step: int, is_last: bool = False) -> None:
+        """Copy a state to this machine's memory, and write it in the thread."""
+        self.finish()
+        copy = copy_to_cpu(dict(state))
+        self._job = self._thread.submit(self._folder.save, copy, step=step, is_last=is_last)
+        self._saved_s = perf_counter()
+
+    def finish(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            ColabUtilsError: It could not be written.
+        """
+        job = self._job
+        self._job = None
+        if job:
+            job.result()
+
+    def close(self) -> None:
+        """End the thread, after the write in progress."""
+        self._thread.shutdown()
+
+
+def copy_to_cpu(value: Any) -> Any:
+    """A copy that training no longer changes, in the usual order of memory, as code that reads
+    weights expects it.
+
+    Example:
+        >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
+        {'steps': [1], 'weight': tensor([0.])}
+    """
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    return tree_map_only(Tensor, copy_tensor, value)

@@ -1,0 +1,92 @@
+"""The batch norms of pretrained weights.
+
+`freeze_norms` keeps their statistics, `fold_norms` makes them part of the convolutions before them.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+Norms = Literal["frozen", "trained"]
+"""What training does with the batch norms of pretrained weights."""
+
+
+def freeze_norms(model: nn.Module) -> None:
+    """Replace every batch norm by one that keeps its statistics; the state keeps its names.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm2d(4))
+        >>> freeze_norms(model)
+        >>> model
+        Sequential(
+          (0): FrozenBatchNorm2d(4, eps=1e-05)
+        )
+    """
+    for module in [*model.modules()]:
+        for name, norm in module.named_children():
+            if type(norm) is nn.BatchNorm2d:
+                setattr(module, name, FrozenBatchNorm2d(norm.num_features, eps=norm.eps))
+
+
+def fold_norms(model: nn.Module) -> int:
+    """Fold every ``FrozenBatchNorm2d`` that follows a convolution into it; results stay the same,
+    except for rounding.
+
+    torchvision's layer computes its factors again at each call, and multiplies and adds in float32,
+    also where autocast computes in half precision. Names, parameters and ``state_dict`` do not
+    change: weights stay compatible both ways, and trainable weights go on training.
+
+    Returns:
+        How many layers were folded.
+
+    Example:
+        >>> block = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), FrozenBatchNorm2d(4))
+        >>> fold_norms(block), list(block.state_dict())
+        (1, ['0.weight', '1.weight', '1.bias', '1.running_mean', '1.running_var'])
+    """
+    pairs = [*_find_pairs(model, nn.Conv2d)]
+    for conv, norm in pairs:
+        conv.__class__ = _FoldedConv2d
+        norm.__class__ = _FoldedNorm
+        for name in ("scale", "shift"):
+            conv.register_buffer(name, None, persistent=False)
+    if pairs:
+        _compute_factors(model)
+        # weights that are loaded later have other factors
+        model.register_load_state_dict_post_hook(_compute_factors)
+    return len(pairs)
+
+
+def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
+    """Convolutions with the norm that follows each, in the order in which torchvision's blocks call
+    them.
+    """
+    for module in model.modules():
+        for conv, norm in pairwise(module.children()):
+            if type(conv) is kind and conv.bias is None and isinstance(norm, FrozenBatchNorm2d):
+                yield conv, norm
+
+
+@torch.no_grad()
+def _compute_factors(model: nn.Module, _: Any = None) -> None:
+    for conv, norm in _find_pairs(model, _FoldedConv2d):
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        conv.scale = scale[:, None, None, None]
+        conv.shift = norm.bias - norm.running_mean * scale
+
+
+class _FoldedConv2d(nn.Conv2d):
+    scale: Tensor
+    shift: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self._conv_forward(features, self.weight * self.scale, self.shift)
+
+
+class _FoldedNorm(FrozenBatchNorm2d):
+    def forward(self, features: Tensor) -> Tensor:
+        return features

@@ -1,0 +1,58 @@
+"""Half precision on a GPU: which one a GPU has, and what must stay exact beside it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+from torchvision.models.detection import (
+    FasterRCNN,
+)
+
+
+def choose_precision(device: str | torch.device) -> torch.dtype:
+    """The dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), float16,
+    float32 on a CPU.
+
+    Example:
+        >>> choose_precision("cpu")
+        torch.float32
+    """
+    if torch.device(device).type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def keep_boxes_exact(model: nn.Module) -> list[RemovableHandle]:
+    """Compute a model's anchors, proposals and boxes in float32, also where autocast computes in
+    half precision.
+
+    torchvision computes them in the dtype of the features. From 512 pixels on, bfloat16 has only
+    every fourth pixel, and float16 every half: without this, boxes are learned, cropped and found
+    at places that are off by as much.
+
+    Returns:
+        Handles of the hooks, to remove them; none for a model without a region proposal network.
+
+    Example:
+        >>> keep_boxes_exact(nn.Linear(1, 1))
+        []
+    """
+    if not isinstance(model, FasterRCNN):
+        return []
+    return [
+        model.rpn.head.register_forward_hook(_to_float),
+        model.rpn.anchor_generator.register_forward_pre_hook(_give_float_features),
+        model.roi_heads.box_predictor.register_forward_hook(_to_float),
+    ]
+
+
+def _to_float(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tree_map(Tensor.float, outputs)
+
+
+def _give_float_features(generator: nn.Module, inputs: tuple[Any, list[Tensor]]) -> Any:
+    """Anchors take only the shapes, the device and the dtype of the features."""
+    images, features = inputs
+    return images, [part.new_empty((), dtype=torch.float32).expand(part.shape) for part in features]

@@ -1,0 +1,79 @@
+"""The layers of the light and of the tiny Mask R-CNN, without weights."""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+from torch import nn
+from torchvision.models import mobilenet_v3_large
+from torchvision.models.detection import (
+    MaskRCNN,
+)
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import Conv2dNormActivation
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+
+def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    """Build a Mask R-CNN on MobileNetV3-Large; with ``pretrained`` its first stages are frozen."""
+    # Momentum 0.1, not MobileNet's 0.01: running statistics must settle within a few hundred steps.
+    norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
+    body = mobilenet_v3_large(weights=None, norm_layer=norm).features
+    if pretrained:
+        # The stages up to stride 4, as torchvision freezes them for its own MobileNet.
+        for stage in body[:4]:
+            stage.requires_grad_(False)
+    # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the
+    # features. Anchors from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px
+    # large.
+    levels = {"3": 24, "6": 40, "12": 112, "15": 160}
+    anchors = (16, 32, 64, 128, 256)
+    return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
+
+
+def assemble_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    """Build a Mask R-CNN on seven convolutions, which always starts from random weights."""
+    widths = (24, 48, 64, 96)
+    body = nn.Sequential(Conv2dNormActivation(3, widths[0], stride=2))
+    for a, b in pairwise(widths):
+        body.append(nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b)))
+    levels = {"1": 48, "2": 64, "3": 96}
+    return _put_heads(body, levels, (12, 24, 48, 96), num_classes, scale=1, **sizes)
+
+
+def _put_heads(
+    body: nn.Sequential,
+    levels: dict[str, int],
+    anchors: Sequence[int],
+    num_classes: int,
+    *,
+    scale: int,
+    **sizes: int,
+) -> MaskRCNN:
+    """Build a feature pyramid on the stages of a body, with one size of anchors a level.
+
+    ``levels`` maps stages to channels. The heads do a tenth of the usual work at a ``scale`` of 2.
+    """
+    names = {stage: str(level) for level, stage in enumerate(levels)}
+    channels = 32 * scale
+    hidden = 128 * scale
+    return MaskRCNN(
+        BackboneWithFPN(body, names, [*levels.values()], channels, extra_blocks=LastLevelMaxPool()),
+        rpn_anchor_generator=AnchorGenerator(
+            [(size,) for size in anchors], [(0.5, 1.0, 2.0)] * len(anchors)
+        ),
+        rpn_pre_nms_top_n_train=250 * scale,
+        rpn_post_nms_top_n_train=125 * scale,
+        rpn_pre_nms_top_n_test=150 * scale,
+        rpn_post_nms_top_n_test=75 * scale,
+        rpn_batch_size_per_image=64 * scale,
+        box_batch_size_per_image=32 * scale,
+        box_head=TwoMLPHead(channels * 7 * 7, hidden),
+        box_predictor=FastRCNNPredictor(hidden, num_classes),
+        mask_head=MaskRCNNHeads(channels, (channels,) * 2 * scale, 1),
+        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
+        **sizes,
+    )
