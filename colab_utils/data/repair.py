@@ -10,9 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from colab_utils.data import checks
-from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, write_coco
+from colab_utils.data.checks import DatasetReport, Problem, check_dataset, inspect_images
+from colab_utils.data.coco import CocoDataset, read_coco, write_coco
+from colab_utils.data.fields import FAULTS, read_field
+from colab_utils.data.image_checks import Header, compare_sizes
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
+from colab_utils.data.object_checks import HARMLESS, NEAR, check_object, compare_box, is_normalised
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
@@ -31,7 +34,7 @@ def repair_annotations(
     *,
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",
-) -> checks.DatasetReport:
+) -> DatasetReport:
     """Write a copy of the annotations, mended where the right value is known; the original stays as
     it is.
 
@@ -56,7 +59,7 @@ def repair_annotations(
     folder = require_local_path(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
-    headers = [found.header for found in checks.inspect_images(folder, dataset)]
+    headers = [found.header for found in inspect_images(folder, dataset)]
     done = defaultdict[str, list[str]](list)
     gone = Counter[str]()
     done["annotation of no image left out"] = [
@@ -95,7 +98,7 @@ def repair_annotations(
         write_coco(output, entries, kept, dataset.categories)
     left = "images left out whole, with {:,} objects, so that none becomes background"
     repairs = tuple(
-        checks.Problem(
+        Problem(
             kind,
             len(names),
             tuple(names[:5]),
@@ -104,7 +107,7 @@ def repair_annotations(
         for kind, names in done.items()
         if names
     )
-    return replace(checks.check_dataset(folder, output), repairs=repairs)
+    return replace(check_dataset(folder, output), repairs=repairs)
 
 
 def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
@@ -123,7 +126,7 @@ def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
 
 
 def _mend_entry(
-    dataset: CocoDataset, group: list[int], header: checks.Header, changes: list[str]
+    dataset: CocoDataset, group: list[int], header: Header, changes: list[str]
 ) -> tuple[dict[str, Any], tuple[int, int]]:
     """The entry of an image, mended by its file, and height and width of its masks."""
     entry = dataset.image(group[0])
@@ -137,7 +140,7 @@ def _mend_entry(
         changes.append("name from the folder")
     if not all(size):
         size = header.size
-    elif any(kind == "size mismatch" for kind, _ in checks.compare_sizes(size, header)):
+    elif any(kind == "size mismatch" for kind, _ in compare_sizes(size, header)):
         # nothing says that the file is right
         if _fit(dataset, group, size) or not _fit(dataset, group, header.size):
             raise _LostObjectError("size mismatch")
@@ -151,7 +154,7 @@ def _mend_entry(
 def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
     """Whether polygons lie in an image of this size, and RLE is made for it."""
     annotations = [one for i in group for one in dataset.read_annotations(i)[0]]
-    found = {kind for one in annotations for kind, _ in checks.check_object(one, size)[0]}
+    found = {kind for one in annotations for kind, _ in check_object(one, size)[0]}
     return not found & {"object without mask", "bad mask", "polygon beyond the image"}
 
 
@@ -213,7 +216,7 @@ def _mend_object(
             if isinstance(outline, list)
             else 6
         )
-        has_box = box and min(box[2:]) > 0 and box[2] * box[3] >= checks.NEAR**2
+        has_box = box and min(box[2:]) > 0 and box[2] * box[3] >= NEAR**2
         if (has_box or (outline and not tight and numbers >= 6)) and not values["iscrowd"]:
             raise _LostObjectError(
                 "object without a whole mask" if outline else "object without mask"
@@ -222,9 +225,7 @@ def _mend_object(
         return None
     if values["segmentation"] != outline:
         changes.append("outline written as polygons of pixels")
-    if not box or any(
-        kind not in checks.HARMLESS for kind, _ in checks.compare_box(box, tight, *size)
-    ):
+    if not box or any(kind not in HARMLESS for kind, _ in compare_box(box, tight, *size)):
         values["bbox"] = tight
         changes.append("box from the mask")
     if area is None or _is_of_other_units(area, values["bbox"], pixels):
@@ -257,6 +258,6 @@ def _mend_outline(outline: Any, size: tuple[int, int]) -> Any:
     if not isinstance(outline, list) or not outline:
         return outline
     polygons = [polygon.tolist() for polygon in read_polygons(outline)]
-    if all(map(checks.is_normalised, polygons)):
+    if all(map(is_normalised, polygons)):
         return [[x * size[1 - n % 2] for n, x in enumerate(polygon)] for polygon in polygons]
     return outline if polygons == outline else polygons

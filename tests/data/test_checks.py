@@ -721,7 +721,7 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
 
 def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
     monkeypatch.setattr(
-        "colab_utils.data.checks._check_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        "colab_utils.data.checks.check_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     )
     with pytest.raises(
         ColabUtilsError, match="expected every process to finish, found one that the system ended"

@@ -21,8 +21,8 @@ import pytest
 from PIL import Image, TiffImagePlugin
 
 from colab_utils.data.checks import check_dataset
+from colab_utils.data.mask_files import convert_masks
 from colab_utils.data.repair import repair_annotations
-from colab_utils.data.sources import convert_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.write import write_shards
 from colab_utils.show.report import write_check
