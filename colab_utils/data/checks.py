@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, read_coco
-from colab_utils.data.defects import EFFECTS, SERIOUS, USUAL, Defect
+from colab_utils.data.defects import EFFECTS, SERIOUS, Defect
 from colab_utils.data.image_checks import Findings, check_image, read_header
 from colab_utils.data.image_paths import require_folder
-from colab_utils.data.statistics import RARE, DatasetStatistics, measure_dataset
+from colab_utils.data.statistics import DatasetStatistics, measure_dataset
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
@@ -26,32 +26,29 @@ from colab_utils.processes import fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 
-_EXAMPLES = 5  # of each kind
-
-
+# Examples that are kept of each kind.
+_EXAMPLES = 5
+# Images that are named among the worst.
 _WORST = 10
-
-
-_CHUNK = 16  # images that a process takes at a time
-
-
-_STREAMS = 8  # on Drive each file costs its latency: each process waits for several at once
-
-
-_MANY_CROWDS = 0.1  # of the objects: COCO has 1 %
-
-
+# Images that a process takes at a time.
+_CHUNK = 16
+# On Drive each file costs its latency: each process waits for several at once.
+_STREAMS = 8
+# Share of the objects: COCO has 1 %.
+_MANY_CROWDS = 0.1
+# What a serious defect counts in the order of the worst images; a note counts 1.
+_SERIOUS_SCORE = 1000
+# What annotations without masks are for, by a key that only they have.
 _PURPOSES = {
     "segments_info": "panoptic segments",
     "keypoints": "keypoints without masks",
     "bbox": "boxes only: draw masks, or make them from the boxes with Segment Anything",
 }
-"""By a key that only their annotations have."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One kind of defect, or of repair."""
+    """Count one kind of defect, or of repair."""
 
     kind: str
     count: int
@@ -64,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What :func:`check_dataset` found."""
+    """Report what :func:`check_dataset` found."""
 
     images: int
     annotations: int
@@ -78,15 +75,15 @@ class DatasetReport:
     """What was mended, and what was left out, where the annotations were repaired."""
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.images:,} images, {self.annotations:,} annotations: "
-            f"{'ok' if self.ok else 'has problems'}"
-        ]
-        lines += [
-            f"  {one.count:,} x {one.kind} ({one.effect}), such as {one.examples[0]}"
-            for one in (*self.repairs, *self.problems)
-        ]
-        return "\n".join([*lines, *(f"  {sentence}" for sentence in self.statistics.advice)])
+        verdict = "ok" if self.ok else "has problems"
+        lines = [f"{self.images:,} images, {self.annotations:,} annotations: {verdict}"]
+        for problem in (*self.repairs, *self.problems):
+            lines.append(
+                f"  {problem.count:,} x {problem.kind} ({problem.effect}), "
+                f"such as {problem.examples[0]}"
+            )
+        lines += [f"  {sentence}" for sentence in self.statistics.advice]
+        return "\n".join(lines)
 
 
 def check_dataset(
@@ -121,12 +118,14 @@ def check_dataset(
         require_local_path(place)
     dataset = read_coco(annotations)
     findings = inspect_images(folder, dataset, deep=deep)
-    more = _find_shared(folder, dataset, findings, *validation) if validation else []
-    return _sum_up(dataset, findings, more)
+    shared: list[Defect] = []
+    if validation:
+        shared = _find_shared(folder, dataset, findings, *validation)
+    return _sum_up(dataset, findings, shared)
 
 
-def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> "list[Findings]":
-    """What is wrong with each image and its annotations, in the dataset's order.
+def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
+    """Return what is wrong with each image and its annotations, in the dataset's order.
 
     Raises:
         ColabUtilsError: if there is no such folder, or a process was ended.
@@ -141,92 +140,97 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
         return list(show_progress("check", findings, total=len(dataset), unit="image"))
 
 
-def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> "list[Findings]":
+def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
+    read = partial(read_header, images, part, retries=Retries(), deep=deep)
     with ThreadPoolExecutor(_STREAMS) as pool:
-        headers = pool.map(
-            partial(read_header, images, part, retries=Retries(), deep=deep), range(len(part))
-        )
+        headers = pool.map(read, range(len(part)))
         return [check_image(part, i, header) for i, header in enumerate(headers)]
 
 
 def _sum_up(
-    dataset: CocoDataset, findings: "Sequence[Findings]", more: Sequence[Defect]
+    dataset: CocoDataset, findings: Sequence[Findings], shared: Sequence[Defect]
 ) -> DatasetReport:
-    """The report of what was found in each image, of what concerns the whole dataset, and of
-    ``more`` defects.
+    """Return the report of what was found in each image, of what concerns the whole dataset, and of
+    the images that another one shares.
     """
     examples = defaultdict[str, list[str]](list)
     scores = Counter[int]()
     for i, found in enumerate(findings):
         for kind, text in found.defects:
             examples[kind].append(text)
-            scores[i] += 1000 if kind in SERIOUS else kind not in USUAL
-    look_at = [escape(dataset.file_name(i)) for i, score in scores.most_common(3) if score >= 1000]
-    statistics = measure_dataset(dataset, findings, look_at)
-    for kind, text in (*_find_in_all(dataset, findings, statistics.classes), *more):
+            if kind in SERIOUS:
+                scores[i] += _SERIOUS_SCORE
+            elif kind != "image without objects":
+                scores[i] += 1
+    for kind, text in (*_find_in_all(dataset, findings), *shared):
         examples[kind].append(text)
-    problems = tuple(
-        Problem(kind, len(examples[kind]), tuple(dict.fromkeys(examples[kind]))[:_EXAMPLES], effect)
-        for kind, effect in EFFECTS.items()
-        if examples[kind]
+    problems = []
+    for kind, effect in EFFECTS.items():
+        texts = examples[kind]
+        if texts:
+            different = tuple(dict.fromkeys(texts))
+            problems.append(Problem(kind, len(texts), different[:_EXAMPLES], effect))
+    worst = {}
+    look_at = []
+    for i, score in scores.most_common(_WORST):
+        worst[int(dataset.image_ids[i])] = tuple(dict(findings[i].defects))
+        if score >= _SERIOUS_SCORE:
+            look_at.append(escape(dataset.file_name(i)))
+    return DatasetReport(
+        images=len(dataset),
+        annotations=len(dataset.ids) + len(dataset.unknown_images),
+        ok=SERIOUS.isdisjoint(problem.kind for problem in problems),
+        problems=tuple(problems),
+        statistics=measure_dataset(dataset, findings, look_at[:3]),
+        worst=worst,
     )
-    worst = {
-        int(dataset.image_ids[i]): tuple(dict(findings[i].defects))
-        for i, score in scores.most_common(_WORST)
-        if score
-    }
-    total = len(dataset.ids) + len(dataset.unknown_images)
-    ok = not SERIOUS & {one.kind for one in problems}
-    return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
 
 
-def _find_in_all(
-    dataset: CocoDataset, findings: "Sequence[Findings]", classes: dict[str, int]
-) -> Iterator[Defect]:
-    """What no single image shows."""
+def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator[Defect]:
+    """Yield what no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
     for number in dataset.repeated_ids.tolist():
         yield "repeated image id", f"id {number}: the first image of it has the annotations"
-    yield from (
-        ("unknown image", f"annotation {number}") for number in dataset.unknown_images.tolist()
-    )
-    entries = defaultdict[str, list[bytes]](list)
-    for i, found in enumerate(findings):
-        entries[dataset.file_name(i)].append(found.objects.tobytes())
-    for name, same in entries.items():
-        kind = (
-            "repeated file_name" if len({*same}) == 1 else "objects in several entries of an image"
-        )
-        yield from [(kind, escape(name))] * (len(same) - 1)
+    for number in dataset.unknown_images.tolist():
+        yield "unknown image", f"annotation {number}"
+    yield from _find_repeated_names(dataset, findings)
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
-        yield (
-            "no instances",
-            next((text for key, text in _PURPOSES.items() if key in first), "no masks"),
-        )
+        purposes = [text for key, text in _PURPOSES.items() if key in first]
+        yield "no instances", purposes[0] if purposes else "no masks"
     crowds = dataset.crowds
     total = len(dataset.ids)
-    text = f"{crowds:,} of {total:,} objects are crowds and left out"
-    yield from [("many crowds" if crowds > _MANY_CROWDS * total else "crowd", text)] * crowds
-    named = Counter(one["name"] for one in dataset.categories)
-    yield from (("name of several categories", name) for name, count in named.items() if count > 1)
-    yield from (("category id 0", one["name"]) for one in dataset.categories if one["id"] == 0)
-    for name, objects in classes.items():
-        if objects < RARE:
-            yield "rare category" if objects else "unused category", f"{name} ({objects})"
+    kind = "many crowds" if crowds > _MANY_CROWDS * total else "crowd"
+    for _ in range(crowds):
+        yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
+    names = Counter(category["name"] for category in dataset.categories)
+    for name, count in names.items():
+        if count > 1:
+            yield "name of several categories", name
+
+
+def _find_repeated_names(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator[Defect]:
+    entries = defaultdict[str, list[bytes]](list)
+    for i, found in enumerate(findings):
+        entries[dataset.file_name(i)].append(found.objects.tobytes())
+    for name, objects in entries.items():
+        is_same = len(set(objects)) == 1
+        kind = "repeated file_name" if is_same else "objects in several entries of an image"
+        for _ in objects[1:]:
+            yield kind, escape(name)
 
 
 def _find_shared(
     images: Path,
     dataset: CocoDataset,
-    findings: "Sequence[Findings]",
+    findings: Sequence[Findings],
     others: str | Path,
     annotations: str | Path,
 ) -> list[Defect]:
-    """The pictures that are in another dataset, too, by whatever name: files whose sizes match are
-    compared.
+    """Return the pictures that are in another dataset, too, by whatever name: files whose sizes
+    match are compared.
     """
     require_folder(others)
     by_size = defaultdict[int, list[int]](list)
@@ -236,7 +240,8 @@ def _find_shared(
         by_size[found.header.bytes].append(i)
 
     def compare(i: int) -> Defect | None:
-        with suppress(OSError, ColabUtilsError):  # what cannot be read is in no training
+        # What cannot be read is in no training.
+        with suppress(OSError, ColabUtilsError):
             content = read_file(other.find_image(others, i)[0], retries)
             for twin in by_size.get(len(content), ()):
                 if read_file(dataset.find_image(images, twin)[0], retries) == content:

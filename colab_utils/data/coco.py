@@ -6,7 +6,6 @@ GB of JSON) needs little more memory than its text, and worker processes share i
 """
 
 import json
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,27 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco_json import (
-    NAME_INSTANCES,
-    UNREADABLE,
-    Columns,
-    expect_instances,
-    read_entries_of,
-    read_text,
-)
+from colab_utils.data.coco_json import UNREADABLE, Columns, read_columns
 from colab_utils.data.fields import FAULTS, read_annotation
-from colab_utils.data.image_paths import (
-    leads_out,
-    list_base_names,
-    require_folder,
-    resolve_name,
-    take_base_name,
-)
+from colab_utils.data.image_paths import find_file, require_folder, take_base_name
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
 from colab_utils.require import require_local_path
@@ -42,7 +27,7 @@ from colab_utils.require import require_local_path
 
 @dataclass(frozen=True, eq=False)
 class CocoDataset:
-    """A COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
+    """Hold a COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
 
     I images, A annotations. Annotations whose image is unknown are not among the A; their ids are
     in ``unknown_images``. Of images with the same id, the first has the annotations.
@@ -92,19 +77,20 @@ class CocoDataset:
         )
 
     def file_name(self, index: int) -> str:
-        """The image's path below the image folder, as the JSON gives it; :meth:`find_image` opens
+        """Return the image's path below the image folder, as the JSON gives it; :meth:`find_image` opens
         no file outside.
         """
         return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
 
     def image(self, index: int) -> dict[str, Any]:
-        """The image's ``id``, ``file_name``, ``width`` and ``height``."""
+        """Return the image's ``id``, ``file_name``, ``width`` and ``height``."""
         height, width = self.sizes[index].tolist()
         number = int(self.image_ids[index])
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
     def find_image(self, folder: str | Path, index: int) -> tuple[Path, bool]:
-        """The image's file, always below ``folder``, and whether its base name alone found it.
+        """Return the image's file, always below ``folder``, and whether its base name alone found
+        it.
 
         The file is that of the ``file_name``, where composed and decomposed accents count as equal.
         A name with backslashes, of another machine, or of a folder that is not there, as tools
@@ -116,39 +102,15 @@ class CocoDataset:
                 or several have it; or a link in its place leads out.
             DriveLostError: Drive went away.
         """
-        name = self.file_name(index)
-        slashed = name.replace("\\", "/")
-        base = take_base_name(name)
-        path = None if leads_out(name) else resolve_name(folder, name)
-        if path:
-            if (name.isascii() and "/" not in slashed) or os.path.exists(path):
-                return path, False
-            for form in ("NFC", "NFD"):
-                if os.path.exists(alike := resolve_name(folder, normalize(form, slashed))):
-                    return alike, False
-            if slashed == name and os.path.isdir(path.parent):
-                return path, False
-        found = None if base in self.shared_names else list_base_names(str(folder)).get(base, "")
-        if found:
-            return Path(folder, found), True
-        if path:
-            return path, False
-        found = (
-            f"{name!r:.80}, which leads out of it, and "
-            f"{'no' if found == '' else 'more than one image or'} file"
-        )
-        raise ColabUtilsError(
-            f"expected a file_name below {folder}, found {found} of that name. Put the images "
-            "there."
-        )
+        return find_file(folder, self.file_name(index), self.shared_names)
 
     @property
     def crowds(self) -> int:
-        """How many annotations are crowds."""
+        """Return how many annotations are crowds."""
         return int(self.is_crowd.sum())
 
     def annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, made when you ask; the segmentation is as in the
+        """Return the image's annotations in COCO form, made when you ask; the segmentation is as in the
         file.
 
         Raises:
@@ -161,11 +123,11 @@ class CocoDataset:
         return sound
 
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-        """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of
-        the others.
+        """Return the image's sound annotations as :meth:`annotations` gives them, and id and fault of
+        each of the others.
         """
-        sound = list[dict[str, Any]]()
-        faults = list[tuple[int, str]]()
+        sound: list[dict[str, Any]] = []
+        faults: list[tuple[int, str]] = []
         size = self.sizes[index].tolist()
         known = {category["id"] for category in self.categories}
         numbers = self.ids[self.first[index] : self.first[index + 1]].tolist()
@@ -184,28 +146,28 @@ class CocoDataset:
         return sound, faults
 
     def read_entries(self, index: int) -> list[Any]:
-        """The image's annotations as they are in the file."""
+        """Return the image's annotations as they are in the file."""
         return list(json.loads(b"[%b]" % self.take_text(index)))
 
     def take_text(self, index: int) -> bytes:
-        """The JSON of the image's annotations, parted by commas."""
+        """Return the JSON of the image's annotations, parted by commas."""
         return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
     def subset(self, start: int, stop: int) -> "CocoDataset":
-        """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another
+        """Return images ``start`` to ``stop`` alone, in arrays of their own (small to send to another
         process).
         """
-        a = int(self.first[start])
-        b = int(self.first[stop])
+        first = int(self.first[start])
+        end = int(self.first[stop])
         return replace(
             self,
             image_ids=self.image_ids[start:stop],
             sizes=self.sizes[start:stop],
             names=self.names[self.name_ends[start] : self.name_ends[stop]],
             name_ends=self.name_ends[start : stop + 1] - self.name_ends[start],
-            first=self.first[start : stop + 1] - a,
-            ids=self.ids[a:b],
-            is_crowd=self.is_crowd[a:b],
+            first=self.first[start : stop + 1] - first,
+            ids=self.ids[first:end],
+            is_crowd=self.is_crowd[first:end],
             texts=self.texts[self.text_ends[start] : self.text_ends[stop]],
             text_ends=self.text_ends[start : stop + 1] - self.text_ends[start],
             shared_names=self.shared_names.intersection(
@@ -233,8 +195,8 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> import json, tempfile
         >>> coco = {"images": [{"id": 7, "file_name": "a/b.jpg", "width": 8, "height": 6}],
         ...         "categories": [{"id": 3, "name": "car"}],
-        ...         "annotations": [{"id": 1, "image_id": 7, "category_id": 3, "bbox": [0, 0, 4, 4], "area": 16,
-        ...                          "iscrowd": 0, "segmentation": [[0, 0, 4, 0, 4, 4]]}]}
+        ...         "annotations": [{"id": 1, "image_id": 7, "category_id": 3,
+        ...                          "segmentation": [[0, 0, 4, 0, 4, 4]]}]}
         >>> with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         ...     _ = file.write(json.dumps(coco)); file.flush()
         ...     dataset = read_coco(file.name)
@@ -244,21 +206,12 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         [[0, 0, 4, 0, 4, 4]]
     """
     path = require_local_path(annotations)
-    columns = Columns()
-    fingerprint, text = read_text(path)
-    read_entries_of(text, path, columns)
-    del text
-    if columns.rows and not columns.has_shapes:
-        found = (
-            f"{len(columns.rows) // 5:,} annotations without bbox and segmentation (captions, "
-            "or panoptic?)"
-        )
-        raise expect_instances(path, found, NAME_INSTANCES)
+    fingerprint, columns = read_columns(path)
     return _group(columns, fingerprint)
 
 
 def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """As `read_coco`, for those who read the images: each annotation must be of one image and one
+    """Read annotations as `read_coco`, for those who read the images: each annotation must be of one image and one
     category.
 
     Raises:
@@ -271,26 +224,25 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     strangers = {
         "with the id of another": dataset.repeated_ids,
         "of an unknown image": dataset.unknown_images,
+        "of an unknown category": dataset.unknown_categories,
     }
-    strangers["of an unknown category"] = dataset.unknown_categories
     for kind, ids in strangers.items():
         if ids.size:
-            found = (
-                f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs "
-                "them (--repair OUT.json)"
-            )
             raise ColabUtilsError(
-                f"expected annotations of images with ids of their own in {annotations}, {found}."
+                f"expected annotations of images with ids of their own in {annotations}, "
+                f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs "
+                "them (--repair OUT.json)."
             )
-    # of no images, or told where they are read; the first stands for all
+    # The first image stands for all. Where it cannot be found, its reader says so.
     with suppress(ColabUtilsError, IndexError):
         path, by_base_name = dataset.find_image(images, 0)
         if by_base_name:
-            found = (
-                f"images do not lie where the annotations say: found {dataset.file_name(0)!r} "
-                f"at {path}"
+            warnings.warn(
+                "images do not lie where the annotations say: "
+                f"found {dataset.file_name(0)!r} at {path}",
+                ColabUtilsWarning,
+                stacklevel=3,
             )
-            warnings.warn(found, ColabUtilsWarning, stacklevel=3)
     return dataset
 
 
@@ -299,7 +251,8 @@ def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Pa
     ``path``.
     """
     chosen = list(indices)
-    texts = map(dataset.take_text, chosen)  # as they are, faults and all
+    # The texts stay as they are, faults and all.
+    texts = map(dataset.take_text, chosen)
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_coco(path, [dataset.image(index) for index in chosen], texts, dataset.categories)
 
@@ -329,7 +282,7 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
     )
     unique, places = np.unique(image_ids, return_index=True)
     known_image = np.isin(owners, unique)
-    # a category that cannot be read is a fault of its annotation alone
+    # A category that cannot be read is a fault of its annotation alone.
     known_category = np.isin(categories, [*columns.category_names, UNREADABLE])
     kept = np.flatnonzero(known_image)
     image_of = places[np.searchsorted(unique, owners[kept])]

@@ -1,57 +1,77 @@
 """The kinds of defects of a dataset, and what becomes of each."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 Defect = tuple[str, str]
 """Its kind, and what was found where."""
 
 
-# what each kind of defect does to preprocessing and training; "note" costs nothing, or nothing that
-# can be mended
-KINDS = {
-    "stops preprocess": "no images|repeated image id|unknown image|unknown category",
-    "stops training: masks are needed, as polygons or RLE": "no instances",
-    "image is "
-    "skipped": "unsafe file_name|missing image|empty file|truncated image|bad image|size mismatch|"
-    "bad annotation|object without mask|bad mask",
-    "object becomes background": "inverted box|box outside the image",
-    "objects of one entry become background in the other: make it one "
-    "entry": "objects in several entries of an image",
-    "objects become background; where they are CVAT's brush masks: --repair with --crowds "
-    "objects": "many crowds",
-    "object is trained without a pixel": "normalised polygon|empty mask",
-    "object is trained with a wrong box": "box of corners|mask and box disagree",
-    "average precision comes out too high": "image in validation, too",
-    "note: left out of training": "box without area|crowd|image without objects",
-    "note: object is under a pixel, in the file or once the model has shrunk it": "tiny object",
-    "note: cut at the image's edge": "box beyond the image|polygon beyond the image",
-    "note: look whether it is what you "
-    "mean": "self-crossing polygon|name of several categories|EXIF rotation, unclear",
-    "note: average precision counts it as a small object": "area 0",
-    "note: counts twice": "repeated annotation|repeated file_name",
-    "note: taken as it is": "found by base name|wrong extension|EXIF rotation, annotated as stored",
-    "note: preprocess turns it upright": "EXIF rotation, annotated upright",
-    "note: becomes 8-bit RGB, its first "
-    "frame": "16-bit image|CMYK image|grey image|image with alpha|animated image",
-    "note: all ids are numbered anew from 1, as 0 is the background's": "category id 0",
-    "note: too few to learn": "unused category|rare category",
-    "note: costs time, see statistics": "enlarged image",
-}
+@dataclass(frozen=True)
+class Kind:
+    """A kind of defect."""
+
+    name: str
+    effect: str
+    """What it does to preprocessing and training; "note" costs nothing, or nothing that can be
+    mended.
+    """
+
+    @property
+    def is_serious(self) -> bool:
+        """Return whether a dataset with it has problems."""
+        return not self.effect.startswith("note")
 
 
-EFFECTS = {kind: effect for effect, kinds in KINDS.items() for kind in kinds.split("|")}
-
-
-SERIOUS = {kind for kind, effect in EFFECTS.items() if not effect.startswith("note")}
-
-
-USUAL = {
-    "grey image",
-    "image without objects",
-    "EXIF rotation, annotated upright",
-    "enlarged image",
-}
-"""Of which an image is none of the worst."""
+KINDS = (
+    Kind("no images", "stops preprocess"),
+    Kind("repeated image id", "stops preprocess"),
+    Kind("unknown image", "stops preprocess"),
+    Kind("unknown category", "stops preprocess"),
+    Kind("no instances", "stops training: masks are needed, as polygons or RLE"),
+    Kind("unsafe file_name", "image is skipped"),
+    Kind("missing image", "image is skipped"),
+    Kind("empty file", "image is skipped"),
+    Kind("truncated image", "image is skipped"),
+    Kind("bad image", "image is skipped"),
+    Kind("size mismatch", "image is skipped"),
+    Kind("bad annotation", "image is skipped"),
+    Kind("object without mask", "image is skipped"),
+    Kind("bad mask", "image is skipped"),
+    Kind("inverted box", "object becomes background"),
+    Kind("box outside the image", "object becomes background"),
+    Kind(
+        "objects in several entries of an image",
+        "objects of one entry become background in the other: make it one entry",
+    ),
+    Kind(
+        "many crowds",
+        "objects become background; where they are CVAT's brush masks: --repair with --crowds "
+        "objects",
+    ),
+    Kind("normalised polygon", "object is trained without a pixel"),
+    Kind("empty mask", "object is trained without a pixel"),
+    Kind("box of corners", "object is trained with a wrong box"),
+    Kind("mask and box disagree", "object is trained with a wrong box"),
+    Kind("image in validation, too", "average precision comes out too high"),
+    Kind("box without area", "note: left out of training"),
+    Kind("crowd", "note: left out of training"),
+    Kind("image without objects", "note: left out of training"),
+    Kind("polygon beyond the image", "note: cut at the image's edge"),
+    Kind("self-crossing polygon", "note: look whether it is what you mean"),
+    Kind("name of several categories", "note: look whether it is what you mean"),
+    Kind("EXIF rotation, unclear", "note: look whether it is what you mean"),
+    Kind("area 0", "note: average precision counts it as a small object"),
+    Kind("repeated annotation", "note: counts twice"),
+    Kind("repeated file_name", "note: counts twice"),
+    Kind("found by base name", "note: taken as it is"),
+    Kind("16-bit image", "note: becomes 8-bit RGB, its first frame"),
+    Kind("animated image", "note: becomes 8-bit RGB, its first frame"),
+)
+EFFECTS = {kind.name: kind.effect for kind in KINDS}
+"""The effect of each kind, by its name."""
+SERIOUS = {kind.name for kind in KINDS if kind.is_serious}
+"""The names of the kinds with which a dataset has problems."""
 
 
 def describe_faults(faults: Mapping[str, int]) -> str:

@@ -9,36 +9,35 @@ from numpy.typing import NDArray
 
 from colab_utils.data.defects import SERIOUS, Defect
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
-from colab_utils.data.sizes import find_scale
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
 """Pixels that boxes, masks and images may differ by."""
 
 
-HARMLESS = ("box beyond the image", "tiny object")
-"""Kinds of `compare_box` that leave a box as it is."""
-
-
-def check_object(one: dict[str, Any], size: tuple[int, int]) -> tuple[list[Defect], int]:
-    """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
-    if not one["segmentation"]:
+def check_object(one: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defect], int]:
+    """Return the defects of an annotation, and the pixels of its mask; 0 where it cannot be trained
+    on.
+    """
+    outline = one["segmentation"]
+    if not outline:
         return [("object without mask", "")], 0
+    height, width = size
     try:
-        mask = encode_segmentation(one["segmentation"], *size)
+        mask = encode_segmentation(outline, height, width)
     except ColabUtilsError as error:
         return [("bad mask", str(error))], 0
     tight, pixels = measure_mask(mask)
-    found = compare_box(one["bbox"], tight, *size)
-    wrong_box = found
-    if isinstance(one["segmentation"], list):
-        polygons = read_polygons(one["segmentation"])
+    wrong_box = compare_box(one["bbox"], tight, height, width)
+    defects = [*wrong_box]
+    if isinstance(outline, list):
+        polygons = read_polygons(outline)
         if is_normalised(np.concatenate(polygons)):
             return [("normalised polygon", "all of its numbers lie in 0 to 1")], 0
-        found = _check_polygons(polygons, *size, pixels) + wrong_box
+        defects = _check_polygons(polygons, height, width, pixels) + wrong_box
     if pixels and one["area"] <= 0:
-        found = [*found, ("area 0", f"the mask has {pixels:,} pixels")]
-    return found, pixels if not wrong_box or wrong_box[0][0] in HARMLESS else 0
+        defects.append(("area 0", f"the mask has {pixels:,} pixels"))
+    return defects, 0 if wrong_box else pixels
 
 
 def count_faults(
@@ -94,60 +93,54 @@ def _find_fault(one: dict[str, Any], mask: dict[str, Any]) -> str:
 def _check_polygons(
     polygons: list[NDArray[np.float64]], height: int, width: int, pixels: int
 ) -> list[Defect]:
-    everywhere = np.concatenate(polygons).reshape(-1, 2)
-    beyond = max(*-everywhere.min(0), *(everywhere.max(0) - (width, height)))
+    corners = np.concatenate(polygons).reshape(-1, 2)
+    beyond = max(*-corners.min(0), *(corners.max(0) - (width, height)))
     if beyond > NEAR:
         return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
     x, y = polygons[0].reshape(-1, 2).T
     enclosed = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
-    # the two loops of an eight have opposite signs; drawing fills both
-    crossing = len(polygons) == 1 and pixels >= 16 and enclosed < pixels / 2
-    return (
-        [("self-crossing polygon", f"encloses {enclosed:,.0f} pixels, fills {pixels:,}")]
-        if crossing
-        else []
-    )
+    # The two loops of an eight have opposite signs; drawing fills both.
+    if len(polygons) == 1 and pixels >= 16 and enclosed < pixels / 2:
+        text = f"encloses {enclosed:,.0f} pixels, fills {pixels:,}"
+        return [("self-crossing polygon", text)]
+    return []
 
 
 def is_normalised(numbers: Any) -> bool:
-    """Whether a polygon is given in shares of the image, 0 to 1, not in pixels; one of 0 and 1
-    alone is a pixel.
+    """Return whether a polygon is given in shares of the image, 0 to 1, not in pixels; one of 0 and
+    1 alone is a pixel.
 
     Example:
         >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])
         (True, False)
     """
-    return bool(
-        np.min(numbers) >= 0 and np.max(numbers) <= 1 and not np.isin(numbers, (0, 1)).all()
-    )
+    in_unit = np.min(numbers) >= 0 and np.max(numbers) <= 1
+    return bool(in_unit and not np.isin(numbers, (0, 1)).all())
 
 
 def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[Defect]:
-    """A box against the image and the tight box of its mask, each x, y, width, height."""
+    """Compare a box with the image and the tight box of its mask, each x, y, width, height."""
     from pycocotools import mask as coco_mask
 
     x, y, w, h = box
+    text = f"bbox {box}"
     if w < 0 or h < 0:
-        return [("inverted box", f"bbox {box}")]
+        return [("inverted box", text)]
     if not (w > 0 and h > 0):
-        return [("box without area", f"bbox {box}")]
+        return [("box without area", text)]
     if min(x + w, width) <= max(x, 0) or min(y + h, height) <= max(y, 0):
-        return [("box outside the image", f"bbox {box}")]
+        return [("box outside the image", text)]
     if not (tight[2] and tight[3]):
-        return [("empty mask" if w * h >= NEAR**2 else "tiny object", f"bbox {box}")]
-    edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)  # as training cuts it
+        return [("empty mask", text)] if w * h >= NEAR**2 else []
+    # Training cuts a box at the image's edges.
+    edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)
     inner = np.array([*tight[:2], tight[0] + tight[2], tight[1] + tight[3]])
-    cut = (*edges[:2], *edges[2:] - edges[:2])
-    corners = (x, y, w - x, h - y)
-    overlaps = coco_mask.iou(
-        np.array([cut, corners], np.float64), np.array([tight], np.float64), [False]
-    ).ravel()
-    if overlaps[0] < 0.5 and np.abs(edges - inner).max() > NEAR:
-        if overlaps[1] >= 0.5:
-            return [("box of corners", f"bbox {box} looks like x0, y0, x1, y1")]
-        return [("mask and box disagree", f"bbox {box}, the mask lies in {tight}")]
-    if min(w, h) * find_scale(height, width) < 1:
-        return [("tiny object", f"{w:.0f} x {h:.0f} pixels of {width} x {height}")]
-    if min(x, y) < -NEAR or x + w > width + NEAR or y + h > height + NEAR:
-        return [("box beyond the image", f"bbox {box}")]
-    return []
+    if np.abs(edges - inner).max() <= NEAR:
+        return []
+    boxes = np.array([[*edges[:2], *edges[2:] - edges[:2]], [x, y, w - x, h - y]], np.float64)
+    overlap, corners_overlap = coco_mask.iou(boxes, np.array([tight]), [False]).ravel()
+    if overlap >= 0.5:
+        return []
+    if corners_overlap >= 0.5:
+        return [("box of corners", f"{text} looks like x0, y0, x1, y1")]
+    return [("mask and box disagree", f"{text}, the mask lies in {tight}")]

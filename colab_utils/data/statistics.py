@@ -12,19 +12,14 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_checks import Findings
 from colab_utils.data.sizes import MODEL_SIZES, find_scale
 
-RARE = 10  # objects, below which a class is not learnt
-
-
-# COCO's limits, in pixels of the mask
+# Objects below which a class is not learnt.
+_RARE = 10
+# Rare classes that the advice names.
+_NAMED = 5
+# COCO's limits, in pixels of the mask.
 _SMALL = 32**2
-
-
 _MEDIUM = 96**2
-
-
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
-
-
 _RATIOS = {
     "under 1:3": 1 / 3,
     "1:3 to 2:3": 2 / 3,
@@ -32,14 +27,12 @@ _RATIOS = {
     "3:2 to 3:1": 3,
     "over 3:1": np.inf,
 }
-
-
 _COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and more": np.inf}
 
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """The usable objects in numbers; crowds are left out."""
+    """Hold the usable objects in numbers; crowds are left out."""
 
     objects: int
     classes: dict[str, int]
@@ -55,44 +48,45 @@ class DatasetStatistics:
 
 
 def measure_dataset(
-    dataset: CocoDataset, findings: "Sequence[Findings]", look_at: Sequence[str]
+    dataset: CocoDataset, findings: Sequence[Findings], look_at: Sequence[str]
 ) -> DatasetStatistics:
-    """The numbers of a dataset, from what was found in each image; ``look_at``: files with
+    """Return the numbers of a dataset, from what was found in each image; ``look_at``: files with
     problems.
     """
     objects = np.concatenate([np.zeros((0, 4)), *(found.objects for found in findings)])
-    names = {one["id"]: one["name"] for one in dataset.categories}
+    names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
-    advice = [_advise_size(findings, objects[:, 3])] if len(objects) else []
-    rare = [f"{name} ({count:,})" for name, count in classes.items() if count < RARE]
+    advice = []
+    if len(objects):
+        advice.append(_advise_size(findings, objects[:, 3]))
+    rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
     if rare:
-        more = f" and {len(rare) - 5} more" if len(rare) > 5 else ""
+        more = f" and {len(rare) - _NAMED} more" if len(rare) > _NAMED else ""
         advice.append(
-            f"Merge or drop classes of under {RARE} objects: {', '.join(rare[:5])}{more}."
+            f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:_NAMED])}{more}."
         )
     if look_at:
         advice.append(f"Look at {', '.join(look_at)} first.")
+    per_image = np.array([len(found.objects) for found in findings])
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
         sizes=_count_bins(objects[:, 3], _SIZES),
         aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
-        objects_per_image=_count_bins(
-            np.array([len(found.objects) for found in findings]), _COUNTS
-        ),
+        objects_per_image=_count_bins(per_image, _COUNTS),
         advice=tuple(advice),
     )
 
 
 def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
-    """How many values lie below each limit, and not below the one before."""
+    """Return how many values lie below each limit, and not below the one before."""
     below = np.searchsorted(np.sort(values), [*limits.values()])
     return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
 
 
-def _advise_size(findings: "Sequence[Findings]", masks: NDArray[np.float64]) -> str:
-    """An input size: as the images are where their objects, of these pixels, are large; else
+def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:
+    """Return an input size: as the images are where their objects, of these pixels, are large; else
     torchvision's.
     """
     sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
@@ -108,12 +102,10 @@ def _advise_size(findings: "Sequence[Findings]", masks: NDArray[np.float64]) -> 
         f"the default enlarges {larger.mean():.0%} of the images and makes {work:.1f} times "
         "the work"
     )
-    if small < 0.3:
-        shorter, longer = (
-            32 * max(1, round(side / 32)) for side in sorted(np.median(sizes, 0).tolist())
+    if small >= 0.3:
+        return (
+            f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, "
+            "which gain by it."
         )
-        return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."
-    return (
-        f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, "
-        "which gain by it."
-    )
+    shorter, longer = np.maximum(1, np.sort(np.median(sizes, 0) / 32).round()).astype(int) * 32
+    return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."
