@@ -7,10 +7,10 @@ GB of JSON) needs little more memory than its text, and worker processes share i
 
 import json
 import warnings
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,8 @@ class CocoDataset:
         )
 
     def file_name(self, index: int) -> str:
-        """Return the image's path below the image folder, as the JSON gives it; :meth:`find_image` opens
-        no file outside.
+        """Return the image's path below the image folder, as the JSON gives it; :meth:`find_image`
+        opens no file outside.
         """
         return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
 
@@ -110,8 +110,8 @@ class CocoDataset:
         return int(self.is_crowd.sum())
 
     def annotations(self, index: int) -> list[dict[str, Any]]:
-        """Return the image's annotations in COCO form, made when you ask; the segmentation is as in the
-        file.
+        """Return the image's annotations in COCO form, made when you ask; the segmentation is as in
+        the file.
 
         Raises:
             ColabUtilsError: one of them is faulty, such as one whose box is no numbers.
@@ -154,8 +154,8 @@ class CocoDataset:
         return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
     def subset(self, start: int, stop: int) -> "CocoDataset":
-        """Return images ``start`` to ``stop`` alone, in arrays of their own (small to send to another
-        process).
+        """Return images ``start`` to ``stop`` alone, in arrays of their own (small to send to
+        another process).
         """
         first = int(self.first[start])
         end = int(self.first[stop])
@@ -211,8 +211,8 @@ def read_coco(annotations: str | Path) -> CocoDataset:
 
 
 def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """Read annotations as `read_coco`, for those who read the images: each annotation must be of one image and one
-    category.
+    """Read annotations as `read_coco`, for those who read the images: each annotation must be of
+    one image and one category.
 
     Raises:
         ColabUtilsError: as `read_coco`; or there is no image folder, images have the same id, or
@@ -276,10 +276,8 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
     """Sort the annotations by image, set aside those of unknown images, and note those of unknown
     categories.
     """
-    image_ids, *sizes, name_ends = np.array(columns.images, np.int64).reshape(-1, 4).T.copy()
-    ids, owners, categories, crowds, text_ends = (
-        np.array(columns.rows, np.int64).reshape(-1, 5).T.copy()
-    )
+    image_ids, heights, widths, name_ends = _take_columns(columns.images, 4)
+    ids, owners, categories, crowds, text_ends = _take_columns(columns.rows, 5)
     unique, places = np.unique(image_ids, return_index=True)
     known_image = np.isin(owners, unique)
     # A category that cannot be read is a fault of its annotation alone.
@@ -287,19 +285,15 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
     kept = np.flatnonzero(known_image)
     image_of = places[np.searchsorted(unique, owners[kept])]
     kept = kept[np.argsort(image_of, kind="stable")]
-    starts = np.append(0, text_ends)
-    view = memoryview(columns.texts)
-    first = np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(image_ids)))])
-    rows = (kept[start:end] for start, end in pairwise(first.tolist()))
-    texts = [b", ".join(view[starts[row] : text_ends[row]] for row in mine) for mine in rows]
+    first = np.append(0, np.cumsum(np.bincount(image_of, minlength=len(image_ids))))
+    texts = _join_texts(columns.texts, np.append(0, text_ends), np.split(kept, first[1:])[:-1])
+    names = sorted(columns.category_names.items())
     return CocoDataset(
         fingerprint=fingerprint,
-        categories=tuple(
-            {"id": number, "name": name} for number, name in sorted(columns.category_names.items())
-        ),
+        categories=tuple({"id": number, "name": name} for number, name in names),
         shared_names=frozenset(columns.shared_names),
         image_ids=image_ids,
-        sizes=np.stack(sizes, axis=1).astype(np.int32),
+        sizes=np.stack([heights, widths], axis=1).astype(np.int32),
         names=bytes(columns.names),
         name_ends=np.append(0, name_ends),
         first=first,
@@ -311,3 +305,16 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
         unknown_images=ids[~known_image],
         unknown_categories=ids[known_image & ~known_category],
     )
+
+
+def _take_columns(values: "array[int]", width: int) -> NDArray[np.int64]:
+    """Return the columns of rows of this width."""
+    return np.array(values, np.int64).reshape(-1, width).T.copy()
+
+
+def _join_texts(
+    text: bytearray, ends: NDArray[np.int64], rows: list[NDArray[np.int64]]
+) -> list[bytes]:
+    """Return the texts of each image's rows, parted by commas."""
+    view = memoryview(text)
+    return [b", ".join(view[ends[row] : ends[row + 1]] for row in mine) for mine in rows]
