@@ -7,7 +7,6 @@ GB of JSON) needs little more memory than its text, and worker processes share i
 
 import json
 import warnings
-from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +22,12 @@ from colab_utils.data.image_paths import find_file, require_folder, take_base_na
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
 from colab_utils.require import require_local_path
+
+# What `Columns` holds of each image, and of each annotation.
+_IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
+_ROW = np.dtype(
+    [(name, np.int64) for name in ("id", "image_id", "category_id", "is_crowd", "text_end")]
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,40 +281,36 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
     """Sort the annotations by image, set aside those of unknown images, and note those of unknown
     categories.
     """
-    image_ids, heights, widths, name_ends = _take_columns(columns.images, 4)
-    ids, owners, categories, crowds, text_ends = _take_columns(columns.rows, 5)
-    unique, places = np.unique(image_ids, return_index=True)
-    known_image = np.isin(owners, unique)
+    images = np.array(columns.images, np.int64).view(_IMAGE)
+    rows = np.array(columns.rows, np.int64).view(_ROW)
+    unique, places = np.unique(images["id"], return_index=True)
+    known_image = np.isin(rows["image_id"], unique)
     # A category that cannot be read is a fault of its annotation alone.
-    known_category = np.isin(categories, [*columns.category_names, UNREADABLE])
+    known_category = np.isin(rows["category_id"], [*columns.category_names, UNREADABLE])
     kept = np.flatnonzero(known_image)
-    image_of = places[np.searchsorted(unique, owners[kept])]
+    image_of = places[np.searchsorted(unique, rows["image_id"][kept])]
     kept = kept[np.argsort(image_of, kind="stable")]
-    first = np.append(0, np.cumsum(np.bincount(image_of, minlength=len(image_ids))))
-    texts = _join_texts(columns.texts, np.append(0, text_ends), np.split(kept, first[1:])[:-1])
+    first = np.append(0, np.cumsum(np.bincount(image_of, minlength=len(images))))
+    ends = np.append(0, rows["text_end"])
+    texts = _join_texts(columns.texts, ends, np.split(kept, first[1:])[:-1])
     names = sorted(columns.category_names.items())
     return CocoDataset(
         fingerprint=fingerprint,
         categories=tuple({"id": number, "name": name} for number, name in names),
         shared_names=frozenset(columns.shared_names),
-        image_ids=image_ids,
-        sizes=np.stack([heights, widths], axis=1).astype(np.int32),
+        image_ids=images["id"].copy(),
+        sizes=np.stack([images["height"], images["width"]], axis=1).astype(np.int32),
         names=bytes(columns.names),
-        name_ends=np.append(0, name_ends),
+        name_ends=np.append(0, images["name_end"]),
         first=first,
-        ids=ids[kept],
-        is_crowd=crowds[kept].astype(np.bool_),
+        ids=rows["id"][kept],
+        is_crowd=rows["is_crowd"][kept].astype(np.bool_),
         texts=b"".join(texts),
         text_ends=np.cumsum([0, *map(len, texts)]),
-        repeated_ids=np.delete(image_ids, places),
-        unknown_images=ids[~known_image],
-        unknown_categories=ids[known_image & ~known_category],
+        repeated_ids=np.delete(images["id"], places),
+        unknown_images=rows["id"][~known_image],
+        unknown_categories=rows["id"][known_image & ~known_category],
     )
-
-
-def _take_columns(values: "array[int]", width: int) -> NDArray[np.int64]:
-    """Return the columns of rows of this width."""
-    return np.array(values, np.int64).reshape(-1, width).T.copy()
 
 
 def _join_texts(

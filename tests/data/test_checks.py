@@ -75,7 +75,8 @@ def repeat_entry(dataset):
     """The image once more, with the same objects."""
     repeat_name(dataset)
     empty(dataset)
-    one, other = (dataset.coco["images"][n]["id"] for n in (4, 5))
+    one = dataset.coco["images"][4]["id"]
+    other = dataset.coco["images"][5]["id"]
     rows = dataset.coco["annotations"]
     rows += [
         {**row, "image_id": one, "id": 900 + n}
@@ -174,10 +175,10 @@ def draw(polygon, box=None):
     """A mask, with a box of its own or the polygon's."""
 
     def spoil(dataset):
-        (x0, x1), (y0, y1) = ((min(side), max(side)) for side in (polygon[::2], polygon[1::2]))
-        dataset.coco["annotations"][2].update(
-            segmentation=[polygon], bbox=box or [x0, y0, x1 - x0, y1 - y0]
-        )
+        x0 = min(polygon[::2])
+        y0 = min(polygon[1::2])
+        around = [x0, y0, max(polygon[::2]) - x0, max(polygon[1::2]) - y0]
+        dataset.coco["annotations"][2].update(segmentation=[polygon], bbox=box or around)
 
     return spoil
 
@@ -201,9 +202,11 @@ def shrink(dataset):
 
 
 def share_id(dataset):
-    three, four = (dataset.coco["images"][i] for i in (3, 4))
+    three = dataset.coco["images"][3]
+    four = dataset.coco["images"][4]
     for one in dataset.coco["annotations"]:
-        one["image_id"] = three["id"] if one["image_id"] == four["id"] else one["image_id"]
+        if one["image_id"] == four["id"]:
+            one["image_id"] = three["id"]
     four["id"] = three["id"]
 
 
