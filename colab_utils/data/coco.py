@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +293,7 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
     kept = kept[np.argsort(image_of, kind="stable")]
     first = np.append(0, np.cumsum(np.bincount(image_of, minlength=len(images))))
     ends = np.append(0, rows["text_end"])
-    texts = _join_texts(columns.texts, ends, np.split(kept, first[1:])[:-1])
+    texts = _join_texts(columns.texts, ends, kept, first)
     names = sorted(columns.category_names.items())
     return CocoDataset(
         fingerprint=fingerprint,
@@ -314,8 +315,11 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
 
 
 def _join_texts(
-    text: bytearray, ends: NDArray[np.int64], rows: list[NDArray[np.int64]]
+    text: bytearray, ends: NDArray[np.int64], rows: NDArray[np.int64], first: NDArray[np.int64]
 ) -> list[bytes]:
     """Return the texts of each image's rows, parted by commas."""
     view = memoryview(text)
-    return [b", ".join(view[ends[row] : ends[row + 1]] for row in mine) for mine in rows]
+    texts = []
+    for start, end in pairwise(first.tolist()):
+        texts.append(b", ".join(view[ends[row] : ends[row + 1]] for row in rows[start:end]))
+    return texts
