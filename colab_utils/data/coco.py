@@ -129,8 +129,8 @@ class CocoDataset:
         return sound
 
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-        """Return the image's sound annotations as :meth:`annotations` gives them, and id and fault of
-        each of the others.
+        """Return the image's sound annotations as :meth:`annotations` gives them, and id and fault
+        of each of the others.
         """
         sound: list[dict[str, Any]] = []
         faults: list[tuple[int, str]] = []

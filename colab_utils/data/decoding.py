@@ -72,8 +72,8 @@ _FORMATS = {
 
 
 class _Limit(int):
-    """Be a number that twice itself is no more than: Pillow warns above a limit, and refuses above two
-    of them.
+    """Be a number that twice itself is no more than: Pillow warns above a limit, and refuses above
+    two of them.
     """
 
     def __rmul__(self, _: int, /) -> int:
@@ -237,8 +237,8 @@ def _take_pixels(image: "Image.Image") -> NDArray[np.uint8]:
 
 @guard_pillow()
 def open_image(data: bytes | bytearray) -> "Image.Image":
-    """Open a complete image by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not refuse
-    its pixels.
+    """Open a complete image by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not
+    refuse its pixels.
 
     Raises:
         ColabUtilsError: if the bytes are none, or have more than `MOST_PIXELS` pixels, before any
@@ -411,7 +411,8 @@ def name_kind(data: bytes | bytearray) -> str:
 
 
 def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Return where the values start in a ``.npy`` file that begins with ``data``, their shape and dtype.
+    """Return where the values start in a ``.npy`` file that begins with ``data``, their shape and
+    dtype.
 
     numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 sometimes
     fails at it in several threads (SystemError of the AST, seen; see
