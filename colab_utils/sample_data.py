@@ -337,11 +337,10 @@ class _Scene:
         narrowing = self.rng.uniform(0.75, 1.0)
         corners = [(narrowing * across, down) for across, down in _SHAPES[name]]
         polygon = _turn_shape(corners, angle, x, y, radius)
-        inner_polygon = _turn_shape(corners, angle, x, y, 0.88 * radius)
         left, top, shape = _draw_polygon(polygon, self.width, self.height)
         inside = Image.new("L", shape.size)
-        inner_corners = [(x - left, y - top) for x, y in inner_polygon]
-        ImageDraw.Draw(inside).polygon(inner_corners, fill=255)
+        inner = np.subtract(_turn_shape(corners, angle, x, y, 0.88 * radius), (left, top))
+        ImageDraw.Draw(inside).polygon(inner.ravel().tolist(), fill=255)
         inside = ImageChops.darker(shape, inside)
         hue, saturation, value = colour
         self.picture.paste(_to_rgb(hue, saturation, 0.55 * value), (left, top), shape)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from colab_utils.data.sources import is_archive, unpack_dataset
+from colab_utils.data.archives import is_archive, unpack_dataset
 from colab_utils.drive import guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import hash_bytes, write_file

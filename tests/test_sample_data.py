@@ -239,7 +239,8 @@ def test_twelve_megapixel_photos_are_spread_evenly(tmp_path, capsys):
     settings = {"n": 9, "width": 64, "height": 48, "objects": (2, 3)}
     plain = make_dataset(tmp_path / "plain", **settings, workers=2)
     made = make_dataset(tmp_path / "made", **settings, photos=4, workers=2)
-    content, before = (json.loads(each.annotations.read_text()) for each in (made, plain))
+    content = json.loads(made.annotations.read_text())
+    before = json.loads(plain.annotations.read_text())
     assert content["info"]["made_with"] == {**before["info"]["made_with"], "photos": 4}
     sizes = [(image["width"], image["height"]) for image in content["images"]]
     photos = [index for index, size in enumerate(sizes) if size == (4000, 3000)]

@@ -1,4 +1,4 @@
-"""Bytes of an image to pixels: JPEG by torchvision's libjpeg-turbo, raw pixels as they are, the
+"""Decode the bytes of an image: JPEG by torchvision's libjpeg-turbo, raw pixels as they are, the
 rest by Pillow.
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_PIXELS = 112_000_000
-"""Of an image: phones of 108 megapixels pass, and reading one takes at most 1 GB: Pillow has 4
-bytes for each pixel.
+"""Pixels of the largest image: phones of 108 megapixels pass, and reading one takes at most 1 GB,
+as Pillow has 4 bytes for each pixel.
 """
 
 _NPY_HEADER = re.compile(
@@ -30,6 +30,7 @@ _NPY_HEADER = re.compile(
     rb"]*)\), \} *\n",
     re.DOTALL,
 )
+# What people have in place of an image or of a JSON, by its first bytes.
 _KINDS = {
     b"PK\x03\x04": "a zip: unpack it first",
     b"\x1f\x8b": "a gzip file: unpack it first",
@@ -39,17 +40,20 @@ _KINDS = {
     b"%(PDF|!PS)": "a PDF or a PostScript file: save its pages as images",
     b"\\0{16}": "nothing but zeros: copy it again",
     b"$": "an empty file: copy it again",
-}  # what people have in place of an image or of a JSON, by its first bytes
-_ORIENTATION = 0x0112  # of EXIF
-# the markers of a JPEG that its size follows
+}
+# The number of the orientation in EXIF.
+_ORIENTATION = 0x0112
+# The markers of a JPEG that its size follows.
 _JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # without which a PNG has other pixels
+# The chunks without which a PNG has other pixels.
+_PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _NUMPY = b"\x93NUMPY"
-_BAND = 1024  # rows
-# what Pillow may open: for EPS it starts another program, and an icon holds a larger image than it
-# says
+# Rows that are taken from Pillow at a time.
+_BAND = 1024
+# What Pillow may open: for EPS it starts another program, and an icon holds a larger image than it
+# says.
 _FORMATS = {
     "AVIF",
     "BMP",
@@ -68,8 +72,8 @@ _FORMATS = {
 
 
 class _Limit(int):
-    """A number that twice itself is no more than: Pillow warns above a limit, and refuses above two
-    of them.
+    """Be a number that twice itself is no more than: Pillow warns above a limit, and refuses above
+    two of them.
     """
 
     def __rmul__(self, _: int, /) -> int:
@@ -77,8 +81,8 @@ class _Limit(int):
 
 
 class _PillowGuard:
-    """Pillow's switches for the whole process: ours while a thread reads here, then the user's
-    again.
+    """Hold Pillow's switches for the whole process: ours while a thread reads here, then the
+    user's again.
     """
 
     def __init__(self) -> None:
@@ -166,8 +170,8 @@ def guard_pillow() -> Iterator[None]:
 
 
 def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
-    """JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as uint8 [H, W,
-    3].
+    """Return a JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as
+    uint8 [H, W, 3].
 
     torchvision's operator decodes straight into the array, Pillow gives its pixels away through two
     copies; the pixels are the same. What the operator refuses (CMYK, cut short) Pillow decodes, or
@@ -183,24 +187,18 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         (2, 3, 3)
     """
     if data[:6] == _NUMPY:
-        try:
-            start, shape, dtype = read_npy_header(data)
-            if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
-                raise ValueError(f"{dtype} {list(shape)}")
-            return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
-        except ValueError as error:
-            raise ColabUtilsError(
-                f"expected raw pixels as uint8 [H, W, 3], found: {error}"
-            ) from None
+        return _read_raw_pixels(data)
     if 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
         try:
             return load_jpeg_decoder()(data)
         except RuntimeError:
-            pass  # Pillow says what is wrong, or knows the kind
-        except (AttributeError, TypeError) as error:  # another version of torchvision
-            found = f"torchvision's JPEG operator failing ({str(error).splitlines()[0]:.100})"
+            # Pillow says what is wrong, or knows the kind.
+            pass
+        except (AttributeError, TypeError) as error:
+            # Another version of torchvision takes or returns something else.
             warnings.warn(
-                f"found {found}: Pillow decodes instead, more slowly",
+                "found torchvision's JPEG operator failing "
+                f"({str(error).splitlines()[0]:.100}): Pillow decodes instead, more slowly",
                 ColabUtilsWarning,
                 stacklevel=2,
             )
@@ -208,27 +206,39 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         return _take_pixels(to_rgb(open_image(data)))
 
 
+def _read_raw_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
+    try:
+        start, shape, dtype = read_npy_header(data)
+        if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
+            raise ValueError(f"{dtype} {list(shape)}")
+        return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+    except ValueError as error:
+        raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
+
+
 @guard_pillow()
 def decode_upright(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
-    """As `decode_pixels`, at the size that annotations give: see `turn_upright`."""
+    """Decode as `decode_pixels`, at the size that annotations give: see `turn_upright`."""
     return _take_pixels(to_rgb(turn_upright(open_image(data), height, width)))
 
 
 def _take_pixels(image: "Image.Image") -> NDArray[np.uint8]:
-    """In bands, because Pillow gives pixels away through two copies."""
-    pixels = np.empty((image.height, image.width, 3), np.uint8)
-    for top in range(0, image.height, _BAND):
-        end = min(top + _BAND, image.height)
-        pixels[top:end] = np.asarray(
-            image.crop((0, top, image.width, end)) if end - top < image.height else image
-        )
+    """Return the pixels, taken in bands, because Pillow gives pixels away through two copies."""
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    if height <= _BAND:
+        pixels[:] = np.asarray(image)
+        return pixels
+    for top in range(0, height, _BAND):
+        end = min(top + _BAND, height)
+        pixels[top:end] = np.asarray(image.crop((0, top, width, end)))
     return pixels
 
 
 @guard_pillow()
 def open_image(data: bytes | bytearray) -> "Image.Image":
-    """A complete image, by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not refuse
-    its pixels.
+    """Open a complete image by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not
+    refuse its pixels.
 
     Raises:
         ColabUtilsError: if the bytes are none, or have more than `MOST_PIXELS` pixels, before any
@@ -237,15 +247,15 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     try:
         return _load_image(data)
     except ColabUtilsError:
-        if data[:8] == _PNG and (bare := _strip_png(data)) != data:
+        if data[:8] == _PNG:
             with suppress(ColabUtilsError):
-                return _load_image(bare)
+                return _load_image(_strip_png(data))
         raise
 
 
 @guard_pillow()
 def open_lazily(file: Any) -> "Image.Image":
-    """`PIL.Image.open` for the formats that datasets have; nothing is decoded yet.
+    """Open by `PIL.Image.open` the formats that datasets have; nothing is decoded yet.
 
     What decodes the image is to stand under `guard_pillow`, too.
 
@@ -254,7 +264,8 @@ def open_lazily(file: Any) -> "Image.Image":
     """
     from PIL import Image
 
-    Image.init()  # it loads what knows the formats
+    # It loads what knows the formats.
+    Image.init()
     try:
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
     except Image.UnidentifiedImageError:
@@ -262,8 +273,10 @@ def open_lazily(file: Any) -> "Image.Image":
         kind = name_kind(file.read(256))
         raise ColabUtilsError(f"not an image: {kind}" if kind else "not an image") from None
     if image.width * image.height > MOST_PIXELS:
-        found = f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels"
-        raise ColabUtilsError(f"{found}: save the image smaller")
+        raise ColabUtilsError(
+            f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels: save the image "
+            "smaller"
+        )
     return image
 
 
@@ -275,7 +288,8 @@ def _load_image(data: bytes | bytearray) -> "Image.Image":
         image.load()
     except (ColabUtilsError, Image.DecompressionBombError):
         raise
-    except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
+    # On damaged data Pillow's readers raise all kinds of errors.
+    except Exception as error:
         raise ColabUtilsError(
             f"not a complete image: {str(error) or type(error).__name__}"
         ) from None
@@ -283,8 +297,8 @@ def _load_image(data: bytes | bytearray) -> "Image.Image":
 
 
 def read_orientation(image: "Image.Image") -> int:
-    """The orientation that EXIF gives, 1 to 8; 1 where there is none or it is damaged. Nothing is
-    decoded for it.
+    """Return the orientation that EXIF gives, 1 to 8; 1 where there is none or it is damaged.
+    Nothing is decoded for it.
 
     Example:
         >>> from PIL import Image
@@ -294,14 +308,18 @@ def read_orientation(image: "Image.Image") -> int:
     from PIL import Image
 
     try:
-        found = Image.Image.getexif(image).get(_ORIENTATION)  # PNG's own decodes the pixels first
-    except Exception:  # damaged EXIF raises all kinds of errors
+        # PNG's own method decodes the pixels first.
+        orientation = Image.Image.getexif(image).get(_ORIENTATION)
+    # Damaged EXIF raises all kinds of errors.
+    except Exception:
         return 1
-    return found if isinstance(found, int) and found in range(1, 9) else 1
+    if isinstance(orientation, int) and 1 <= orientation <= 8:
+        return orientation
+    return 1
 
 
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
-    """The image at the size that annotations give (0: none), turned by EXIF only where its
+    """Return the image at the size that annotations give (0: none), turned by EXIF only where its
     orientation explains that.
 
     Raises:
@@ -323,8 +341,8 @@ def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image"
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of
-    it white.
+    """Convert to 8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would
+    turn most of it white.
 
     Raises:
         ColabUtilsError: the pixels are numbers that do not fit 8 bits (32-bit integers, floats), or
@@ -341,9 +359,11 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     try:
         if image.mode == "P" and "transparency" in image.info:
-            image = image.convert("RGBA")  # straight to RGB would warn
+            # Straight to RGB would warn.
+            image = image.convert("RGBA")
         return image if image.mode == "RGB" else image.convert("RGB")
-    except ValueError as error:  # of a damaged palette
+    # The palette is damaged.
+    except ValueError as error:
         raise ColabUtilsError(f"not a complete image: {error}") from None
 
 
@@ -364,7 +384,7 @@ def _count_jpeg_pixels(data: bytes | bytearray) -> int:
 
 
 def _strip_png(data: bytes | bytearray) -> bytes:
-    """A PNG without the chunks that its pixels do not need."""
+    """Return a PNG without the chunks that its pixels do not need."""
     pieces = [data[:8]]
     place = 8
     while place + 12 <= len(data):
@@ -376,21 +396,23 @@ def _strip_png(data: bytes | bytearray) -> bytes:
 
 
 def name_kind(data: bytes | bytearray) -> str:
-    """What a file that is no image and no JSON is, and what to do; "" where that is not known.
+    """Return what a file that is no image and no JSON is, and what to do; "" where that is not
+    known.
 
     Example:
         >>> name_kind(b"version https://git-lfs.github.com/spec/v1")
         'a Git LFS pointer: run `git lfs pull` where it comes from'
     """
     head = bytes(data[:256])
-    return next(
-        (name for kind, name in _KINDS.items() if re.match(kind, head, re.IGNORECASE | re.DOTALL)),
-        "",
-    )
+    for kind, name in _KINDS.items():
+        if re.match(kind, head, re.IGNORECASE | re.DOTALL):
+            return name
+    return ""
 
 
 def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Where the values start in a ``.npy`` file that begins with ``data``, their shape and dtype.
+    """Return where the values start in a ``.npy`` file that begins with ``data``, their shape and
+    dtype.
 
     numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 sometimes
     fails at it in several threads (SystemError of the AST, seen; see
@@ -405,32 +427,33 @@ def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.d
         >>> read_npy_header(file.getvalue())
         (128, (2, 3), dtype('float32'))
     """
-    found = _NPY_HEADER.match(data)
-    if found is None or found.end() != 10 + int.from_bytes(data[8:10], "little"):
+    header = _NPY_HEADER.match(data)
+    if header is None or header.end() != 10 + int.from_bytes(data[8:10], "little"):
         raise ValueError("a header that is not numpy's")
-    shape = tuple(int(part) for part in found[2].decode().split(",") if part.strip())
+    shape = tuple(int(part) for part in header[2].decode().split(",") if part.strip())
     try:
-        return found.end(), shape, np.dtype(found[1].decode())
+        return header.end(), shape, np.dtype(header[1].decode())
     except TypeError:
-        raise ValueError(f"no type of numbers called {found[1]!r}") from None
+        raise ValueError(f"no type of numbers called {header[1]!r}") from None
 
 
 @cache
 def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]]:
-    """The JPEG operator under torchvision's Python function, which newer versions deprecate.
+    """Return the JPEG operator under torchvision's Python function, which newer versions deprecate.
 
     It imports torchvision, for a second or two: call it before worker processes start, so that they
     share it.
     """
     import torch
-    import torchvision  # noqa: F401  # it registers the operator
+
+    # It registers the operator.
+    import torchvision  # noqa: F401
 
     def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
-        # torch warns of memory it must not write
+        # torch warns of memory it must not write.
         buffer = data if isinstance(data, bytearray) else bytearray(data)
-        pixels = torch.ops.image.decode_jpeg(
-            torch.frombuffer(buffer, dtype=torch.uint8), 3, False
-        ).numpy()
+        encoded = torch.frombuffer(buffer, dtype=torch.uint8)
+        pixels: NDArray[np.uint8] = torch.ops.image.decode_jpeg(encoded, 3, False).numpy()
         return pixels.transpose(1, 2, 0)
 
     return decode

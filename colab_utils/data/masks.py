@@ -276,12 +276,11 @@ def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
         y0 = 0
         y1 = height
     rows = y1 - y0
-    starts = (first_columns - x0) * rows + first_rows - y0
-    ends = (last_columns - x0) * rows + last_rows - y0 + 1
-    bounds = np.stack([starts, ends], axis=1)
+    bounds[:, 0] = (first_columns - x0) * rows + first_rows - y0
+    bounds[:, 1] = (last_columns - x0) * rows + last_rows - y0 + 1
     lengths = np.diff(bounds.ravel(), prepend=0, append=(x1 - x0) * rows)
-    drawn = np.repeat(np.arange(len(lengths), dtype=np.uint8) % 2, lengths)
-    return x0, y0, drawn.reshape(x1 - x0, rows)
+    values = np.arange(len(lengths), dtype=np.uint8) % 2
+    return x0, y0, np.repeat(values, lengths).reshape(x1 - x0, rows)
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:

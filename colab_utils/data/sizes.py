@@ -24,27 +24,31 @@ def find_scale(
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
-    """The size that torchvision's Mask R-CNN resizes an image to, smaller or larger, at least a
-    pixel.
+    """Return the size that torchvision's Mask R-CNN resizes an image to, smaller or larger, at
+    least a pixel.
 
     Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side
     times one scale, rounded down.
 
     Example:
-        >>> fit_size(3000, 4000, min_size=800, max_size=1333), fit_size(480, 640, min_size=800, max_size=1333)
-        ((800, 1066), (800, 1066))
+        >>> fit_size(3000, 4000, min_size=800, max_size=1333)
+        (800, 1066)
+        >>> fit_size(480, 640, min_size=800, max_size=1333)
+        (800, 1066)
     """
     scale = float(find_scale(height, width, min_size=min_size, max_size=max_size))
     return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
 
 
 def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
-    """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never
-    larger than it is.
+    """Return the size an image is stored at: what torchvision's Mask R-CNN would shrink it to,
+    never larger than it is.
 
     Example:
-        >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)
-        ((800, 1066), (480, 640))
+        >>> plan_size(3000, 4000, min_size=800, max_size=1333)
+        (800, 1066)
+        >>> plan_size(480, 640, min_size=800, max_size=1333)
+        (480, 640)
     """
-    # both sides are smaller, or none is
+    # Both sides are smaller, or none is.
     return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))

@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from colab_utils.data.checks import count_faults
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, read_npy_header, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles
+from colab_utils.data.object_checks import count_faults
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from colab_utils.data.checks import describe_faults
 from colab_utils.data.coco import CocoDataset, open_coco
+from colab_utils.data.defects import describe_faults
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, read_whole, write_file

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from colab_utils.comparison import COURSE_STRATEGIES
-from colab_utils.data.checks import DatasetStatistics
+from colab_utils.data.statistics import DatasetStatistics
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.require import require_local_path
 from colab_utils.show.pictures import PALETTE, make_figure

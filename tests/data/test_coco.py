@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from colab_utils.data.coco import _list_base_names, open_coco, read_coco, write_subset
+from colab_utils.data.coco import open_coco, read_coco, write_subset
+from colab_utils.data.image_paths import list_base_names
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
@@ -531,7 +532,7 @@ def find(tmp_path, names, *, files, index=0):
         (tmp_path / "images" / file).touch()
     images = [{"id": i, "file_name": name} for i, name in enumerate(names)]
     dataset = read(tmp_path / "a.json", make_coco(images=images, annotations=[]))
-    _list_base_names.cache_clear()
+    list_base_names.cache_clear()
     path, by_name = dataset.find_image(tmp_path / "images", index)
     return path.relative_to(tmp_path / "images").as_posix(), by_name
 

@@ -25,7 +25,7 @@ from colab_utils.data.decoding import (
     read_npy_header,
     to_rgb,
 )
-from colab_utils.data.sources import convert_masks
+from colab_utils.data.mask_files import convert_masks
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.sample_data import make_dataset

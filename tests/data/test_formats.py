@@ -113,7 +113,10 @@ def make_cvat():
     text = "".join(
         f"<label><name>{label}</name><attributes></attributes></label>" for label in CLASSES
     )
-    text = f"<meta><task><name>t</name><size>2</size><mode>annotation</mode><labels>{text}</labels></task></meta>"
+    text = (
+        "<meta><task><name>t</name><size>2</size><mode>annotation</mode>"
+        f"<labels>{text}</labels></task></meta>"
+    )
     for number, (name, objects) in enumerate(OBJECTS.items()):
         save_photo(Path(f"cvat/images/{name}.jpg"))
         text += f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'

@@ -21,8 +21,8 @@ import pytest
 from PIL import Image, TiffImagePlugin
 
 from colab_utils.data.checks import check_dataset
+from colab_utils.data.mask_files import convert_masks
 from colab_utils.data.repair import repair_annotations
-from colab_utils.data.sources import convert_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.write import write_shards
 from colab_utils.show.report import write_check
@@ -210,7 +210,8 @@ import re, resource, sys
 from tests.data.test_hostile import check
 from pathlib import Path
 check(Path(sys.argv[1]), Path(sys.argv[1], "a.json").read_text())
-own = int(re.search("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss keeps the parent's
+# ru_maxrss keeps the parent's.
+own = int(re.search("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1e6)
 """
 

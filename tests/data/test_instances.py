@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.ops import masks_to_boxes
 
 from colab_utils.data.checks import check_dataset
-from colab_utils.data.sources import convert_masks
+from colab_utils.data.mask_files import convert_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder
 

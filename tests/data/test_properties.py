@@ -56,6 +56,11 @@ def test_all_notations_of_a_mask_give_the_same(polygons, height, width):
     assert all(coco_mask.area(rle) == mask.sum() for rle in found)
 
 
+def choose_nearest(before, after):
+    scale = np.float32(before) / np.float32(after)
+    return np.floor(np.arange(after, dtype=np.float32) * scale).astype(int)
+
+
 @SEEDED
 @given(polygons=polygons, sizes=st.tuples(side, side, side, side))
 def test_a_mask_that_is_resized_takes_the_nearest_pixels(polygons, sizes):
@@ -64,12 +69,8 @@ def test_a_mask_that_is_resized_takes_the_nearest_pixels(polygons, sizes):
     resized = coco_mask.decode(
         resize_rles([encode_segmentation(polygons, *sizes[:2])], *sizes[2:])[0]
     )
-    rows, columns = (
-        np.floor(
-            np.arange(after, dtype=np.float32) * (np.float32(before) / np.float32(after))
-        ).astype(int)
-        for before, after in zip(sizes[:2], sizes[2:], strict=True)
-    )
+    rows = choose_nearest(sizes[0], sizes[2])
+    columns = choose_nearest(sizes[1], sizes[3])
     rows = rows.clip(max=sizes[0] - 1)
     columns = columns.clip(max=sizes[1] - 1)
     assert np.array_equal(resized, mask[rows][:, columns])

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
-from colab_utils.data.sources import unpack_dataset
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.shards.copy import verify_shards
 from tests.fuzz import mutate

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from colab_utils.data.archives import is_archive, unpack_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import open_coco
-from colab_utils.data.sources import is_archive, unpack_dataset
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
@@ -438,7 +438,7 @@ def test_a_process_that_died_after_the_last_byte_downloads_no_other(
     server, tiny_dataset, ssd, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr("colab_utils.data.sources._unpack", None)
+        patch.setattr("colab_utils.data.archives._unpack", None)
         with pytest.raises(TypeError):
             unpack_dataset(server.url, ssd)
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)

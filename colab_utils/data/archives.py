@@ -1,0 +1,252 @@
+"""Unpack a COCO export from a zip, on Drive or behind a URL."""
+
+import errno
+import json
+import os
+import stat
+import zlib
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPException
+from lzma import LZMAError
+from pathlib import Path, PureWindowsPath
+from typing import Any, BinaryIO
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+from zipfile import BadZipFile, ZipFile, ZipInfo
+
+import xxhash
+
+from colab_utils.data.coco import read_coco
+from colab_utils.data.image_paths import take_base_name
+from colab_utils.drive import DriveLostError, Retries, explain_write
+from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.files import write_file
+from colab_utils.machine import require_space
+from colab_utils.progress import show_progress
+from colab_utils.require import require_local_path
+
+_DOWNLOADS = ("http://", "https://", "ftp://")
+# Seconds after which a server that sends nothing is given up.
+_SILENT_S = 60.0
+_CURE = "or name a folder on a bigger disk"
+# What zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8,
+# OSError of damaged bzip2.
+_DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
+_DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
+# Names that are listed in a message, or compared.
+_NAMED = 9
+
+
+def is_archive(source: str) -> bool:
+    """Return whether a dataset's name is a URL, or that of a zip.
+
+    Example:
+        >>> is_archive("https://example.org/export?format=coco"), is_archive("photos")
+        (True, False)
+    """
+    return "://" in source or (source.lower().endswith(".zip") and not os.path.isdir(source))
+
+
+def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
+    """Unpack the annotations of a COCO export and the images that they name; what was unpacked
+    before stays.
+
+    A download that broke off goes on where it stopped, after growing waits and in a later call; so
+    does unpacking. Every file is checked against its checksum in the zip.
+
+    Args:
+        source: a zip, or the URL of one.
+        folder: where to unpack it, in a folder of its own.
+        annotations: the JSON's name in the zip; empty takes the only one.
+
+    Returns:
+        The image folder and the COCO JSON.
+
+    Raises:
+        ColabUtilsError: no zip, a damaged or encrypted one, names or links that lead out of it, no
+            annotations in it, none of their images, or a full disk.
+        DriveLostError: Drive or the server went away for good; the same call continues.
+
+    Example:
+        >>> unpack_dataset("no/such/export.zip", Path("datasets"))
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a zip at no/such/export.zip, found none: ...
+    """
+    folder = require_local_path(folder)
+    is_url = source.lower().startswith(_DOWNLOADS)
+    if not is_url and not os.path.isfile(require_local_path(source)):
+        raise ColabUtilsError(f"expected a zip at {source}, found none: check IMAGES")
+    version = 0 if is_url else os.stat(source).st_mtime_ns
+    key = xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}"))
+    target = folder / key
+    # It is written last.
+    done = target / "unpacked.json"
+    download = target / "download.zip"
+    if not done.is_file():
+        with explain_write(target):
+            target.mkdir(parents=True, exist_ok=True)
+            if is_url:
+                _download(source, download)
+            path = download if is_url else Path(source)
+            try:
+                names = _unpack(path, target / "files", annotations, source)
+            except _DAMAGE as error:
+                if getattr(error, "errno", None) not in _DAMAGE_NUMBERS:
+                    raise
+                # It comes anew.
+                download.unlink(missing_ok=True)
+                raise ColabUtilsError(
+                    f"expected a whole zip of a COCO export at {source}, found "
+                    f"{str(error) or type(error).__name__}: open it on your computer, then "
+                    "export or copy it again"
+                ) from error
+            write_file(done, json.dumps(names).encode())
+            download.unlink(missing_ok=True)
+    images, name = json.loads(done.read_bytes())
+    return target / "files" / images, target / "files" / name
+
+
+def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[str, str]:
+    """Unpack what is needed; return the image folder and the JSON, relative to ``target``."""
+    with ZipFile(path) as archive:
+        members = _list_members(archive, source)
+        text = _choose_annotations(members, annotations, source)
+        _extract(archive, [members[text]], target)
+        coco = read_coco(target / text)
+        names = [coco.file_name(i) for i in range(len(coco))]
+        bases = {take_base_name(name) for name in names} - {""}
+        wanted = [info for name, info in members.items() if take_base_name(name) in bases]
+        if not wanted:
+            raise ColabUtilsError(
+                f"expected in {source} the images of {text}, found none of {len(names):,}: name "
+                "another JSON in ANNOTATIONS, or export it with its images"
+            )
+        _extract(archive, wanted, target)
+        return _find_folder(names, members), text
+
+
+def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: str) -> str:
+    """Return the name of the only JSON, or of the one that is named.
+
+    Raises:
+        ColabUtilsError: there are none, or several.
+    """
+    end = f"/{annotations}" if annotations else ".json"
+    texts = [name for name in members if f"/{name}".endswith(end)]
+    if len(texts) != 1:
+        names = ", ".join(texts[:_NAMED])
+        none = f"{len(members):,} files and no such one: export COCO instances"
+        raise ColabUtilsError(
+            f"expected {annotations or 'one .json'} in {source}, found {names or none}; or name in "
+            "ANNOTATIONS the one that you mean"
+        )
+    return texts[0]
+
+
+def _find_folder(names: list[str], members: dict[str, ZipInfo]) -> str:
+    """Return the folder below which the images lie; "" where their names are of another machine:
+    `CocoDataset.find_image` finds them all the same.
+    """
+    for name in names[:_NAMED]:
+        for member in members:
+            if name and f"/{member}".endswith(f"/{name}"):
+                return member.removesuffix(name)
+    return ""
+
+
+def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
+    """Return what is in a zip, by name.
+
+    Raises:
+        ColabUtilsError: something in it is not what an export holds; nothing of it is unpacked.
+    """
+    members: dict[str, ZipInfo] = {}
+    for info in archive.infolist():
+        name = info.filename
+        if name.startswith("__MACOSX/") or name.endswith("/"):
+            continue
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        path = PureWindowsPath(name)
+        problem = ""
+        if path.anchor or ".." in path.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            problem = "a link or a name that leads out of it"
+        elif not name or escape(name) != name:
+            problem = "a name with control characters, or none at all"
+        if problem:
+            raise ColabUtilsError(
+                f"expected only files and folders in {source}, found {name!r:.80}, {problem}: "
+                "nothing is unpacked, zip it again"
+            )
+        members[name] = info
+    return members
+
+
+def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:
+    """Unpack these files; zipfile compares their checksums, and those that are there are compared
+    here.
+    """
+    missing = [info for info in members if not _is_there(target / info.filename, info)]
+    require_space(target, sum(info.file_size for info in missing), _CURE)
+    for info in show_progress("unpacking", missing, total=len(missing), unit="file"):
+        archive.extract(info, target)
+
+
+def _is_there(path: Path, info: ZipInfo) -> bool:
+    return (
+        path.is_file()
+        and path.stat().st_size == info.file_size
+        and zlib.crc32(path.read_bytes()) == info.CRC
+    )
+
+
+def _download(url: str, path: Path) -> None:
+    """Download a file, or what is missing of it, again after each break."""
+    with (
+        open(path, "ab") as file,
+        show_progress("download", total=None, unit="B", scale=True) as bar,
+    ):
+        Retries().run(partial(_receive, url, file, bar))
+
+
+def _receive(url: str, file: BinaryIO, bar: Any) -> None:
+    """Add what is missing at a file's end; where the server cannot do that, the file comes from its
+    beginning.
+
+    Raises:
+        ColabUtilsError: the server gives nothing.
+        DriveLostError: it broke off.
+    """
+    headers = {"User-Agent": "colab_utils", "Range": f"bytes={file.tell()}-"}
+    try:
+        with urlopen(Request(url, headers=headers), timeout=_SILENT_S) as reply:
+            if not reply.headers.get("Content-Range", "").startswith(f"bytes {file.tell()}-"):
+                file.truncate(file.seek(0))
+            size = file.tell() + int(reply.headers.get("Content-Length") or 0)
+            # There must be room for the zip, and for what is in it.
+            require_space(Path(file.name).parent, 2 * size - file.tell(), _CURE)
+            while piece := reply.read(1 << 20):
+                file.write(piece)
+                bar.update(len(piece))
+            if file.tell() < size:
+                raise ConnectionError(f"{file.tell():,} of {size:,} bytes came")
+    except (OSError, HTTPException, ValueError) as error:
+        # A reply that says no is a file.
+        if isinstance(error, HTTPError):
+            error.close()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
+        if not file.tell():
+            raise ColabUtilsError(
+                f"expected a zip at {url}, found {error}: check IMAGES and the network"
+            ) from error
+        # The server has no bytes after those that are here: the file is whole.
+        if (
+            isinstance(error, HTTPError)
+            and error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+        ):
+            return
+        raise DriveLostError(
+            f"expected all of {url}, found that the download broke off ({error}): run this again, "
+            "it goes on there"
+        ) from error

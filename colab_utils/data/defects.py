@@ -1,0 +1,84 @@
+"""The kinds of defects of a dataset, and what becomes of each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Defect = tuple[str, str]
+"""Its kind, and what was found where."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of defect."""
+
+    name: str
+    effect: str
+    """What it does to preprocessing and training; "note" costs nothing, or nothing that can be
+    mended.
+    """
+
+    @property
+    def is_serious(self) -> bool:
+        """Return whether a dataset with it has problems."""
+        return not self.effect.startswith("note")
+
+
+KINDS = (
+    Kind("no images", "stops preprocess"),
+    Kind("repeated image id", "stops preprocess"),
+    Kind("unknown image", "stops preprocess"),
+    Kind("unknown category", "stops preprocess"),
+    Kind("no instances", "stops training: masks are needed, as polygons or RLE"),
+    Kind("unsafe file_name", "image is skipped"),
+    Kind("missing image", "image is skipped"),
+    Kind("empty file", "image is skipped"),
+    Kind("truncated image", "image is skipped"),
+    Kind("bad image", "image is skipped"),
+    Kind("size mismatch", "image is skipped"),
+    Kind("bad annotation", "image is skipped"),
+    Kind("object without mask", "image is skipped"),
+    Kind("bad mask", "image is skipped"),
+    Kind("inverted box", "object becomes background"),
+    Kind("box outside the image", "object becomes background"),
+    Kind(
+        "objects in several entries of an image",
+        "objects of one entry become background in the other: make it one entry",
+    ),
+    Kind(
+        "many crowds",
+        "objects become background; where they are CVAT's brush masks: --repair with --crowds "
+        "objects",
+    ),
+    Kind("normalised polygon", "object is trained without a pixel"),
+    Kind("empty mask", "object is trained without a pixel"),
+    Kind("box of corners", "object is trained with a wrong box"),
+    Kind("mask and box disagree", "object is trained with a wrong box"),
+    Kind("image in validation, too", "average precision comes out too high"),
+    Kind("box without area", "note: left out of training"),
+    Kind("crowd", "note: left out of training"),
+    Kind("image without objects", "note: left out of training"),
+    Kind("polygon beyond the image", "note: cut at the image's edge"),
+    Kind("self-crossing polygon", "note: look whether it is what you mean"),
+    Kind("name of several categories", "note: look whether it is what you mean"),
+    Kind("EXIF rotation, unclear", "note: look whether it is what you mean"),
+    Kind("area 0", "note: average precision counts it as a small object"),
+    Kind("repeated annotation", "note: counts twice"),
+    Kind("repeated file_name", "note: counts twice"),
+    Kind("found by base name", "note: taken as it is"),
+    Kind("16-bit image", "note: becomes 8-bit RGB, its first frame"),
+    Kind("animated image", "note: becomes 8-bit RGB, its first frame"),
+)
+EFFECTS = {kind.name: kind.effect for kind in KINDS}
+"""The effect of each kind, by its name."""
+SERIOUS = {kind.name for kind in KINDS if kind.is_serious}
+"""The names of the kinds with which a dataset has problems."""
+
+
+def describe_faults(faults: Mapping[str, int]) -> str:
+    """Return how many objects have each kind of `count_faults`, and what becomes of them.
+
+    Example:
+        >>> describe_faults({"empty mask": 1200})
+        '1,200 x empty mask: object is trained without a pixel'
+    """
+    return "; ".join(f"{count:,} x {kind}: {EFFECTS[kind]}" for kind, count in faults.items())

@@ -1,0 +1,102 @@
+"""Read the fields of one annotation as COCO has them."""
+
+from contextlib import suppress
+from typing import Any
+
+from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.errors import ColabUtilsError
+
+# An integer of numpy is less.
+_TOO_LARGE = 2**63
+FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
+"""What reading an entry raises."""
+_LARGEST_NUMBER = 1e15
+
+
+def read_field(entry: dict[str, Any], name: str) -> Any:
+    """Return one value of an annotation as COCO has it: numbers for their text, None for an id, box
+    or area that is missing.
+
+    Raises:
+        ValueError: COCO has something else; TypeError, OverflowError and RecursionError mean the
+            same.
+
+    Example:
+        >>> read_field({"bbox": ["0", 1, 2.5, "3"]}, "bbox"), read_field({}, "iscrowd")
+        ([0.0, 1.0, 2.5, 3.0], 0)
+    """
+    value = entry.get(name)
+    if name == "segmentation":
+        return value
+    if name == "iscrowd":
+        if value not in (None, 0, 1, "0", "1"):
+            raise ValueError(f"iscrowd {value!r:.40} where COCO has 0 or 1")
+        return int(value or 0)
+    if value is None and name in ("id", "bbox", "area"):
+        return None
+    if name == "bbox":
+        return _read_box(value)
+    if name == "area":
+        return float(_to_number(value, name, most=_LARGEST_NUMBER))
+    # A UUID is text.
+    if name == "id" and isinstance(value, str):
+        return value
+    return to_integer(value, name)
+
+
+def _read_box(value: Any) -> list[float] | None:
+    numbers = value if isinstance(value, list) else [value]
+    box = [float(_to_number(number, "bbox", most=_LARGEST_NUMBER)) for number in numbers]
+    if len(box) not in (0, 4):
+        raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
+    return box or None
+
+
+def read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    """Return an entry of ``annotations`` without its id.
+
+    A missing box or area is computed from the mask, as one of an image of this size. Without a
+    mask, the area is the box's.
+    """
+    read_field(entry, "id")
+    names = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
+    annotation = {name: read_field(entry, name) for name in names}
+    box = annotation["bbox"]
+    area = annotation["area"]
+    if box and area is not None:
+        return annotation
+    try:
+        tight, pixels = measure_mask(encode_segmentation(annotation["segmentation"], height, width))
+    except ColabUtilsError as error:
+        if not box:
+            raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None
+        tight = box
+        pixels = box[2] * box[3]
+    annotation["bbox"] = box or tight
+    annotation["area"] = float(pixels) if area is None else area
+    return annotation
+
+
+def _to_number(
+    value: Any, name: str, kind: str = "finite numbers", most: float = _TOO_LARGE
+) -> float:
+    """Return a number, which may be text, as Roboflow and VIA write some."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = int(value) if value.strip().isdecimal() else float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) < most:
+        raise ValueError(f"{name} {value!r:.40} where COCO has {kind}")
+    number: float = value
+    return number
+
+
+def to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
+    """Return an integer, which may be text or a float without a fraction."""
+    # Nearly all values end here.
+    if type(value) is int and abs(value) < most:
+        return value
+    number = _to_number(value, name, "an integer")
+    if number != int(number) or abs(number) >= most:
+        raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
+    return int(number)

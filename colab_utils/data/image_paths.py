@@ -1,0 +1,136 @@
+"""Find image files by the names that annotations give them."""
+
+import os
+from functools import lru_cache
+from pathlib import Path, PureWindowsPath
+from unicodedata import normalize
+from urllib.parse import unquote
+
+from colab_utils.drive import guard_drive
+from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
+
+
+def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tuple[Path, bool]:
+    """Return the file of a ``file_name``, always below ``folder``, and whether its base name alone
+    found it; see `CocoDataset.find_image`.
+
+    Args:
+        folder: the image folder.
+        name: the ``file_name``, as the annotations give it.
+        shared_names: base names by which no file is found.
+
+    Raises:
+        ColabUtilsError: the name leads out of the folder, and its base name finds no file, or
+            several; or a link in its place leads out.
+        DriveLostError: Drive went away.
+    """
+    path = None if _leads_out(name) else _resolve(folder, name)
+    if path is not None:
+        named = _find_spelling(folder, name, path)
+        if named is not None:
+            return named, False
+    base = take_base_name(name)
+    relative = None if base in shared_names else list_base_names(str(folder)).get(base, "")
+    if relative:
+        return Path(folder, relative), True
+    if path is not None:
+        return path, False
+    number = "no" if relative == "" else "more than one image or"
+    raise ColabUtilsError(
+        f"expected a file_name below {folder}, found {name!r:.80}, which leads out of it, and "
+        f"{number} file of that name. Put the images there."
+    )
+
+
+def _leads_out(name: str) -> bool:
+    """Return whether a name is none of a file below a folder: absolute, a URL, of a drive of
+    Windows, or with ``..``.
+    """
+    # It knows both kinds of slash, and drives.
+    named = PureWindowsPath(name)
+    if not named.parts or named.anchor or ".." in named.parts:
+        return True
+    return "\0" in name or "://" in name
+
+
+def _resolve(folder: str | Path, file_name: str) -> Path:
+    """Return the file of a ``file_name`` as it is named, where no link leads out of the folder."""
+    path = Path(folder) / file_name
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(os.path.realpath(folder)):
+        raise ColabUtilsError(
+            f"expected an image below {folder}, found the link {path} to {real}, which is not "
+            "opened. Copy the image itself there."
+        )
+    return path
+
+
+def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
+    """Return the file that a name means, however its accents and slashes are written; None where
+    its base name is to be looked for.
+    """
+    slashed = name.replace("\\", "/")
+    if (name.isascii() and "/" not in slashed) or os.path.exists(path):
+        return path
+    for spelling in (normalize("NFC", slashed), normalize("NFD", slashed)):
+        alike = _resolve(folder, spelling)
+        if os.path.exists(alike):
+            return alike
+    if slashed == name and os.path.isdir(path.parent):
+        return path
+    return None
+
+
+def require_folder(images: str | Path) -> None:
+    """Raise ColabUtilsError where there is no image folder; one that is there will be listed
+    afresh.
+    """
+    with guard_drive(images):
+        if not require_local_path(images).is_dir():
+            raise ColabUtilsError(
+                f"expected an image folder, found none at {images}. On Colab, mount Drive first."
+            )
+    list_base_names.cache_clear()
+
+
+def take_base_name(name: str) -> str:
+    r"""Return a name's last part, whatever the machine it comes from, with composed accents.
+
+    Example:
+        >>> take_base_name("C:\\data\\a.jpg")
+        'a.jpg'
+        >>> take_base_name("https://example.org/my%20photo.jpg?v=1")
+        'my photo.jpg'
+    """
+    if "://" in name:
+        name = unquote(name.partition("?")[0])
+    return normalize("NFC", name.replace("\\", "/").rpartition("/")[2])
+
+
+@lru_cache(4)
+def list_base_names(folder: str) -> dict[str, str | None]:
+    """Return where the file of each base name lies below a folder; None where several have it. No
+    link is followed.
+
+    Raises:
+        ColabUtilsError: the folder cannot be listed.
+    """
+    places: dict[str, str | None] = {}
+    folders = [folder]
+    try:
+        with guard_drive(folder):
+            # The list grows while it is walked.
+            for parent in folders:
+                for entry in os.scandir(parent):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        base = normalize("NFC", entry.name)
+                        is_new = base not in places
+                        places[base] = os.path.relpath(entry.path, folder) if is_new else None
+    except OSError as error:
+        raise ColabUtilsError(
+            f"expected to list the images in {folder}, found: {error}. Check the folder."
+        ) from None
+    return places

@@ -1,0 +1,111 @@
+"""A dataset in numbers, and what to do by them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colab_utils.data.coco import CocoDataset
+from colab_utils.data.image_checks import Findings
+from colab_utils.data.sizes import MODEL_SIZES, find_scale
+
+# Objects below which a class is not learnt.
+_RARE = 10
+# Rare classes that the advice names.
+_NAMED = 5
+# COCO's limits, in pixels of the mask.
+_SMALL = 32**2
+_MEDIUM = 96**2
+_SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
+_RATIOS = {
+    "under 1:3": 1 / 3,
+    "1:3 to 2:3": 2 / 3,
+    "2:3 to 3:2": 1.5,
+    "3:2 to 3:1": 3,
+    "over 3:1": np.inf,
+}
+_COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and more": np.inf}
+
+
+@dataclass(frozen=True)
+class DatasetStatistics:
+    """Hold the usable objects in numbers; crowds are left out."""
+
+    objects: int
+    classes: dict[str, int]
+    """Objects by their class, the most frequent first."""
+    sizes: dict[str, int]
+    """Objects by the pixels of their mask, in COCO's three sizes."""
+    aspect_ratios: dict[str, int]
+    """Objects by width : height of their box."""
+    objects_per_image: dict[str, int]
+    """Images by their number of objects."""
+    advice: tuple[str, ...]
+    """What to do, in sentences."""
+
+
+def measure_dataset(
+    dataset: CocoDataset, findings: Sequence[Findings], look_at: Sequence[str]
+) -> DatasetStatistics:
+    """Return the numbers of a dataset, from what was found in each image; ``look_at``: files with
+    problems.
+    """
+    objects = np.concatenate([np.zeros((0, 4)), *(found.objects for found in findings)])
+    names = {category["id"]: category["name"] for category in dataset.categories}
+    classes = Counter(dict.fromkeys(names.values(), 0))
+    classes.update(names[number] for number in objects[:, 0].tolist())
+    advice = []
+    if len(objects):
+        advice.append(_advise_size(findings, objects[:, 3]))
+    rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
+    if rare:
+        more = f" and {len(rare) - _NAMED} more" if len(rare) > _NAMED else ""
+        advice.append(
+            f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:_NAMED])}{more}."
+        )
+    if look_at:
+        advice.append(f"Look at {', '.join(look_at)} first.")
+    per_image = np.array([len(found.objects) for found in findings])
+    return DatasetStatistics(
+        objects=len(objects),
+        classes=dict(classes.most_common()),
+        sizes=_count_bins(objects[:, 3], _SIZES),
+        aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
+        objects_per_image=_count_bins(per_image, _COUNTS),
+        advice=tuple(advice),
+    )
+
+
+def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
+    """Return how many values lie below each limit, and not below the one before."""
+    below = np.searchsorted(np.sort(values), [*limits.values()])
+    return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
+
+
+def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:
+    """Return an input size: as the images are where their objects, of these pixels, are large; else
+    torchvision's.
+    """
+    sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
+    scales = find_scale(*sizes.T)
+    pixels = sizes.prod(1)
+    larger = scales > 1
+    small = np.mean(masks < _SMALL)
+    default = f"--min-size {MODEL_SIZES[0]} --max-size {MODEL_SIZES[1]}"
+    work = np.sum((pixels * scales**2)[larger]) / max(1, np.sum(pixels[larger]))
+    if larger.mean() < 0.5 or work < 1.3:
+        return f"Train at {default}, the default: most images are as large, or larger."
+    cost = (
+        f"the default enlarges {larger.mean():.0%} of the images and makes {work:.1f} times "
+        "the work"
+    )
+    if small >= 0.3:
+        return (
+            f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, "
+            "which gain by it."
+        )
+    shorter, longer = np.maximum(1, np.sort(np.median(sizes, 0) / 32).round()).astype(int) * 32
+    return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."
