@@ -10,7 +10,7 @@ from colab_utils.__main__ import _COMMANDS, _make_parser, main
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.data.sources import convert_masks, unpack_dataset
-from colab_utils.diagnosis.diagnose import read_run
+from colab_utils.diagnosis.changes import read_run
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_local_path

@@ -1,18 +1,13 @@
 """What training waits for: headspace first, then each stage of loading alone, then what would cure
 it.
-
-And what changed since an earlier diagnosis, or an earlier run under `watch`.
 """
 
 import copy
-import json
-import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -22,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.causes import Cause, refine_causes
+from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, time_loop
 from colab_utils.diagnosis.stages import Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
@@ -29,7 +25,7 @@ from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader
 from colab_utils.machine import find_free_memory
-from colab_utils.require import require_local_path, require_number
+from colab_utils.require import require_number
 
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
@@ -37,23 +33,6 @@ _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
 _SAMPLED = 16
 _VERIFIED = 64
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
-_SURE = 2  # standard errors
-
-
-@dataclass(frozen=True)
-class Change:
-    """One run beside an earlier one."""
-
-    ratio: float
-    """Images per second, over those before."""
-    noise: float
-    """How far the ratio of two equal runs may be from 1: two standard errors."""
-    fails: bool
-    """Whether the ratio is below what was asked for."""
-    sentence: str
-
-    def __str__(self) -> str:
-        return self.sentence
 
 
 @dataclass(frozen=True)
@@ -337,50 +316,3 @@ def _describe_confidence(now: BatchTimes) -> str:
         else "low"
     )
     return f"{level}: {count} batches, the mean batch time is sure to {error:.0%}"
-
-
-def compare_runs(
-    before: Mapping[str, float], after: Mapping[str, float], *, fail_below: float = 0.0
-) -> Change:
-    """Compare two runs as `read_run` gives them; ``fail_below`` is a ratio.
-
-    Example:
-        >>> before = {"images_per_second": 12.0, "wait_share": 0.8, "error": 0.02}
-        >>> print(compare_runs(before, {"images_per_second": 48.0, "wait_share": 0.1, "error": 0.02}))
-        12.0 → 48.0 images/s, 4.00 times as many: more than the noise (6%). Waits 80% → 10%.
-    """
-    rates, waits = (
-        [run[key] for run in (before, after)] for key in ("images_per_second", "wait_share")
-    )
-    ratio = rates[1] / max(rates[0], 1e-9)
-    noise = _SURE * math.hypot(before["error"], after["error"])
-    size = "more than the noise" if abs(ratio - 1) > noise else "within the noise"
-    sentence = (
-        f"{rates[0]:.1f} → {rates[1]:.1f} images/s, {ratio:.2f} times as many: {size} "
-        f"({noise:.0%})."
-    )
-    return Change(
-        ratio, noise, ratio < fail_below, f"{sentence} Waits {waits[0]:.0%} → {waits[1]:.0%}."
-    )
-
-
-def read_run(path: str | Path) -> dict[str, float]:
-    """``images_per_second``, ``wait_share`` and ``error`` of what `Summary.save` or ``diagnose
-    --json`` wrote.
-
-    Raises:
-        ColabUtilsError: there is no such file, or it is something else.
-
-    Example:
-        >>> read_run("no/such/before.json")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at ...
-    """
-    file = require_local_path(path)
-    try:
-        run = json.loads(file.read_text(encoding="utf-8"))
-        run.setdefault("wait_share", run.get("stall_share"))  # of a diagnosis
-        return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        found = f"expected the JSON of an earlier run at {path}, found none"
-        raise ColabUtilsError(f"{found}: write one with --json or Summary.save") from None
