@@ -57,7 +57,7 @@ class Pass:
         self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
         # the thread that waits for a batch, and since when it does
-        self._thread = 0
+        self._thread = threading.current_thread()
         self._asked_s: float | None = None
         # the beginning of a wait that is to end, and why
         self._given_up: tuple[float, Stall] | None = None
@@ -114,8 +114,8 @@ class Pass:
         # one watch may be inside of another
         outer_monitor = getattr(waiting, "monitor", None)
         waiting.monitor = self._monitor
-        self._thread = threading.get_ident()
-        is_main = threading.current_thread() is threading.main_thread()
+        self._thread = threading.current_thread()
+        is_main = self._thread is threading.main_thread()
         self._can_interrupt = self._raises and is_main and INTERRUPT > 0
         if self._can_interrupt:
             self._outer_handler = signal.signal(INTERRUPT, self._interrupt)
@@ -204,7 +204,7 @@ class Pass:
         if self._raises and self._find_reason(asked_s) is None:
             self._given_up = (asked_s, stall)
         if self._can_interrupt:
-            signal.pthread_kill(self._thread, INTERRUPT)
+            signal.pthread_kill(self._thread.ident or 0, INTERRUPT)
         elif is_new:
             # A filter may make the warning an error, and nobody could catch it in this thread.
             with suppress(ColabUtilsWarning):

@@ -22,14 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.diagnosis.system_calls import (
-    count_bytes_read,
-    count_thread_bytes_read,
-    measure_cpu,
-    measure_thread_cpu,
-    read_call,
-    read_ending,
-)
+from colab_utils.diagnosis.system_calls import measure_use, read_call, read_ending
 
 # Workers that are remembered, and threads of each that can be at a sample.
 _ROWS = 128
@@ -257,6 +250,7 @@ class WorkerMonitor:
         sample = at_work[0].sample if at_work else None
         task = at_work[0].task if at_work else pid
         call, path = read_call(pid, task)
+        cpu_s, bytes_read = measure_use(f"/proc/{pid}")
         # The samples of a stream are not seen. A worker without any may be at one.
         has_worked = self._rows["sums"][pid % _ROWS, 0] > 0
         waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
@@ -265,26 +259,27 @@ class WorkerMonitor:
             path=path,
             sample=sample,
             idle=not at_work and bool(has_worked) and waits_for_pipe,
-            cpu_s=measure_cpu(pid),
-            bytes_read=count_bytes_read(pid),
+            cpu_s=cpu_s,
+            bytes_read=bytes_read,
         )
 
-    def inspect_thread(self, ident: int) -> Activity:
+    def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""
-        frame = sys._current_frames()[ident]
-        task = _find_task(ident)
+        frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
+        task = thread.native_id or 0
         call, path = read_call(os.getpid(), task)
+        cpu_s, bytes_read = measure_use(f"/proc/self/task/{task}")
         return Activity(
             # the lines of the user's program, or its libraries, within our own
             stack=tuple(takewhile(lambda line: not line.startswith(_HERE), lines)),
             call=call,
             path=path,
             sample=self._find_sample(frame),
-            cpu_s=measure_thread_cpu(task),
-            bytes_read=count_thread_bytes_read(task),
+            cpu_s=cpu_s,
+            bytes_read=bytes_read,
         )
 
     def _find_sample(self, frame: FrameType) -> int | None:
@@ -300,14 +295,6 @@ class WorkerMonitor:
             if dataset is self.dataset and index >= 0:
                 sample = index
         return sample
-
-
-def _find_task(ident: int) -> int:
-    """Return Linux's id of a thread of this process; 0 where it is unknown."""
-    for thread in threading.enumerate():
-        if thread.ident == ident:
-            return thread.native_id or 0
-    return 0
 
 
 def _read_index(index: Any) -> int:

@@ -42,34 +42,15 @@ def read_ending(pid: int) -> str:
     return "" if psutil.pid_exists(pid) else "no reason given"
 
 
-def measure_cpu(pid: int) -> float:
-    """Return the CPU seconds of a process; 0 where it ended."""
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
-
-
-def measure_thread_cpu(task: int) -> float:
-    """Return the CPU seconds of a thread of this process."""
-    for thread in psutil.Process().threads():
-        if thread.id == task:
-            return float(thread.user_time + thread.system_time)
-    return 0.0
-
-
-def count_bytes_read(pid: int) -> int:
-    """Return how many bytes a process has read, from files or pipes; 0 where Linux does not say."""
-    with suppress(psutil.Error, OSError, RuntimeError):
-        return int(psutil.Process(pid).io_counters().read_chars)
-    return 0
-
-
-def count_thread_bytes_read(task: int) -> int:
-    """Return the same of one thread of this process, which psutil does not tell apart."""
-    words = _read(f"/proc/self/task/{task}/io").split()
-    return int(words[1]) if words else 0
+def measure_use(folder: str) -> tuple[float, int]:
+    """Return CPU seconds and bytes read of a process or a thread, by its folder in /proc; 0 where
+    Linux does not say.
+    """
+    # The name of the program comes before these words, in brackets, and may hold spaces.
+    times = _read(f"{folder}/stat").rpartition(")")[2].split()
+    counts = _read(f"{folder}/io").split()
+    cpu_s = sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")
+    return cpu_s, int(counts[1]) if counts else 0
 
 
 def read_call(pid: int, task: int) -> tuple[str, str]:
@@ -81,10 +62,10 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
     name = f"system call {words[0]}"
     if platform.machine() == "x86_64":
         name = _CALLS.get(words[0], name)
-    with suppress(OSError, psutil.Error):
+    with suppress(OSError):
         if name in _CALLS_WITH_PATH:
             path = _read_path(pid, int(words[2], 16))
-            return name, os.path.join(psutil.Process(pid).cwd(), path)
+            return name, os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
         if name in _CALLS_OF_FILE:
             # psutil's open_files() looks at each file, and would hang where the worker hangs.
             return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")

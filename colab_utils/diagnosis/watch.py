@@ -12,6 +12,7 @@ from colab_utils.diagnosis.stalls import Stall
 from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
+from colab_utils.require import require_choice, require_number
 
 OnStall = Literal["report", "raise"]
 
@@ -69,16 +70,8 @@ def watch(
 
 def _require_arguments(loader: Any, timeout_s: Any, on_stall: Any) -> None:
     """Refuse what cannot be watched."""
-    choices = get_args(OnStall)
-    if on_stall not in choices:
-        raise ColabUtilsError(
-            f"expected on_stall in {', '.join(choices)}, found {on_stall!r}: choose one"
-        )
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < inf:
-        raise ColabUtilsError(
-            f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60"
-        )
+    require_choice("on_stall", on_stall, get_args(OnStall))
+    require_number("timeout_s", timeout_s, above=0, below=inf)
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         kind = type(loader).__name__
         raise ColabUtilsError(

@@ -578,11 +578,11 @@ def test_it_costs_little():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"timeout_s": 0}, "timeout_s as seconds over 0"),
-        ({"timeout_s": float("nan")}, "timeout_s as seconds over 0"),
-        ({"timeout_s": "60"}, "timeout_s as seconds over 0"),
-        ({"on_stall": "panic"}, "in report, raise, found 'panic'"),
-        ({"on_stall": "skip"}, "in report, raise, found 'skip'"),
+        ({"timeout_s": 0}, "expected timeout_s over 0 and finite, found "),
+        ({"timeout_s": float("nan")}, "expected timeout_s over 0 and finite, found "),
+        ({"timeout_s": "60"}, "expected timeout_s over 0 and finite, found "),
+        ({"on_stall": "panic"}, "on_stall as one of report, raise; found 'panic'"),
+        ({"on_stall": "skip"}, "on_stall as one of report, raise; found 'skip'"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, said):
