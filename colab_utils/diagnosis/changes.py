@@ -38,19 +38,15 @@ def compare_runs(
         >>> print(compare_runs(before, {"images_per_second": 48.0, "wait_share": 0.1, "error": 0.02}))
         12.0 → 48.0 images/s, 4.00 times as many: more than the noise (6%). Waits 80% → 10%.
     """
-    rates, waits = (
-        [run[key] for run in (before, after)] for key in ("images_per_second", "wait_share")
-    )
-    ratio = rates[1] / max(rates[0], 1e-9)
+    ratio = after["images_per_second"] / max(before["images_per_second"], 1e-9)
     noise = _SURE * math.hypot(before["error"], after["error"])
     size = "more than the noise" if abs(ratio - 1) > noise else "within the noise"
     sentence = (
-        f"{rates[0]:.1f} → {rates[1]:.1f} images/s, {ratio:.2f} times as many: {size} "
-        f"({noise:.0%})."
+        f"{before['images_per_second']:.1f} → {after['images_per_second']:.1f} images/s, "
+        f"{ratio:.2f} times as many: {size} ({noise:.0%}). "
+        f"Waits {before['wait_share']:.0%} → {after['wait_share']:.0%}."
     )
-    return Change(
-        ratio, noise, ratio < fail_below, f"{sentence} Waits {waits[0]:.0%} → {waits[1]:.0%}."
-    )
+    return Change(ratio, noise, ratio < fail_below, sentence)
 
 
 def read_run(path: str | Path) -> dict[str, float]:
@@ -71,5 +67,7 @@ def read_run(path: str | Path) -> dict[str, float]:
         run.setdefault("wait_share", run.get("stall_share"))  # of a diagnosis
         return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        found = f"expected the JSON of an earlier run at {path}, found none"
-        raise ColabUtilsError(f"{found}: write one with --json or Summary.save") from None
+        raise ColabUtilsError(
+            f"expected the JSON of an earlier run at {path}, found none: write one with --json or "
+            "Summary.save"
+        ) from None

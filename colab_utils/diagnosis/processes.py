@@ -97,6 +97,11 @@ class SampleTimes(NamedTuple):
     spread: Sequence[tuple[float, float]] = ()
     """How many samples took 2**(n - 1) to 2**n ns, and their seconds in sum, by n."""
 
+    @property
+    def data_s(self) -> float:
+        """Seconds that samples waited for their data."""
+        return self.wall_s - self.cpu_s - self.queued_s
+
 
 class _ThreadCounts(threading.local):
     """What Linux counts of the calling thread in ``/proc``; 0 where it does not. psutil has none of

@@ -145,13 +145,15 @@ def simulate(
         if asked_s > seconds - _ROUNDING_S:
             break
 
-        lane_free_s = loads[batch - lanes].end_s if batch >= lanes else 0.0
-        load_start_s = max(lane_free_s, asked_s)
+        load_start_s = asked_s
+        if batch >= lanes:
+            load_start_s = max(asked_s, loads[batch - lanes].end_s)
         load = Span(batch, load_start_s, load_start_s + next(load_times))
         loads.append(load)
 
-        step_free_s = steps[-1].end_s if steps else 0.0
-        step_start_s = max(load.end_s, step_free_s)
+        step_start_s = load.end_s
+        if steps:
+            step_start_s = max(load.end_s, steps[-1].end_s)
         steps.append(Span(batch, step_start_s, step_start_s + next(step_times)))
 
     step_trace = _make_trace(steps, seconds)
