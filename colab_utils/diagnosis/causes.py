@@ -152,16 +152,17 @@ def refine_causes(
             waits_for_data = largest.name == "sample" and largest.cpu_ms < largest.mean_ms / 2
             id, cure = _STAGES["read" if waits_for_data else largest.name]
             whole_ms = sum(stage.mean_ms for stage in stages)
-            why = (
-                f"{cause.why} {largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms "
-                "an image."
-            )
-            cause = Cause(id, cause.share, why, cure)
+            part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
+            cause = Cause(id, cause.share, f"{cause.why} {part}", cure)
         refined.append(cause)
     if slower > _SLOWER:
-        why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
-        cure = "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper."
-        refined.append(Cause("contention", (1 - 1 / slower) * step_share, why, cure))
+        contention = Cause(
+            "contention",
+            (1 - 1 / slower) * step_share,
+            f"Beside the loader the step takes {slower:.1f} times as long as alone.",
+            "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper.",
+        )
+        refined.append(contention)
     # loading that takes the cores from the step is cured by cheaper loading: it comes first
     return sorted(refined, key=lambda cause: (works and cause.id == "contention", -cause.share))
 
@@ -179,31 +180,32 @@ def _explain_between(between: _Array, loop_s: float) -> Cause:
     if len(rare) > 1:
         every = len(between) / len(rare)
         each_s = float(between[rare].mean())
-        why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
-        cure = (
+        return Cause(
+            "periodic",
+            share,
+            f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step.",
             "If it writes checkpoints, write them in a thread or less often; if it evaluates, "
-            "evaluate less often."
+            "evaluate less often.",
         )
-        return Cause("periodic", share, why, cure)
-    why = (
+    return Cause(
+        "between",
+        share,
         f"After each step this process is busy for {1000 * between.mean():.3g} ms before it "
-        "asks for a batch."
-    )
-    cure = (
+        "asks for a batch.",
         "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
-        "move it to a thread."
+        "move it to a thread.",
     )
-    return Cause("between", share, why, cure)
 
 
 def _explain_starts(starts: _Array, loop_s: float) -> Cause:
     """The first batch of each pass came so late."""
-    why = f"Each of the {len(starts)} passes waits {starts.mean():.2g} s for its first batch."
-    cure = (
+    return Cause(
+        "restarts",
+        float(starts.sum()) / loop_s,
+        f"Each of the {len(starts)} passes waits {starts.mean():.2g} s for its first batch.",
         "Where workers start anew, make the loader once, with persistent_workers=True; else "
-        "make passes longer."
+        "make passes longer.",
     )
-    return Cause("restarts", float(starts.sum()) / loop_s, why, cure)
 
 
 def _explain_crowd(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause | None:
@@ -213,12 +215,13 @@ def _explain_crowd(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause | No
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
     if facts.workers <= cores or not (is_busy or times.queued_s >= times.cpu_s):
         return None
-    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-    cure = (
+    return Cause(
+        "too_many_workers",
+        float(waits[1:].sum()) / loop_s,
+        f"{facts.workers} workers share {cores} cores, and wait for one another.",
         f"Use fewer workers: num_workers={cores}. Make a sample cheaper: more workers only "
-        "take turns."
+        "take turns.",
     )
-    return Cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cure)
 
 
 def _explain_waits(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -231,24 +234,28 @@ def _explain_waits(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause:
     if slow is not None:
         return slow
     if not (facts.workers or times.samples):
-        why = "This process loads the samples itself, between its steps."
-        cure = "Use worker processes (num_workers): they load while this process trains."
-        return Cause("work", share, why, cure)
+        return Cause(
+            "work",
+            share,
+            "This process loads the samples itself, between its steps.",
+            "Use worker processes (num_workers): they load while this process trains.",
+        )
     outside_s = times.worker_cpu_s - times.cpu_s
     if outside_s > max(times.cpu_s, times.data_s):
-        why = (
+        return Cause(
+            "collate",
+            share,
             f"Workers spend {outside_s / times.worker_cpu_s:.0%} of their CPU time outside of "
-            "samples: in collate_fn, or on the way here."
+            "samples: in collate_fn, or on the way here.",
+            "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both.",
         )
-        cure = "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both."
-        return Cause("collate", share, why, cure)
     if times.data_s > max(times.cpu_s, times.queued_s):
         return _explain_reads(share, times)
     return _explain_work(share, facts.cpu_s / loop_s, times)
 
 
 def _explain_work(share: float, busy: float, times: SampleTimes) -> Cause:
-    """Workers have too much to do; so many cores are ``busy``."""
+    """Say how much work a sample is, and whether cores are free for more workers."""
     cores = count_cores()
     why = "Workers deliver too slowly."
     if times.samples:
@@ -306,9 +313,12 @@ def _explain_slow_sample(waits: _Array, share: float, facts: LoopFacts) -> Cause
         seconds = waits[worst]
         index = facts.seen[worst][0]
         evidence = f"{len(rare)} of {len(waits)} batches are so slow"
-    why = f"Sample {index} takes {seconds:.2g} s: {evidence}."
-    cure = f"Look at sample {index}: make it smaller, store it on the local disk, or leave it out."
-    return Cause("slow_sample", share, why, cure)
+    return Cause(
+        "slow_sample",
+        share,
+        f"Sample {index} takes {seconds:.2g} s: {evidence}.",
+        f"Look at sample {index}: make it smaller, store it on the local disk, or leave it out.",
+    )
 
 
 def _count_slow(times: SampleTimes, waits_s: float) -> tuple[float, float]:

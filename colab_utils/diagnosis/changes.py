@@ -35,7 +35,8 @@ def compare_runs(
 
     Example:
         >>> before = {"images_per_second": 12.0, "wait_share": 0.8, "error": 0.02}
-        >>> print(compare_runs(before, {"images_per_second": 48.0, "wait_share": 0.1, "error": 0.02}))
+        >>> after = {"images_per_second": 48.0, "wait_share": 0.1, "error": 0.02}
+        >>> print(compare_runs(before, after))
         12.0 → 48.0 images/s, 4.00 times as many: more than the noise (6%). Waits 80% → 10%.
     """
     ratio = after["images_per_second"] / max(before["images_per_second"], 1e-9)

@@ -209,7 +209,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         slower = fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9)
         slower = max(1.0, slower)
         ceiling = slower * now.images / sum(now.step_s)
-    found = time_stages(loader, kept.pop(max(kept)), images=now.batch_size, seconds=0.25 * seconds)
+    found = time_stages(loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds)
     kept.clear()
 
     loading = [*found.stages.values()]

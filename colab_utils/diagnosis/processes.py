@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
-from itertools import takewhile
 from time import monotonic_ns, process_time, thread_time
 from traceback import walk_stack
 from types import FrameType
@@ -255,37 +254,25 @@ class WorkerMonitor:
         sample = at_work[0].sample if at_work else None
         task = at_work[0].task if at_work else pid
         call, path = read_call(pid, task)
-        cpu_s, bytes_read = measure_use(f"/proc/{pid}")
         # The samples of a stream are not seen. A worker without any may be at one.
-        has_worked = self._rows["sums"][pid % _ROWS, 0] > 0
+        has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
         waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
-        return Activity(
-            call=call,
-            path=path,
-            sample=sample,
-            idle=not at_work and bool(has_worked) and waits_for_pipe,
-            cpu_s=cpu_s,
-            bytes_read=bytes_read,
-        )
+        idle = not at_work and has_worked and waits_for_pipe
+        return Activity((), call, path, sample, idle, *measure_use(f"/proc/{pid}"))
 
     def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
+            # the lines of the user's program, or its libraries, within our own
+            if inner.f_code.co_filename.startswith(_HERE):
+                break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
         task = thread.native_id or 0
         call, path = read_call(os.getpid(), task)
-        cpu_s, bytes_read = measure_use(f"/proc/self/task/{task}")
-        return Activity(
-            # the lines of the user's program, or its libraries, within our own
-            stack=tuple(takewhile(lambda line: not line.startswith(_HERE), lines)),
-            call=call,
-            path=path,
-            sample=self._find_sample(frame),
-            cpu_s=cpu_s,
-            bytes_read=bytes_read,
-        )
+        use = measure_use(f"/proc/self/task/{task}")
+        return Activity(tuple(lines), call, path, self._find_sample(frame), False, *use)
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """Return the index in the outermost call of the dataset's methods."""

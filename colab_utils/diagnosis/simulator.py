@@ -173,8 +173,7 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
     log_variance = math.log1p(cv * cv)
     generator = np.random.default_rng([seed, stream])
     while True:
-        factors = generator.lognormal(-log_variance / 2, math.sqrt(log_variance), 256)
-        yield from (mean_s * factors).tolist()
+        yield mean_s * generator.lognormal(-log_variance / 2, math.sqrt(log_variance))
 
 
 def _make_trace(spans: list[Span], seconds: float) -> Trace:

@@ -249,7 +249,8 @@ def find_tensors(batch: Any) -> list[Tensor]:
 
     Example:
         >>> import torch
-        >>> [tensor.nbytes for tensor in find_tensors(({"image": torch.zeros(2)}, [torch.zeros(3)], 4))]
+        >>> batch = {"image": torch.zeros(2)}, [torch.zeros(3)], 4
+        >>> [tensor.nbytes for tensor in find_tensors(batch)]
         [8, 12]
     """
     if isinstance(batch, Tensor):

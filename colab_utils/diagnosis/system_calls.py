@@ -1,4 +1,4 @@
-"""What Linux tells of a process: its system call, that call's file, what it has used, how it ended."""
+"""What Linux tells of a process: its system call and file, what it has used, and how it ended."""
 
 import os
 import platform

@@ -61,22 +61,17 @@ def watch(
         ([1, 2, 3], 3, [])
     """
     require_linux("watch a loader")
-    _require_arguments(loader, timeout_s, on_stall)
+    require_choice("on_stall", on_stall, get_args(OnStall))
+    require_number("timeout_s", timeout_s, above=0, below=inf)
+    if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
+        name = type(loader).__name__
+        raise ColabUtilsError(
+            f"expected a loader to iterate over, found {name}: pass your DataLoader"
+        )
     kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
     watched = kind(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
-
-
-def _require_arguments(loader: Any, timeout_s: Any, on_stall: Any) -> None:
-    """Refuse what cannot be watched."""
-    require_choice("on_stall", on_stall, get_args(OnStall))
-    require_number("timeout_s", timeout_s, above=0, below=inf)
-    if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
-        kind = type(loader).__name__
-        raise ColabUtilsError(
-            f"expected a loader to iterate over, found {kind}: pass your DataLoader"
-        )
 
 
 class WatchedLoader:
