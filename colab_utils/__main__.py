@@ -170,7 +170,7 @@ def _diagnose(
     fail_below: float | None = None,
 ) -> Any:
     """What is training waiting for, and which fix wins most?"""
-    from colab_utils.diagnosis.diagnose import compare_runs, read_run
+    from colab_utils.diagnosis.changes import compare_runs, read_run
     from colab_utils.loading.emulated_step import EmulatedStep
 
     if fail_below is not None and not against:

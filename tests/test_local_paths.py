@@ -11,7 +11,7 @@ from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.mask_files import convert_masks
 from colab_utils.data.repair import repair_annotations
-from colab_utils.diagnosis.diagnose import read_run
+from colab_utils.diagnosis.changes import read_run
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_local_path

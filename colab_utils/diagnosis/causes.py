@@ -101,19 +101,20 @@ def find_causes(
         loop_s: seconds of the whole loop without what lay between the passes.
         facts: what else was seen.
     """
-    found = [_explain_between(between, loop_s)]
-    if crowded := _explain_crowd(waits, loop_s, facts):
-        found.append(crowded)
+    causes = [_explain_between(between, loop_s)]
+    crowd = _explain_crowd(waits, loop_s, facts)
+    if crowd is not None:
+        causes.append(crowd)
     else:
-        found.append(_explain_waits(np.where(is_first, 0.0, waits), loop_s, facts))
+        causes.append(_explain_waits(np.where(is_first, 0.0, waits), loop_s, facts))
         if is_first.sum() > 1:  # every run starts once
-            found.append(_explain_starts(waits[is_first], loop_s))
-    worth = [cause for cause in found if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
-    causes = sorted(worth, key=lambda cause: -cause.share)
-    causes += [
-        Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure)
-        for stall in facts.stalls
-    ]
+            causes.append(_explain_starts(waits[is_first], loop_s))
+    if loop_s < _LEAST_S:
+        causes = []
+    causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
+    causes.sort(key=lambda cause: -cause.share)
+    for stall in facts.stalls:
+        causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
     if facts.growth:
         cure = "Keep no lists of Python objects in the dataset, and no losses with their graphs."
         causes.append(Cause("memory", 0.0, str(facts.growth), cure))
@@ -141,28 +142,29 @@ def refine_causes(
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
-    found = []
+    refined = []
     works = False
     for cause in causes:
         if cause.id in ("between", "periodic"):  # a diagnosis copies batches there
             continue
         if largest and cause.id in ("work", "collate") and largest.name in _STAGES:
+            works = True
             waits_for_data = largest.name == "sample" and largest.cpu_ms < largest.mean_ms / 2
             id, cure = _STAGES["read" if waits_for_data else largest.name]
             whole_ms = sum(stage.mean_ms for stage in stages)
-            why = (
-                f"{cause.why} {largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms "
-                "an image."
-            )
-            cause = Cause(id, cause.share, why, cure)
-            works = True
-        found.append(cause)
+            part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
+            cause = Cause(id, cause.share, f"{cause.why} {part}", cure)
+        refined.append(cause)
     if slower > _SLOWER:
-        why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
-        cure = "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper."
-        found.append(Cause("contention", (1 - 1 / slower) * step_share, why, cure))
+        contention = Cause(
+            "contention",
+            (1 - 1 / slower) * step_share,
+            f"Beside the loader the step takes {slower:.1f} times as long as alone.",
+            "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper.",
+        )
+        refined.append(contention)
     # loading that takes the cores from the step is cured by cheaper loading: it comes first
-    return sorted(found, key=lambda cause: (works and cause.id == "contention", -cause.share))
+    return sorted(refined, key=lambda cause: (works and cause.id == "contention", -cause.share))
 
 
 def _find_rare(seconds: _Array) -> NDArray[np.int64]:
@@ -178,31 +180,32 @@ def _explain_between(between: _Array, loop_s: float) -> Cause:
     if len(rare) > 1:
         every = len(between) / len(rare)
         each_s = float(between[rare].mean())
-        why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
-        cure = (
+        return Cause(
+            "periodic",
+            share,
+            f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step.",
             "If it writes checkpoints, write them in a thread or less often; if it evaluates, "
-            "evaluate less often."
+            "evaluate less often.",
         )
-        return Cause("periodic", share, why, cure)
-    why = (
+    return Cause(
+        "between",
+        share,
         f"After each step this process is busy for {1000 * between.mean():.3g} ms before it "
-        "asks for a batch."
-    )
-    cure = (
+        "asks for a batch.",
         "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
-        "move it to a thread."
+        "move it to a thread.",
     )
-    return Cause("between", share, why, cure)
 
 
 def _explain_starts(starts: _Array, loop_s: float) -> Cause:
     """The first batch of each pass came so late."""
-    why = f"Each of the {len(starts)} passes waits {starts.mean():.2g} s for its first batch."
-    cure = (
+    return Cause(
+        "restarts",
+        float(starts.sum()) / loop_s,
+        f"Each of the {len(starts)} passes waits {starts.mean():.2g} s for its first batch.",
         "Where workers start anew, make the loader once, with persistent_workers=True; else "
-        "make passes longer."
+        "make passes longer.",
     )
-    return Cause("restarts", float(starts.sum()) / loop_s, why, cure)
 
 
 def _explain_crowd(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause | None:
@@ -212,12 +215,13 @@ def _explain_crowd(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause | No
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
     if facts.workers <= cores or not (is_busy or times.queued_s >= times.cpu_s):
         return None
-    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-    cure = (
+    return Cause(
+        "too_many_workers",
+        float(waits[1:].sum()) / loop_s,
+        f"{facts.workers} workers share {cores} cores, and wait for one another.",
         f"Use fewer workers: num_workers={cores}. Make a sample cheaper: more workers only "
-        "take turns."
+        "take turns.",
     )
-    return Cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cure)
 
 
 def _explain_waits(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -226,89 +230,111 @@ def _explain_waits(waits: _Array, loop_s: float, facts: LoopFacts) -> Cause:
     """
     share = float(waits.sum()) / loop_s
     times = facts.times
-    cores = count_cores()
-    if slow := _explain_slow_sample(waits, share, facts):
+    slow = _explain_slow_sample(waits, share, facts)
+    if slow is not None:
         return slow
     if not (facts.workers or times.samples):
-        why = "This process loads the samples itself, between its steps."
         return Cause(
             "work",
             share,
-            why,
+            "This process loads the samples itself, between its steps.",
             "Use worker processes (num_workers): they load while this process trains.",
         )
     outside_s = times.worker_cpu_s - times.cpu_s
-    data_s = times.wall_s - times.cpu_s - times.queued_s
-    if outside_s > max(times.cpu_s, data_s):
-        part = outside_s / times.worker_cpu_s
-        why = (
-            f"Workers spend {part:.0%} of their CPU time outside of samples: in collate_fn, or "
-            "on the way here."
+    if outside_s > max(times.cpu_s, times.data_s):
+        return Cause(
+            "collate",
+            share,
+            f"Workers spend {outside_s / times.worker_cpu_s:.0%} of their CPU time outside of "
+            "samples: in collate_fn, or on the way here.",
+            "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both.",
         )
-        cure = "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both."
-        return Cause("collate", share, why, cure)
-    wall_ms, cpu_ms, queued_ms, data_ms = (
-        1000 * seconds / max(times.samples, 1)
-        for seconds in (times.wall_s, times.cpu_s, times.queued_s, data_s)
-    )
-    if data_ms > max(cpu_ms, queued_ms):
-        why = f"A sample takes {wall_ms:.3g} ms, and waits {data_ms:.3g} ms of it for its data"
-        return _explain_reads(share, why, 1000 * data_ms, times.bytes_read / times.samples)
+    if times.data_s > max(times.cpu_s, times.queued_s):
+        return _explain_reads(share, times)
+    return _explain_work(share, facts.cpu_s / loop_s, times)
+
+
+def _explain_work(share: float, busy: float, times: SampleTimes) -> Cause:
+    """Say how much work a sample is, and whether cores are free for more workers."""
+    cores = count_cores()
     why = "Workers deliver too slowly."
-    busy = facts.cpu_s / loop_s
-    cure = "Use more workers"
     if times.samples:
+        each_ms = 1000 / times.samples
         why = (
-            f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms "
-            "until a core is free."
+            f"A sample takes {each_ms * times.wall_s:.3g} ms: {each_ms * times.cpu_s:.3g} ms of "
+            f"work, {each_ms * times.queued_s:.3g} ms until a core is free."
         )
-    if queued_ms > cpu_ms or busy > _ALL_CORES * cores:
+    cure = "Use more workers"
+    if times.queued_s > times.cpu_s or busy > _ALL_CORES * cores:
         cure = "Make the work cheaper, or do it once, offline: more workers would not help"
-    why = f"{why} {busy:.1f} of {cores} cores are busy."
     return Cause(
-        "work", share, why, f"{cure}; diagnose(loader, step) says which stage takes the time."
+        "work",
+        share,
+        f"{why} {busy:.1f} of {cores} cores are busy.",
+        f"{cure}; diagnose(loader, step) says which stage takes the time.",
     )
 
 
-def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause:
+def _explain_reads(share: float, times: SampleTimes) -> Cause:
     """Whether the first byte of a file is late, or all of them: a disk that sends gives
     `_SENDS_MB_PER_S` at least.
     """
+    each_ms = 1000 / times.samples
+    size = format_bytes(times.bytes_read / times.samples)
+    mb_per_s = times.bytes_read / 1e6 / times.data_s
+    why = (
+        f"A sample takes {each_ms * times.wall_s:.3g} ms, and waits {each_ms * times.data_s:.3g} "
+        "ms of it for its data"
+    )
     cure = "Store the data on the local disk, in few large files; until then use more workers."
-    if size / data_us > _SENDS_MB_PER_S:
-        why = f"{why}: {format_bytes(size)}, at {size / data_us:.2g} MB/s. It is the bandwidth"
+    if mb_per_s > _SENDS_MB_PER_S:
+        why += f": {size}, at {mb_per_s:.2g} MB/s. It is the bandwidth"
         cure = f"{_STAGES['decode'][1]} Store them on the local disk."
-    elif size > 0:
-        why = f"{why}: only {format_bytes(size)}, so mostly for the first byte of each file"
+    elif times.bytes_read:
+        why += f": only {size}, so mostly for the first byte of each file"
     return Cause("read", share, f"{why}.", cure)
 
 
 def _explain_slow_sample(waits: _Array, share: float, facts: LoopFacts) -> Cause | None:
     """The slowest sample, where a few samples hold much of the time of all, and of the waits."""
     times = facts.times
-    # of these and slower ones
-    count, slow_s = np.cumsum(np.array(times.spread).reshape(-1, 2)[::-1], axis=0)[::-1].T
-    least_s = np.ldexp(0.5e-9, np.arange(len(count)))
-    rest_s = (times.wall_s - slow_s) / np.maximum(times.samples - count, 1)
-    fits = (count > 0) & (count <= _RARE * times.samples) & (least_s > _TIMES_SLOWER * rest_s)
-    fits &= (least_s > _LEAST_SLOW_S) & (
-        slow_s > (1 - _HOLDS) * max(times.wall_s, float(waits.sum()))
-    )
-    rare = [number for number in _find_rare(waits).tolist() if facts.seen.get(number)]
-    if fits.any():
-        found = fits.argmax()
+    count, slow_s = _count_slow(times, float(waits.sum()))
+    if count:
         seconds, index = times.slowest
-        slow = f"{count[found]:,.0f} of {times.samples:,.0f}"
-        told = (
-            f"loads as slow ({slow}) hold {slow_s[found] / times.wall_s:.0%} of the time of "
-            "all samples"
+        evidence = (
+            f"loads as slow ({count:,.0f} of {times.samples:,.0f}) hold "
+            f"{slow_s / times.wall_s:.0%} of the time of all samples"
         )
-    elif rare and not times.samples:  # loaded in this process
+    else:
+        rare = [number for number in _find_rare(waits).tolist() if facts.seen.get(number)]
+        if times.samples or not rare:  # seen in the workers, or nowhere
+            return None
         worst = max(rare, key=lambda number: waits[number])
         seconds = waits[worst]
         index = facts.seen[worst][0]
-        told = f"{len(rare)} of {len(waits)} batches are so slow"
-    else:
-        return None
-    cure = f"Look at sample {index}: make it smaller, store it on the local disk, or leave it out."
-    return Cause("slow_sample", share, f"Sample {index} takes {seconds:.2g} s: {told}.", cure)
+        evidence = f"{len(rare)} of {len(waits)} batches are so slow"
+    return Cause(
+        "slow_sample",
+        share,
+        f"Sample {index} takes {seconds:.2g} s: {evidence}.",
+        f"Look at sample {index}: make it smaller, store it on the local disk, or leave it out.",
+    )
+
+
+def _count_slow(times: SampleTimes, waits_s: float) -> tuple[float, float]:
+    """Return how many samples are slow, and their seconds; 0 where these are not few, or do not
+    hold much of the time.
+    """
+    slow = (0.0, 0.0)
+    count = 0.0
+    slow_s = 0.0
+    for bits in reversed(range(len(times.spread))):
+        count += times.spread[bits][0]
+        slow_s += times.spread[bits][1]
+        least_s = 2**bits * 0.5e-9
+        rest_s = (times.wall_s - slow_s) / max(times.samples - count, 1)
+        is_rare = 0 < count <= _RARE * times.samples
+        is_slow = least_s > max(_TIMES_SLOWER * rest_s, _LEAST_SLOW_S)
+        if is_rare and is_slow and slow_s > (1 - _HOLDS) * max(times.wall_s, waits_s):
+            slow = (count, slow_s)
+    return slow

@@ -1,18 +1,13 @@
 """What training waits for: headspace first, then each stage of loading alone, then what would cure
 it.
-
-And what changed since an earlier diagnosis, or an earlier run under `watch`.
 """
 
 import copy
-import json
-import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -22,14 +17,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.causes import Cause, refine_causes
+from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, time_loop
 from colab_utils.diagnosis.stages import Stage, find_tensors, time_stages
-from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader
 from colab_utils.machine import find_free_memory
-from colab_utils.require import require_local_path, require_number
+from colab_utils.require import require_number
 
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
@@ -37,23 +33,6 @@ _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
 _SAMPLED = 16
 _VERIFIED = 64
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
-_SURE = 2  # standard errors
-
-
-@dataclass(frozen=True)
-class Change:
-    """One run beside an earlier one."""
-
-    ratio: float
-    """Images per second, over those before."""
-    noise: float
-    """How far the ratio of two equal runs may be from 1: two standard errors."""
-    fails: bool
-    """Whether the ratio is below what was asked for."""
-    sentence: str
-
-    def __str__(self) -> str:
-        return self.sentence
 
 
 @dataclass(frozen=True)
@@ -90,8 +69,12 @@ class Diagnosis:
     """Why training waits, the largest share first; empty where the loader is fine."""
 
     def __str__(self) -> str:
-        lines = [str(line) for line in (*self.stages, *self.fixes, self.change) if line]
-        return "\n".join([self.verdict, *map(str, self.causes), *(f"  {line}" for line in lines)])
+        parts: list[Any] = [*self.stages, *self.fixes]
+        if self.change is not None:
+            parts.append(self.change)
+        lines = [self.verdict, *map(str, self.causes)]
+        lines += [f"  {part}" for part in parts]
+        return "\n".join(lines)
 
 
 def diagnose(
@@ -142,9 +125,9 @@ def diagnose(
         ('emulated 5 ms', ['wait', 'step'])
     """
     if isinstance(loader, Iterator | str) or not hasattr(loader, "__iter__"):
-        found = "an iterator" if isinstance(loader, Iterator) else repr(loader)
+        kind = "an iterator" if isinstance(loader, Iterator) else repr(loader)
         raise ColabUtilsError(
-            f"expected a loader that starts again, found {found}: pass the DataLoader itself"
+            f"expected a loader that starts again, found {kind}: pass the DataLoader itself"
         )
     require_number("seconds", seconds, above=0)
     loader = take_watched(loader)
@@ -173,17 +156,20 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
                 f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it "
                 "out"
             )
-    own = [
-        getattr(owner, "generator", None) for owner in (getattr(loader, "sampler", None), loader)
-    ]
+    generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+    for owner in (getattr(loader, "sampler", None), loader):
+        generators.append(getattr(owner, "generator", None))
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),
     ]
-    for generator in (torch.default_generator, *torch.cuda.default_generators, *own):
+    for generator in generators:
         if isinstance(generator, torch.Generator):
             states.append((generator.set_state, generator.get_state()))
-    for part in (*restore, loader) if isinstance(loader, Loader) else restore:
+    parts = list(restore)
+    if isinstance(loader, Loader):
+        parts.append(loader)
+    for part in parts:
         states.append((part.load_state_dict, copy.deepcopy(part.state_dict())))
     try:
         yield
@@ -210,61 +196,50 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
     began_s = perf_counter()
-    kept = dict[int, Any]()
+    kept: dict[int, Any] = {}
     watched = WatchedLoader(loader, TIMEOUT_S, "raise")
     now = time_loop(watched, step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
-    rate = now.images_per_second
-    size = round(now.images / len(now.wait_s))
     cached = now
     slower = 1.0
-    ceiling = rate
+    ceiling = now.images_per_second
     if step is not None:
         cached = time_batches(
             [*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds
         )
-        slower = max(
-            1.0, fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9)
-        )
+        slower = fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9)
+        slower = max(1.0, slower)
         ceiling = slower * now.images / sum(now.step_s)
-    found = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
+    found = time_stages(loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds)
     kept.clear()
+
+    loading = [*found.stages.values()]
+    waits = step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second
     fixes = []
-    waits = step is None or ceiling >= _FINE_HEADSPACE * rate
     if waits and isinstance(loader, Loader | DataLoader):
         indices = found.indices[: _VERIFIED if verify else _SAMPLED]
-        situation = Situation(
-            loader, step, now, cached, found.stages, indices, seconds, verify, began_s
+        fixes = find_fixes(
+            Situation(loader, step, now, cached, found.stages, indices, seconds, verify, began_s)
         )
-        fixes = find_fixes(situation)
-    loading = [*found.stages.values()]
-    if isinstance(loader, Loader) and loading and waits:
-        loading.append(_estimate_handoff(now, loading, count_workers(loader)))
-    summary = watched.summary()
+    if waits and loading and isinstance(loader, Loader):
+        loading.append(_estimate_handoff(now, loading, loader.workers))
     causes = refine_causes(
-        summary.causes, loading, slower=slower, step_share=1 - now.wait_share, waits=waits
+        watched.summary().causes,
+        loading,
+        slower=slower,
+        step_share=1 - now.wait_share,
+        waits=waits,
     )
-    stages = [
-        *loading,
-        Stage.from_calls("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image),
-    ]
-    if step is not None:
-        stages.append(
-            Stage.from_calls(
-                "step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000
-            )
-        )
-    name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
+    name = _name_step(step)
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
     verdict += [f"{cause.why} {cause.next}" for cause in causes if cause.id == "memory"]
-    verdict += (
-        [f"The stages of a sample could not be timed: {found.unseen}"] if found.unseen else []
-    )
+    if found.unseen:
+        verdict.append(f"The stages of a sample could not be timed: {found.unseen}")
     return Diagnosis(
         " ".join(verdict),
-        ceiling / rate,
-        rate,
+        ceiling / now.images_per_second,
+        now.images_per_second,
         now.wait_share,
-        tuple(stages),
+        (*loading, *_list_loop_stages(now, step)),
         tuple(fixes),
         _describe_confidence(now),
         len(now.wait_s),
@@ -272,6 +247,23 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         now.error,
         causes=tuple(causes),
     )
+
+
+def _name_step(step: Any) -> str:
+    """Return what a diagnosis calls its step."""
+    if step is None:
+        return "none"
+    return str(step) if getattr(step, "emulated", False) else "real"
+
+
+def _list_loop_stages(now: BatchTimes, step: Any) -> list[Stage]:
+    """Return what an image waits, with the CPU time of all loading, and what its step takes."""
+    image_ms = 1000 / now.batch_size
+    stages = [Stage.from_calls("wait", np.multiply(now.wait_s, image_ms), now.cpu_ms_per_image)]
+    if step is not None:
+        cpu_ms = now.step_cpu_s / now.images * 1000
+        stages.append(Stage.from_calls("step", np.multiply(now.step_s, image_ms), cpu_ms))
+    return stages
 
 
 def describe_verdict(
@@ -288,33 +280,37 @@ def describe_verdict(
     takes ``slower`` times as long. ``stages`` are those of loading.
     """
     rate = now.images_per_second
+    headspace = ceiling / rate
     sure = f"(confidence {_describe_confidence(now)})"
-    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
-    part = (
-        f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image."
-        if largest
-        else ""
-    )
-    if step == "none":
-        start = f"The loader alone gives {rate:.1f} images/s {sure}.{part}"
-        return (
-            f"{start} Without a step nothing says whether training waits for it: pass your "
-            "step, or an EmulatedStep."
+    part = ""
+    if stages:
+        largest = max(stages, key=lambda stage: stage.mean_ms)
+        part = (
+            f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image."
         )
-    head = f"headspace {ceiling / rate:.2f}, {step} step {sure}"
-    rates = f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, {head}"
-    if ceiling / rate < _FINE_HEADSPACE:
-        return f"Your loader is fine, stop here: {rates}."
-    cure = ""
-    if fixes and fixes[0].images_per_second > 1.05 * rate:
-        tried = "measured" if fixes[0].measured_images_per_second else "forecast"
-        cure = f" Best fix: {fixes[0].name}, {fixes[0].images_per_second:.1f} images/s ({tried})."
-    # loading that takes the cores which the step itself needs is no waiting, and costs the same
-    contention = (
-        f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long."
-        * (slower > 1.2)
+    if step == "none":
+        return (
+            f"The loader alone gives {rate:.1f} images/s {sure}.{part} Without a step nothing says "
+            "whether training waits for it: pass your step, or an EmulatedStep."
+        )
+    rates = (
+        f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, headspace {headspace:.2f}, "
+        f"{step} step {sure}"
     )
-    return f"Training waits {now.wait_share:.0%} of its time: {rates}.{contention}{part}{cure}"
+    if headspace < _FINE_HEADSPACE:
+        return f"Your loader is fine, stop here: {rates}."
+    verdict = f"Training waits {now.wait_share:.0%} of its time: {rates}."
+    # Loading that takes the cores which the step itself needs is no waiting, and costs the same.
+    if slower > 1.2:
+        verdict += (
+            f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long."
+        )
+    verdict += part
+    if fixes and fixes[0].images_per_second > 1.05 * rate:
+        best = fixes[0]
+        basis = "measured" if best.measured_images_per_second else "forecast"
+        verdict += f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({basis})."
+    return verdict
 
 
 def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) -> Stage:
@@ -329,58 +325,9 @@ def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) ->
 def _describe_confidence(now: BatchTimes) -> str:
     count = len(now.batch_s)
     error = now.error
-    level = (
-        "high"
-        if count >= 20 and error < 0.05
-        else "medium"
-        if count >= 8 and error < 0.15
-        else "low"
-    )
+    level = "low"
+    if count >= 20 and error < 0.05:
+        level = "high"
+    elif count >= 8 and error < 0.15:
+        level = "medium"
     return f"{level}: {count} batches, the mean batch time is sure to {error:.0%}"
-
-
-def compare_runs(
-    before: Mapping[str, float], after: Mapping[str, float], *, fail_below: float = 0.0
-) -> Change:
-    """Compare two runs as `read_run` gives them; ``fail_below`` is a ratio.
-
-    Example:
-        >>> before = {"images_per_second": 12.0, "wait_share": 0.8, "error": 0.02}
-        >>> print(compare_runs(before, {"images_per_second": 48.0, "wait_share": 0.1, "error": 0.02}))
-        12.0 → 48.0 images/s, 4.00 times as many: more than the noise (6%). Waits 80% → 10%.
-    """
-    rates, waits = (
-        [run[key] for run in (before, after)] for key in ("images_per_second", "wait_share")
-    )
-    ratio = rates[1] / max(rates[0], 1e-9)
-    noise = _SURE * math.hypot(before["error"], after["error"])
-    size = "more than the noise" if abs(ratio - 1) > noise else "within the noise"
-    sentence = (
-        f"{rates[0]:.1f} → {rates[1]:.1f} images/s, {ratio:.2f} times as many: {size} "
-        f"({noise:.0%})."
-    )
-    return Change(
-        ratio, noise, ratio < fail_below, f"{sentence} Waits {waits[0]:.0%} → {waits[1]:.0%}."
-    )
-
-
-def read_run(path: str | Path) -> dict[str, float]:
-    """``images_per_second``, ``wait_share`` and ``error`` of what `Summary.save` or ``diagnose
-    --json`` wrote.
-
-    Raises:
-        ColabUtilsError: there is no such file, or it is something else.
-
-    Example:
-        >>> read_run("no/such/before.json")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at ...
-    """
-    file = require_local_path(path)
-    try:
-        run = json.loads(file.read_text(encoding="utf-8"))
-        run.setdefault("wait_share", run.get("stall_share"))  # of a diagnosis
-        return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        found = f"expected the JSON of an earlier run at {path}, found none"
-        raise ColabUtilsError(f"{found}: write one with --json or Summary.save") from None

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -82,10 +83,10 @@ class Fix:
         return self.measured_images_per_second or self.forecast_images_per_second or 0.0
 
     def __str__(self) -> str:
-        measured = self.measured_images_per_second
-        return f"{self.name}: {self.sentence}" + (
-            "" if measured is None else f" Measured: {measured:.1f} images/s."
-        )
+        text = f"{self.name}: {self.sentence}"
+        if self.measured_images_per_second is not None:
+            text += f" Measured: {self.measured_images_per_second:.1f} images/s."
+        return text
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,9 @@ class Situation:
         """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
-        wall_s = sum(self.cached.step_s)
-        cpu_s = self.cached.step_cpu_s
-        return EmulatedStep(
-            1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0)
-        )
+        step_s = self.cached.step_s
+        busy = self.cached.step_cpu_s / sum(step_s)
+        return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
         """How many workers to try where one takes so long for an image: the fewest, more than now,
@@ -135,7 +134,10 @@ class Situation:
         step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
         needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
         counts = [count for count in (1, 2, 4, 8) if count > count_workers(self.loader)]
-        return next((count for count in counts if count >= needed), counts[-1] if counts else 16)
+        for count in counts:
+            if count >= needed:
+                return count
+        return counts[-1] if counts else 16
 
 
 @contextmanager
@@ -160,7 +162,7 @@ def open_like(
         raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
     workers = count_workers(loader) if workers is None else workers
     prefetch = prefetch or now.prefetch
-    batch_size = round(now.loop.images / len(now.loop.wait_s))
+    batch_size = now.loop.batch_size
     if packs or isinstance(loader, Loader):
         # the masks of other people's loaders are expanded on the GPU, too, where there is one
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
@@ -192,7 +194,8 @@ def open_like(
     try:
         yield rebuilt
     finally:
-        getattr(rebuilt, "close", int)()
+        if isinstance(rebuilt, Loader):
+            rebuilt.close()
 
 
 def find_fixes(now: Situation) -> list[Fix]:
@@ -208,19 +211,15 @@ def find_fixes(now: Situation) -> list[Fix]:
     workers = count_workers(now.loader)
     prefetch = 2 * now.prefetch
     count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
+    plans: list[tuple[Fix, _Prepare]] = [
+        (_make_fix("workers", f"={count}, not {workers}"), partial(dict, workers=count))
+    ]
+    if workers:
+        fix = _make_fix("prefetch", f": {prefetch}, not {now.prefetch}")
+        plans.append((fix, partial(dict, prefetch=prefetch)))
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
-        plans = _plan_data(now, Path(folder))
-        plans.append(
-            (_make_fix("workers", f"={count}, not {workers}"), partial(dict, workers=count))
-        )
-        if workers:
-            plans.append(
-                (
-                    _make_fix("prefetch", f": {prefetch}, not {now.prefetch}"),
-                    partial(dict, prefetch=prefetch),
-                )
-            )
-        return rank_fixes([_try_out(now, *plan) for plan in plans])
+        plans = _plan_data(now, Path(folder)) + plans
+        return rank_fixes([_try_out(now, fix, prepare) for fix, prepare in plans])
 
 
 def _make_fix(id: str, more: str = "") -> Fix:
@@ -251,11 +250,9 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
                 options = prepare()
             rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
             measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
-            gain = (
-                f"about {rate:.1f} images/s"
-                if rate > 1.05 * now.loop.images_per_second
-                else "wins nothing"
-            )
+            gain = "wins nothing"
+            if rate > 1.05 * now.loop.images_per_second:
+                gain = f"about {rate:.1f} images/s"
             return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error).removesuffix(".")
@@ -292,41 +289,35 @@ def time_loop(
 
 def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
     """Other forms and places of the data; what costs you most is tried first."""
-    # id to what else is to be told
     dataset = now.loader.dataset
-    by_shards = dict[str, str]()
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return []
-    if isinstance(dataset, CocoFolder):
-        had = dataset.coco.sizes[[*now.indices]]
-        planned = [plan_size(*size, **_SIDES) for size in had.tolist()]
-        share = np.prod(planned, axis=-1).sum() / max(had.prod(axis=-1).sum(), 1)
-        if share <= _SMALLER:
-            by_shards["resize"] = f" to {share:.0%} of the pixels"
-    if not isinstance(now.loader, Loader):
-        by_shards["packed_masks"] = ""
-    if isinstance(dataset, CocoFolder) or _is_slow(dataset):
-        by_shards["shards"] = ""
     # No folder is slowed any more while a fix is prepared.
-    make = partial(_prepare_shards, now, folder, is_slow=_is_slow(dataset))
-    plans = [(_make_fix(id, more), partial(make, id)) for id, more in by_shards.items()]
+    is_slow = find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
+    is_folder = isinstance(dataset, CocoFolder)
+    fixes: list[Fix] = []
+    if isinstance(dataset, CocoFolder):
+        sizes = dataset.coco.sizes[[*now.indices]]
+        planned = [plan_size(*size, **_SIDES) for size in sizes.tolist()]
+        share = np.prod(planned, axis=-1).sum() / max(sizes.prod(axis=-1).sum(), 1)
+        if share <= _SMALLER:
+            fixes.append(_make_fix("resize", f" to {share:.0%} of the pixels"))
+    if not isinstance(now.loader, Loader):
+        fixes.append(_make_fix("packed_masks"))
+    if is_folder or is_slow:
+        fixes.append(_make_fix("shards"))
+    make = partial(_prepare_shards, now, folder, is_slow=is_slow)
+    plans = [(fix, partial(make, fix.id)) for fix in fixes]
     if plans:
-        cpu_ms = sum(
-            stage.cpu_ms
-            for stage in now.stages.values()
-            if stage.name in ("read", "decode", "masks")
-        )
+        stages = [now.stages[name] for name in ("read", "decode", "masks") if name in now.stages]
+        cpu_ms = sum(stage.cpu_ms for stage in stages)
         workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
         first, prepare = plans[0]
         both = replace(first, id="data_and_workers", name=f"{first.name}, and workers={workers}")
         plans.insert(0, (both, partial(prepare, workers=workers)))
-    if isinstance(dataset, CocoFolder) and _is_slow(dataset):
+    if is_folder and is_slow:
         plans.append((_make_fix("local_files"), partial(_copy_files, now, folder / "files")))
     return plans
-
-
-def _is_slow(dataset: CocoFolder | ShardDataset) -> bool:
-    return find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
 
 
 def _prepare_shards(

@@ -84,13 +84,11 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     running = [reading for reading in readings if reading.batches < last]
     by_process: dict[str, float] = {}
     grown_bytes = 0.0
-    used_bytes = 0
+    used_bytes = 0.0
     for pid in sorted({pid for reading in running for pid in reading.own_bytes}):
-        seen = [reading for reading in running if pid in reading.own_bytes]
-        used_bytes += seen[-1].own_bytes[pid]
-        half = seen[len(seen) // 2 :]
-        batches = np.array([reading.batches for reading in half], np.float64)
-        own = np.array([reading.own_bytes[pid] for reading in half], np.float64)
+        seen = [(batches, own_bytes[pid]) for batches, own_bytes in running if pid in own_bytes]
+        batches, own = np.array(seen[len(seen) // 2 :], np.float64).T
+        used_bytes += own[-1]
         slope = _find_slope(batches, own)
         rise = slope * float(np.ptp(batches))
         if rise > _LEAST_GROWTH * own[-1]:

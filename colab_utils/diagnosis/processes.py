@@ -8,25 +8,20 @@ that they are at. Elsewhere than on Linux most of it stays unknown.
 import mmap
 import operator
 import os
-import platform
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
-from itertools import takewhile
-from pathlib import Path
 from time import monotonic_ns, process_time, thread_time
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
-from colab_utils.loading.prefetcher import describe_exit
+from colab_utils.diagnosis.system_calls import measure_use, read_call, read_ending
 
 # Workers that are remembered, and threads of each that can be at a sample.
 _ROWS = 128
@@ -36,17 +31,6 @@ _BITS = 48
 _HERE = os.path.dirname(__file__)
 # Methods of a dataset that give a sample.
 _METHODS = ("__getitem__", "read_packed", "read_into")
-# Numbers of system calls on x86_64, from asm/unistd_64.h.
-_NUMBERS = (
-    "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 "
-    "futex 202 getdents64 217 clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 "
-    "preadv 295 preadv2 327 statx 332"
-)
-_CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
-_CALLS_WITH_PATH = ("openat", "newfstatat", "statx")
-_CALLS_OF_FILE = ("read", "pread64", "readv", "preadv", "preadv2", "fstat", "getdents64")
-_PATH_BYTES = 4096
-
 # What a thread of a worker notes of its sample: the index, or -1; since when; and its own id.
 _AT = np.dtype([("sample", np.int64), ("since_ns", np.int64), ("task", np.int64)])
 # What a worker notes.
@@ -111,6 +95,11 @@ class SampleTimes(NamedTuple):
     """CPU time of the workers, in samples and outside of them."""
     spread: Sequence[tuple[float, float]] = ()
     """How many samples took 2**(n - 1) to 2**n ns, and their seconds in sum, by n."""
+
+    @property
+    def data_s(self) -> float:
+        """Seconds that samples waited for their data."""
+        return self.wall_s - self.cpu_s - self.queued_s
 
 
 class _ThreadCounts(threading.local):
@@ -264,36 +253,26 @@ class WorkerMonitor:
         at_work = self.list_samples().get(pid)
         sample = at_work[0].sample if at_work else None
         task = at_work[0].task if at_work else pid
-        call, path = _read_call(pid, task)
+        call, path = read_call(pid, task)
         # The samples of a stream are not seen. A worker without any may be at one.
-        has_worked = self._rows["sums"][pid % _ROWS, 0] > 0
+        has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
         waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
-        return Activity(
-            call=call,
-            path=path,
-            sample=sample,
-            idle=not at_work and bool(has_worked) and waits_for_pipe,
-            cpu_s=_measure_cpu(pid),
-            bytes_read=_count_bytes_read(pid),
-        )
+        idle = not at_work and has_worked and waits_for_pipe
+        return Activity((), call, path, sample, idle, *measure_use(f"/proc/{pid}"))
 
-    def inspect_thread(self, ident: int) -> Activity:
+    def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""
-        frame = sys._current_frames()[ident]
-        task = _find_task(ident)
+        frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
-            lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
-        call, path = _read_call(os.getpid(), task)
-        return Activity(
             # the lines of the user's program, or its libraries, within our own
-            stack=tuple(takewhile(lambda line: not line.startswith(_HERE), lines)),
-            call=call,
-            path=path,
-            sample=self._find_sample(frame),
-            cpu_s=_measure_thread_cpu(task),
-            bytes_read=_count_thread_bytes_read(task),
-        )
+            if inner.f_code.co_filename.startswith(_HERE):
+                break
+            lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
+        task = thread.native_id or 0
+        call, path = read_call(os.getpid(), task)
+        use = measure_use(f"/proc/self/task/{task}")
+        return Activity(tuple(lines), call, path, self._find_sample(frame), False, *use)
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """Return the index in the outermost call of the dataset's methods."""
@@ -308,98 +287,6 @@ class WorkerMonitor:
             if dataset is self.dataset and index >= 0:
                 sample = index
         return sample
-
-
-def read_ending(pid: int) -> str:
-    """Return how a child process ended, in words; "" while a process lives.
-
-    Example:
-        >>> read_ending(os.getpid())
-        ''
-    """
-    # Somebody else may have asked for it already, or the process has another parent.
-    with suppress(ChildProcessError):
-        # WNOWAIT leaves the answer to the loader, which psutil would take away.
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return ""
-        has_exited = ended.si_code == os.CLD_EXITED
-        return describe_exit(ended.si_status if has_exited else -ended.si_status)
-    return "" if psutil.pid_exists(pid) else "no reason given"
-
-
-def _find_task(ident: int) -> int:
-    """Return Linux's id of a thread of this process; 0 where it is unknown."""
-    for thread in threading.enumerate():
-        if thread.ident == ident:
-            return thread.native_id or 0
-    return 0
-
-
-def _measure_cpu(pid: int) -> float:
-    """Return the CPU seconds of a process; 0 where it ended."""
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
-
-
-def _measure_thread_cpu(task: int) -> float:
-    """Return the CPU seconds of a thread of this process."""
-    for thread in psutil.Process().threads():
-        if thread.id == task:
-            return float(thread.user_time + thread.system_time)
-    return 0.0
-
-
-def _count_bytes_read(pid: int) -> int:
-    """Return how many bytes a process has read, from files or pipes; 0 where Linux does not say."""
-    with suppress(psutil.Error, OSError, RuntimeError):
-        return int(psutil.Process(pid).io_counters().read_chars)
-    return 0
-
-
-def _count_thread_bytes_read(task: int) -> int:
-    """Return the same of one thread of this process, which psutil does not tell apart."""
-    words = _read(f"/proc/self/task/{task}/io").split()
-    return int(words[1]) if words else 0
-
-
-def _read_call(pid: int, task: int) -> tuple[str, str]:
-    """Return the system call that a thread is in, and its file."""
-    words = _read(f"/proc/{pid}/task/{task}/syscall").split()
-    if len(words) < 8:
-        # It runs, is in a page fault, or may not be looked at: then where it sleeps in the kernel.
-        return _read(f"/proc/{pid}/task/{task}/wchan").strip("0"), ""
-    name = f"system call {words[0]}"
-    if platform.machine() == "x86_64":
-        name = _CALLS.get(words[0], name)
-    with suppress(OSError, psutil.Error):
-        if name in _CALLS_WITH_PATH:
-            path = _read_path(pid, int(words[2], 16))
-            return name, os.path.join(psutil.Process(pid).cwd(), path)
-        if name in _CALLS_OF_FILE:
-            # psutil's open_files() looks at each file, and would hang where the worker hangs.
-            return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
-    return name, ""
-
-
-def _read_path(pid: int, address: int) -> str:
-    """Return the path that lies at an address of a process's memory."""
-    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        memory.seek(address)
-        content = memory.read(_PATH_BYTES) or b""
-    path, _, _ = content.partition(b"\0")
-    return os.fsdecode(path)
-
-
-def _read(path: str) -> str:
-    """Return the text of a file; "" where it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _read_index(index: Any) -> int:

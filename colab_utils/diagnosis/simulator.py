@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_count, require_number
 
 _ROUNDING_S = 1e-9
 # More would keep you waiting for minutes and tell nothing new.
@@ -107,14 +108,18 @@ def simulate(
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
         25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
     """
-    _require_amount("seconds", seconds)
-    _require_count("workers", workers, least=0)
-    _require_amount("load_s", load_s)
-    _require_amount("step_s", step_s)
-    _require_amount("load_cv", load_cv)
-    _require_amount("step_cv", step_cv)
-    _require_count("prefetch", prefetch, least=1)
-    _require_amount("seed", seed)
+    require_count("workers", workers, least=0)
+    require_count("prefetch", prefetch)
+    require_count("seed", seed, least=0)
+    amounts = {
+        "load_s": load_s,
+        "step_s": step_s,
+        "load_cv": load_cv,
+        "step_cv": step_cv,
+        "seconds": seconds,
+    }
+    for name, amount in amounts.items():
+        require_number(name, amount, least=0, below=math.inf)
     slowest_s = max(load_s / max(1, workers), step_s)
     if not 0 < seconds <= slowest_s * _MAX_BATCHES:
         raise ColabUtilsError(
@@ -140,13 +145,15 @@ def simulate(
         if asked_s > seconds - _ROUNDING_S:
             break
 
-        lane_free_s = loads[batch - lanes].end_s if batch >= lanes else 0.0
-        load_start_s = max(lane_free_s, asked_s)
+        load_start_s = asked_s
+        if batch >= lanes:
+            load_start_s = max(asked_s, loads[batch - lanes].end_s)
         load = Span(batch, load_start_s, load_start_s + next(load_times))
         loads.append(load)
 
-        step_free_s = steps[-1].end_s if steps else 0.0
-        step_start_s = max(load.end_s, step_free_s)
+        step_start_s = load.end_s
+        if steps:
+            step_start_s = max(load.end_s, steps[-1].end_s)
         steps.append(Span(batch, step_start_s, step_start_s + next(step_times)))
 
     step_trace = _make_trace(steps, seconds)
@@ -166,22 +173,7 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
     log_variance = math.log1p(cv * cv)
     generator = np.random.default_rng([seed, stream])
     while True:
-        factors = generator.lognormal(-log_variance / 2, math.sqrt(log_variance), 256)
-        yield from (mean_s * factors).tolist()
-
-
-def _require_count(name: str, value: int, *, least: int) -> None:
-    """Refuse what is no whole number, or too small."""
-    if not isinstance(value, int | np.integer) or value < least:
-        raise ColabUtilsError(
-            f"expected {name} as a whole number of {least} or more, found {value!r}: choose another"
-        )
-
-
-def _require_amount(name: str, value: float) -> None:
-    """Refuse what is negative, infinite or no number."""
-    if not 0 <= value < math.inf:
-        raise ColabUtilsError(f"expected {name} of 0 or more, found {value!r}: choose another")
+        yield mean_s * generator.lognormal(-log_variance / 2, math.sqrt(log_variance))
 
 
 def _make_trace(spans: list[Span], seconds: float) -> Trace:

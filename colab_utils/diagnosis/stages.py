@@ -108,46 +108,48 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     starts, would else be inherited by all later workers.
     """
     dataset: Any = getattr(loader, "dataset", None)
-    stages = dict[str, Stage]()
+    stages: dict[str, Stage] = {}
+    indices: list[int] = []
     unseen = ""
-    indices = list[int]()
-    has_samples = (
-        isinstance(dataset, CocoFolder | ShardDataset)
-        or getattr(loader, "batch_sampler", None) is not None
-    )
-    streams = isinstance(dataset, IterableDataset) and isinstance(loader, DataLoader)
-    if streams or (
-        has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
-    ):
-        indices = (
-            [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
-        )
-        dense = not isinstance(loader, Loader)
-        collate = getattr(loader, "collate_fn", None)
+    streams = isinstance(dataset, IterableDataset)
+    if streams:
+        has_samples = isinstance(loader, DataLoader)
+    elif isinstance(dataset, CocoFolder | ShardDataset):
+        has_samples = True
+    else:
+        is_sampled = getattr(loader, "batch_sampler", None) is not None
+        has_samples = is_sampled and hasattr(dataset, "__len__")
+    if has_samples:
+        if not streams:
+            order = np.random.default_rng(0).permutation(len(dataset))
+            indices = order[:_IMAGES].tolist()
         # an item of a stream may be a batch
         count = 1 if streams and loader.batch_size is not None else images
         in_worker = partial(
-            _time_in_worker, indices, images=count, dense=dense, collate=collate, seconds=seconds
+            _time_in_worker,
+            indices,
+            images=count,
+            dense=not isinstance(loader, Loader),
+            collate=getattr(loader, "collate_fn", None),
+            seconds=seconds,
         )
-        names = ("worker_init_fn", "multiprocessing_context")
-        settings: dict[str, Any] = {name: getattr(loader, name, None) for name in names}
-        settings |= {
-            "batch_sampler": None if streams else [indices[-1:]],
-            "timeout": _TIMEOUT_S + 3 * seconds,
-        }
-        worker = DataLoader(dataset, collate_fn=in_worker, num_workers=1, **settings)
+        worker = DataLoader(
+            dataset,
+            collate_fn=in_worker,
+            num_workers=1,
+            batch_sampler=None if streams else [indices[-1:]],
+            timeout=_TIMEOUT_S + 3 * seconds,
+            worker_init_fn=getattr(loader, "worker_init_fn", None),
+            multiprocessing_context=getattr(loader, "multiprocessing_context", None),
+        )
         try:
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)
         except ColabUtilsError as error:  # whatever somebody's own dataset does
             indices = []
             unseen = str(error).partition("found ")[2]
-    tensors = find_tensors(batch)
-    if (
-        isinstance(loader, DataLoader)
-        and loader.num_workers
-        and {one.device.type for one in tensors} == {"cpu"}
-    ):
+    devices = {tensor.device.type for tensor in find_tensors(batch)}
+    if isinstance(loader, DataLoader) and loader.num_workers and devices == {"cpu"}:
         stages["hand-off"] = time_handoff(batch, images=images, seconds=0.2 * seconds)
     return LoadingStages(stages, indices, unseen)
 
@@ -166,11 +168,9 @@ def _time_in_worker(
     """
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
     if isinstance(dataset, IterableDataset):
-        return {
-            "sample": time_calls(
-                "sample", next, repeat(iter(dataset)), max_s=seconds / 2, images=images
-            )
-        }
+        stream = repeat(iter(dataset))
+        sample = time_calls("sample", next, stream, max_s=seconds / 2, images=images)
+        return {"sample": sample}
     if isinstance(dataset, CocoFolder | ShardDataset):
         stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
     else:
@@ -216,17 +216,16 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dic
     The second is the difference to a shallow copy of the dataset without transforms.
     """
     whole = time_calls("sample", dataset.__getitem__, indices, max_s=seconds / 2)
-    if has := [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]:
+    transforms = [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]
+    if transforms:
         with suppress(Exception):  # it may not do without its transforms
             bare = copy.copy(dataset)
-            vars(bare).update(dict.fromkeys(has))
+            vars(bare).update(dict.fromkeys(transforms))
             without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
             wall_ms = max(whole.mean_ms - without.mean_ms, 0.0)
             cpu_ms = max(whole.cpu_ms - without.cpu_ms, 0.0)
-            return {
-                "sample": without,
-                "transform": Stage.from_calls("transform", [wall_ms], cpu_ms),
-            }
+            transform = Stage.from_calls("transform", [wall_ms], cpu_ms)
+            return {"sample": without, "transform": transform}
     return {"sample": whole}
 
 
@@ -250,17 +249,16 @@ def find_tensors(batch: Any) -> list[Tensor]:
 
     Example:
         >>> import torch
-        >>> [tensor.nbytes for tensor in find_tensors(({"image": torch.zeros(2)}, [torch.zeros(3)], 4))]
+        >>> batch = {"image": torch.zeros(2)}, [torch.zeros(3)], 4
+        >>> [tensor.nbytes for tensor in find_tensors(batch)]
         [8, 12]
     """
     if isinstance(batch, Tensor):
         return [batch]
-    columns = vars(batch) if is_dataclass(batch) else batch
-    values = (
-        columns.values()
-        if isinstance(columns, Mapping)
-        else columns
-        if isinstance(columns, list | tuple)
-        else ()
-    )
-    return [tensor for value in values for tensor in find_tensors(value)]
+    if is_dataclass(batch):
+        batch = vars(batch)
+    if isinstance(batch, Mapping):
+        batch = [*batch.values()]
+    if not isinstance(batch, list | tuple):
+        return []
+    return [tensor for value in batch for tensor in find_tensors(value)]

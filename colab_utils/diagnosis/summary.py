@@ -180,33 +180,48 @@ class LoopRecord:
 
     def summarise(self) -> Summary | None:
         """The summary so far; None before the first batch is over."""
-        self.times, self.growth, clock = (
-            self.monitor.read_times(),
-            find_growth(self.memory.readings),
-            self.clock,
-        )
+        clock = self.clock
         clock.read()
-        waits, steps, between = clock.parts_s.T
-        if not len(waits):
+        parts_s = clock.parts_s
+        if not len(parts_s):
             return None
+        self.times = self.monitor.read_times()
+        self.growth = find_growth(self.memory.readings)
+        waits, steps, between = parts_s.T
         is_first = np.isin(np.arange(len(waits)), clock.firsts)
-        later = waits[~is_first] if (~is_first).any() else np.zeros(1)
-        whole = float(waits.sum() + steps.sum() + between.sum()) + clock.ends_s
-        parts = tuple(
-            Part(
-                name,
-                float(values.sum()) / max(whole, 1e-9),
-                *(1000 * np.percentile(values, (50, 95))).tolist(),
-            )
-            for name, values in (("wait", later), ("step", steps), ("between steps", between))
-        )
         start_s = float(waits[is_first].sum())
-        each_s = np.where(is_first, 0, waits) + steps + between
-        order = np.argsort(-each_s)[:_WORST].tolist()
-        worst = tuple(
-            SlowBatch(n, waits[n], steps[n], between[n], self.seen.get(n, ())) for n in order
+        loop_s = float(parts_s.sum())
+        whole_s = max(loop_s + clock.ends_s, 1e-9)
+        parts = (
+            _make_part("wait", waits[~is_first], whole_s),
+            _make_part("step", steps, whole_s),
+            _make_part("between steps", between, whole_s),
         )
-        causes = find_causes(waits, between, is_first, whole - clock.ends_s, self)
+        causes = find_causes(waits, between, is_first, loop_s, self)
+        later_s = parts_s.sum(axis=1) - np.where(is_first, waits, 0.0)
+        return Summary(
+            _describe(causes, parts, start_s / whole_s),
+            tuple(causes),
+            parts,
+            whole_s,
+            start_s,
+            clock.ends_s,
+            len(waits),
+            int(is_first.sum()),
+            clock.images,
+            find_error(later_s),
+            _list_spans(parts_s),
+            tuple(
+                SlowBatch(n, waits[n], steps[n], between[n], self.seen.get(n, ()))
+                for n in np.argsort(-later_s)[:_WORST].tolist()
+            ),
+            self.growth,
+            self._list_unseen(between),
+            _find_rank(),
+        )
+
+    def _list_unseen(self, between: _Array) -> tuple[str, ...]:
+        """Return what could not be seen of the loop, in sentences."""
         unseen = []
         if not between.any():
             unseen.append(
@@ -217,34 +232,7 @@ class LoopRecord:
                 "Samples in the workers were not seen: they are no items of a forked worker's "
                 "dataset."
             )
-        came_s = np.cumsum(waits + steps + between) - steps - between
-        spans_s = [
-            (s, s + step)
-            for s, step in zip(came_s.tolist(), steps.tolist(), strict=True)
-            if s < _SHOWN_S
-        ]
-        rank = (
-            distributed.get_rank()
-            if distributed.is_available() and distributed.is_initialized()
-            else None
-        )
-        return Summary(
-            _describe(causes, parts, start_s / max(whole, 1e-9)),
-            tuple(causes),
-            parts,
-            whole,
-            start_s,
-            clock.ends_s,
-            len(waits),
-            int(is_first.sum()),
-            clock.images,
-            find_error(each_s),
-            tuple(spans_s),
-            worst,
-            self.growth,
-            tuple(unseen),
-            rank,
-        )
+        return tuple(unseen)
 
     def print_summary(self, *, only_news: bool) -> None:
         """Print a summary if the loop has come further since the last one; ``only_news`` if it has
@@ -264,16 +252,34 @@ class LoopRecord:
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
 
+def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
+    if not len(seconds):
+        return Part(name, 0.0, 0.0, 0.0)
+    median_ms, p95_ms = (1000 * np.percentile(seconds, (50, 95))).tolist()
+    return Part(name, float(seconds.sum()) / whole_s, median_ms, p95_ms)
+
+
+def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
+    """Return when each step of the first seconds began and ended."""
+    _, steps, between = parts_s.T
+    ended_s = np.cumsum(parts_s.sum(axis=1)) - between
+    spans_s = np.stack([ended_s - steps, ended_s], axis=1)
+    return tuple((began, ended) for began, ended in spans_s.tolist() if began < _SHOWN_S)
+
+
+def _find_rank() -> int | None:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return None
+
+
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> str:
-    shares = {part.name: part.share for part in parts}
-    told = (
-        f"wait {shares['wait'] + start:.0%}, step {shares['step']:.0%}, between steps "
-        f"{shares['between steps']:.0%}"
+    wait, step, between = parts
+    shares = (
+        f"wait {wait.share + start:.0%}, step {step.share:.0%}, between steps {between.share:.0%}"
     )
-    if not causes and shares["step"] < max(start, shares["wait"], shares["between steps"]):
-        return f"Too few batches for a verdict: {told}."
-    if not causes:
-        return (
-            f"The step is the limit: {told}. Your loader is fine: a faster step is all that helps."
-        )
-    return f"{causes[0].why} ({told})"
+    if causes:
+        return f"{causes[0].why} ({shares})"
+    if step.share < max(start, wait.share, between.share):
+        return f"Too few batches for a verdict: {shares}."
+    return f"The step is the limit: {shares}. Your loader is fine: a faster step is all that helps."

@@ -40,6 +40,11 @@ class BatchTimes:
         return np.maximum(np.add(self.wait_s, self.step_s), 1e-9)
 
     @property
+    def batch_size(self) -> int:
+        """Images of a usual batch."""
+        return round(self.images / len(self.wait_s))
+
+    @property
     def images_per_second(self) -> float:
         """Images divided by the time of waiting and stepping."""
         return self.images / float(self.batch_s.sum())
@@ -112,8 +117,8 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    waits = list[float]()
-    steps = list[float]()
+    waits: list[float] = []
+    steps: list[float] = []
     images = 0
     step_cpu_s = 0.0
     lanes = max(1, count_workers(loader))
@@ -127,42 +132,54 @@ def time_batches(
             _synchronize()  # what the loader queued on the device belongs to the wait
             got_s = perf_counter()
             got_cpu_s = process_time()
-            try:
-                if step is not None:
-                    step(*batch) if _is_pair(batch) else step(batch)
-                    _synchronize()
-            except Exception as error:
-                found = f"expected a step that takes batch {seen}, found {describe_error(error)}"
-                raise ColabUtilsError(
-                    f"{found}. Try it alone: step(*next(iter(loader)))"
-                ) from error
+            if step is not None:
+                _run_step(step, batch, seen)
             ended_s = perf_counter()
-            ended_cpu_s = process_time()
-            if seen <= untimed:
+            if seen > untimed:
+                step_cpu_s += process_time() - got_cpu_s
+                waits.append(got_s - asked_s)
+                steps.append(ended_s - got_s)
+                images += count_images(batch)
+                if on_batch is not None:
+                    on_batch(len(waits) - 1, batch)
+                is_late = ended_s - timed_s > _ROUNDS * max_s
+                if ended_s - began_s > max_s and len(waits) >= max(least, _ROUNDS * lanes):
+                    is_late = True
+                if len(waits) >= batches or (is_late and len(waits) % lanes == 0):
+                    break
+            else:
                 if ended_s - began_s > min(warmup_s, max_s) and seen % lanes == 0:
                     untimed = seen
                 if seen == untimed:
                     cpu_began_s = measure_tree_cpu()
                     timed_s = ended_s
-            else:
-                waits.append(got_s - asked_s)
-                steps.append(ended_s - got_s)
-                step_cpu_s += ended_cpu_s - got_cpu_s
-                images += count_images(batch)
-                if on_batch is not None:
-                    on_batch(len(waits) - 1, batch)
-                enough = len(waits) >= max(least, _ROUNDS * lanes) and ended_s - began_s > max_s
-                late = ended_s - timed_s > _ROUNDS * max_s
-                if len(waits) >= batches or (len(waits) % lanes == 0 and (enough or late)):
-                    break
             asked_s = perf_counter()
         cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end
     if not waits:
-        found = (
-            f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch"
+        raise ColabUtilsError(
+            f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: "
+            "pass a loader that can be iterated again, or warmup=0"
         )
-        raise ColabUtilsError(f"{found}: pass a loader that can be iterated again, or warmup=0")
     return BatchTimes(tuple(waits), tuple(steps), max(images, 1), cpu_s, step_cpu_s)
+
+
+def _run_step(step: Callable[..., Any], batch: Any, number: int) -> None:
+    """Run a step, until the device is done with it.
+
+    Raises:
+        ColabUtilsError: it fails.
+    """
+    try:
+        if _is_pair(batch):
+            step(*batch)
+        else:
+            step(batch)
+        _synchronize()
+    except Exception as error:
+        raise ColabUtilsError(
+            f"expected a step that takes batch {number}, found {describe_error(error)}. "
+            "Try it alone: step(*next(iter(loader)))"
+        ) from error
 
 
 def _synchronize() -> None:
@@ -200,12 +217,14 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
                 number += 1
                 yield batch
         except Exception as error:
-            if not getattr(loader, "persistent_workers", False):
-                getattr(batches, "_shutdown_workers", int)()  # the traceback would keep them alive
-            cure = "" if isinstance(error, ColabUtilsError) else ": correct the dataset"
-            found = f"found {describe_error(error)}{cure}".replace("found expected a batch, ", "")
+            shut_down = getattr(batches, "_shutdown_workers", None)
+            if shut_down is not None and not getattr(loader, "persistent_workers", False):
+                shut_down()  # the traceback would keep them alive
+            reason = f"found {describe_error(error)}".replace("found expected a batch, ", "")
+            if not isinstance(error, ColabUtilsError):
+                reason += ": correct the dataset"
             raise ColabUtilsError(
-                f"expected batch {number + 1} from the loader, {found}"
+                f"expected batch {number + 1} from the loader, {reason}"
             ) from error
         if number == 0:
             raise ColabUtilsError(
@@ -224,16 +243,15 @@ def count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of
     samples, of a tensor.
     """
-    columns = (
-        batch
-        if isinstance(batch, tuple | list)
-        else batch.values()
-        if isinstance(batch, Mapping)
-        else [batch]
-    )
-    first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
-    if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:
-        return len(batch)
+    columns: Iterable[Any] = [batch]
+    if isinstance(batch, Mapping):
+        columns = batch.values()
+    elif isinstance(batch, tuple | list):
+        columns = batch
+    if isinstance(batch, list) and batch and not _is_pair(batch):
+        is_sample = isinstance(batch[0], Mapping | tuple | str)
+        if is_sample or getattr(batch[0], "ndim", 0) == 3:
+            return len(batch)
     for column in columns:
         if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0:
             return len(column)

@@ -20,13 +20,8 @@ from colab_utils.__main__ import main
 from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.diagnosis import diagnose as module
 from colab_utils.diagnosis import fixes
-from colab_utils.diagnosis.diagnose import (
-    Diagnosis,
-    compare_runs,
-    describe_verdict,
-    diagnose,
-    read_run,
-)
+from colab_utils.diagnosis.changes import compare_runs, read_run
+from colab_utils.diagnosis.diagnose import Diagnosis, describe_verdict, diagnose
 from colab_utils.diagnosis.fixes import Fix, rank_fixes
 from colab_utils.diagnosis.stages import Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes

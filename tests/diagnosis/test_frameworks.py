@@ -147,7 +147,8 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
         trainer.fit(module, loader)
         return loader, module.model
 
-    (_, plain), (watched, model) = fit(lambda loader: loader), fit(watch)
+    _, plain = fit(lambda loader: loader)
+    watched, model = fit(watch)
     assert len(model.seen) == ITEMS
     assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
     assert_saw(watched, ITEMS, passes=2)
@@ -167,7 +168,8 @@ def test_lightning_gives_its_own_loader_to_watch(capsys):
 @ignore_lightning
 def test_lightning_ends_an_endless_stream(capsys):
     module, trainer = make_lightning(epochs=-1, max_steps=MOST)
-    trainer.fit(module, watched := watch(DataLoader(_Stream(), batch_size=2)))
+    watched = watch(DataLoader(_Stream(), batch_size=2))
+    trainer.fit(module, watched)
     assert [batch[0][0] for batch in module.model.seen] == list(range(0, 2 * MOST, 2))
     assert_saw(watched, MOST + 1)  # of a stream without a length, Lightning takes one batch ahead
 
@@ -211,7 +213,8 @@ def test_accelerate_prepares_a_loader_before_it_is_watched(accumulated, accelera
                     optimizer.zero_grad()
         return loader, model
 
-    (_, plain), (watched, model) = train(lambda loader: loader), train(watch)
+    _, plain = train(lambda loader: loader)
+    watched, model = train(watch)
     assert len(model.seen) == ITEMS
     assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
     assert_saw(watched, ITEMS, passes=2)
@@ -245,7 +248,8 @@ def test_the_hugging_face_trainer_trains_with_a_watched_loader(
         trainer.train()
         return trainer.callback_handler.train_dataloader, model
 
-    (_, plain), (watched, model) = train(False), train(True)
+    _, plain = train(False)
+    watched, model = train(True)
     assert len(model.seen) == ITEMS
     assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
     assert_saw(watched, ITEMS, passes=2)
@@ -305,7 +309,8 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first = json.loads((tmp_path / "0.json").read_text())
+    second = json.loads((tmp_path / "1.json").read_text())
     for plain, seen, *facts in (first, second):
         assert seen == plain
         assert seen[0] != seen[1]  # set_epoch() reached the sampler

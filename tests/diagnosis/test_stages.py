@@ -84,10 +84,10 @@ def test_collate_is_per_image():
 
 @pytest.mark.clock
 def test_hand_off_grows_with_the_bytes():
-    few, many = (
-        time_handoff([torch.zeros(size, dtype=torch.uint8)], images=2, seconds=1)
-        for size in (1000, 60_000_000)
-    )
+    few_bytes = [torch.zeros(1000, dtype=torch.uint8)]
+    few = time_handoff(few_bytes, images=2, seconds=1)
+    many_bytes = [torch.zeros(60_000_000, dtype=torch.uint8)]
+    many = time_handoff(many_bytes, images=2, seconds=1)
     assert few.name == many.name == "hand-off"
     assert many.median_ms > 5 * few.median_ms
     assert many.cpu_ms > few.cpu_ms

@@ -161,7 +161,8 @@ def test_a_few_quick_batches_are_no_verdict(capsys):
     for _ in watched:
         time.sleep(0.001)
     assert not watched.summary().causes
-    next(iter(slow := watch(DataLoader(_Items(4, wait_s=0.02), batch_size=4))))
+    slow = watch(DataLoader(_Items(4, wait_s=0.02), batch_size=4))
+    next(iter(slow))
     assert slow.summary().verdict.startswith("Too few batches for a verdict: wait")
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
-from colab_utils.diagnosis import processes
+from colab_utils.diagnosis import passes, processes, stalls, system_calls
 from colab_utils.diagnosis import watch as module
 from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -182,7 +182,7 @@ def test_raise_ends_the_waiting(tmp_path, kind):
     ):
         _list_ids(watched)
     assert [stall.verdict for stall in watched.stalls] == ["read"]
-    assert signal.getsignal(module._INTERRUPT) == signal.SIG_DFL
+    assert signal.getsignal(passes.INTERRUPT) == signal.SIG_DFL
     _end_workers()
 
 
@@ -202,10 +202,10 @@ def test_an_interrupt_that_is_not_ours_goes_to_its_own_handler():
     is called.
     """
     pressed = []
-    before = signal.signal(module._INTERRUPT, lambda *_: pressed.append(1))
+    before = signal.signal(passes.INTERRUPT, lambda *_: pressed.append(1))
 
     def interrupt_and_wait():
-        signal.raise_signal(module._INTERRUPT)
+        signal.raise_signal(passes.INTERRUPT)
         yield time.sleep(30)
 
     inner = watch(interrupt_and_wait(), timeout_s=30, on_stall="raise")
@@ -214,7 +214,7 @@ def test_an_interrupt_that_is_not_ours_goes_to_its_own_handler():
         with pytest.raises(ColabUtilsError, match="this process waits in clock_nanosleep"):
             list(outer)
     finally:
-        signal.signal(module._INTERRUPT, before)
+        signal.signal(passes.INTERRUPT, before)
     assert pressed == [1]
     assert (len(outer.stalls), inner.stalls) == (1, [])
 
@@ -329,7 +329,7 @@ def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
 
 def test_nothing_of_torch_is_used():
     """So nothing that torch renames can break it; but for the class that a watched loader is of."""
-    for source in (module, processes):
+    for source in (module, passes, processes, stalls, system_calls):
         text = inspect.getsource(source).replace("from torch.utils.data import DataLoader\n", "")
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", text)
 
@@ -562,9 +562,9 @@ def test_a_pass_that_is_broken_off(tmp_path):
 
 def test_files_of_our_datasets(tiny_dataset: BuiltinDataset, tiny_shards):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    assert Path(module.find_file(folder, 2)).is_file()
-    assert Path(module.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
-    assert module.find_file(folder, None) == module.find_file([1, 2], 0) == ""
+    assert Path(passes.find_file(folder, 2)).is_file()
+    assert Path(passes.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
+    assert passes.find_file(folder, None) == passes.find_file([1, 2], 0) == ""
 
 
 @pytest.mark.clock
@@ -578,11 +578,11 @@ def test_it_costs_little():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"timeout_s": 0}, "timeout_s as seconds over 0"),
-        ({"timeout_s": float("nan")}, "timeout_s as seconds over 0"),
-        ({"timeout_s": "60"}, "timeout_s as seconds over 0"),
-        ({"on_stall": "panic"}, "in report, raise, found 'panic'"),
-        ({"on_stall": "skip"}, "in report, raise, found 'skip'"),
+        ({"timeout_s": 0}, "expected timeout_s over 0 and finite, found "),
+        ({"timeout_s": float("nan")}, "expected timeout_s over 0 and finite, found "),
+        ({"timeout_s": "60"}, "expected timeout_s over 0 and finite, found "),
+        ({"on_stall": "panic"}, "on_stall as one of report, raise; found 'panic'"),
+        ({"on_stall": "skip"}, "on_stall as one of report, raise; found 'skip'"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, said):

@@ -1,0 +1,74 @@
+"""What changed since an earlier diagnosis, or an earlier run under `watch`."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
+
+_SURE = 2  # standard errors
+
+
+@dataclass(frozen=True)
+class Change:
+    """One run beside an earlier one."""
+
+    ratio: float
+    """Images per second, over those before."""
+    noise: float
+    """How far the ratio of two equal runs may be from 1: two standard errors."""
+    fails: bool
+    """Whether the ratio is below what was asked for."""
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def compare_runs(
+    before: Mapping[str, float], after: Mapping[str, float], *, fail_below: float = 0.0
+) -> Change:
+    """Compare two runs as `read_run` gives them; ``fail_below`` is a ratio.
+
+    Example:
+        >>> before = {"images_per_second": 12.0, "wait_share": 0.8, "error": 0.02}
+        >>> after = {"images_per_second": 48.0, "wait_share": 0.1, "error": 0.02}
+        >>> print(compare_runs(before, after))
+        12.0 → 48.0 images/s, 4.00 times as many: more than the noise (6%). Waits 80% → 10%.
+    """
+    ratio = after["images_per_second"] / max(before["images_per_second"], 1e-9)
+    noise = _SURE * math.hypot(before["error"], after["error"])
+    size = "more than the noise" if abs(ratio - 1) > noise else "within the noise"
+    sentence = (
+        f"{before['images_per_second']:.1f} → {after['images_per_second']:.1f} images/s, "
+        f"{ratio:.2f} times as many: {size} ({noise:.0%}). "
+        f"Waits {before['wait_share']:.0%} → {after['wait_share']:.0%}."
+    )
+    return Change(ratio, noise, ratio < fail_below, sentence)
+
+
+def read_run(path: str | Path) -> dict[str, float]:
+    """``images_per_second``, ``wait_share`` and ``error`` of what `Summary.save` or ``diagnose
+    --json`` wrote.
+
+    Raises:
+        ColabUtilsError: there is no such file, or it is something else.
+
+    Example:
+        >>> read_run("no/such/before.json")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at ...
+    """
+    file = require_local_path(path)
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        run.setdefault("wait_share", run.get("stall_share"))  # of a diagnosis
+        return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise ColabUtilsError(
+            f"expected the JSON of an earlier run at {path}, found none: write one with --json or "
+            "Summary.save"
+        ) from None

@@ -1,0 +1,305 @@
+"""One pass over a watched loader: the caller waits for the batches, a thread watches it waiting."""
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from time import perf_counter, sleep
+from typing import Any
+
+from colab_utils.diagnosis.processes import Activity, waiting
+from colab_utils.diagnosis.stalls import FINDINGS, Stall
+from colab_utils.diagnosis.summary import LoopRecord
+from colab_utils.diagnosis.system_calls import read_ending
+from colab_utils.diagnosis.timing import count_images
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.loader import Loader
+from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
+from colab_utils.processes import quiet_fork
+
+# Seconds between two looks at the clock; less where timeout_s is short.
+_PAUSE_S = 0.5
+# Seconds for which a worker is observed, and of one tick of them.
+_LOOK_S = 0.5
+_TICK_S = 0.1
+# CPU seconds in that time from which a worker counts as being at work.
+_BUSY_S = 0.025
+# Seconds of a wait after which the samples that are being loaded are noted.
+_LATE_S = 0.1
+# Seconds between two explanations of one wait: at least, and at most.
+_LEAST_AGAIN_S = 1.0
+_MOST_AGAIN_S = 30.0
+# This signal interrupts a system call that the main thread waits in. By default it is ignored: a
+# late one does no harm. Windows has none.
+INTERRUPT = getattr(signal, "SIGURG", 0)
+_END = object()
+
+
+class _StallInterrupt(BaseException):
+    """Ends the waiting of the main thread."""
+
+
+class Pass:
+    """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
+
+    def __init__(
+        self, loader: Any, record: LoopRecord, timeout_s: float, *, raises: bool, prints: bool
+    ) -> None:
+        self._loader = loader
+        self._record = record
+        self._timeout_s = timeout_s
+        self._raises = raises
+        self._prints = prints
+        self._monitor = record.monitor
+        self._batches: Iterator[Any] | None = None
+        self._over = threading.Event()
+        # the thread that waits for a batch, and since when it does
+        self._thread = threading.current_thread()
+        self._asked_s: float | None = None
+        # the beginning of a wait that is to end, and why
+        self._given_up: tuple[float, Stall] | None = None
+        self._can_interrupt = False
+        self._outer_handler: Any = None
+
+    def run(self) -> Iterator[Any]:
+        """Yield the batches."""
+        self._monitor.forget_ended()
+        thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        thread.start()
+        try:
+            with self._record.measure_pass() as clock:
+                while True:
+                    batch = self._fetch(clock.ask())
+                    if batch is _END:
+                        break
+                    clock.receive(count_images(batch))
+                    yield batch
+        finally:
+            self._over.set()
+            thread.join()
+            if self._prints and not sys.is_finalizing():
+                self._record.print_summary(only_news=True)
+
+    # --- the thread that waits
+
+    def _fetch(self, asked_s: float) -> Any:
+        """Return the next batch, or `_END`.
+
+        Raises:
+            ColabUtilsError: why it does not come, where a worker ended or the wait was given up.
+        """
+        batch = None
+        try:
+            batch = self._wait(asked_s)
+        except _StallInterrupt:
+            if self._find_reason(asked_s) is None:
+                # it is for a watch around this one
+                raise
+        except Exception as error:
+            stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
+            if stall is None:
+                raise
+            raise ColabUtilsError(str(stall)) from error
+        # An interrupt is no part of the error: this is outside of its handler.
+        stall = self._find_reason(asked_s)
+        if stall is not None:
+            raise ColabUtilsError(str(stall))
+        return batch
+
+    def _wait(self, asked_s: float) -> Any:
+        """Return the next batch, or `_END`; meanwhile the workers that it forks are seen."""
+        # one watch may be inside of another
+        outer_monitor = getattr(waiting, "monitor", None)
+        waiting.monitor = self._monitor
+        self._thread = threading.current_thread()
+        is_main = self._thread is threading.main_thread()
+        self._can_interrupt = self._raises and is_main and INTERRUPT > 0
+        if self._can_interrupt:
+            self._outer_handler = signal.signal(INTERRUPT, self._interrupt)
+        self._asked_s = asked_s
+        try:
+            if self._batches is not None:
+                return next(self._batches, _END)
+            # a generator forks its workers at its first batch
+            with quiet_fork():
+                self._batches = iter(self._loader)
+                return next(self._batches, _END)
+        finally:
+            self._asked_s = None
+            waiting.monitor = outer_monitor
+            if self._can_interrupt:
+                signal.signal(INTERRUPT, self._outer_handler)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        """End the wait, unless the signal comes after the batch, or for somebody else."""
+        if self._asked_s is not None and self._find_reason(self._asked_s) is not None:
+            raise _StallInterrupt
+        if callable(self._outer_handler):
+            self._outer_handler(number, frame)
+
+    def _find_reason(self, asked_s: float) -> Stall | None:
+        """Return why the wait that began then is to end; None where it is not."""
+        if self._given_up is None:
+            return None
+        given_up_s, stall = self._given_up
+        return stall if given_up_s == asked_s else None
+
+    def _explain_end(self, error: Exception, asked_s: float) -> Stall | None:
+        """Return which worker ended, and how, where that is why the loader failed."""
+        dead = self._find_dead(error)
+        if dead is None:
+            return None
+        job, ending = dead
+        stall = self._explain(asked_s, job, ending)
+        self._record.stalls.append(stall)
+        return stall
+
+    # --- the thread that watches
+
+    def _watch(self) -> None:
+        """Look at each wait again and again, until the pass is over."""
+        asked_s: float | None = None
+        due_s = 0.0
+        verdicts: set[str] = set()
+        while not self._over.wait(min(_PAUSE_S, self._timeout_s / 10)):
+            if self._asked_s != asked_s:
+                asked_s = self._asked_s
+                due_s = self._timeout_s
+                verdicts = set()
+            # What is looked at may go away meanwhile. Then it is looked at again.
+            with suppress(Exception):
+                self._record.memory.look(self._record.clock.count)
+            if asked_s is not None:
+                with suppress(Exception):
+                    due_s = self._look(asked_s, due_s, verdicts)
+
+    def _look(self, asked_s: float, due_s: float, verdicts: set[str]) -> float:
+        """Look at a wait; return when it is to be explained next, in seconds since its
+        beginning.
+        """
+        waited_s = perf_counter() - asked_s
+        if waited_s <= _LATE_S:
+            return due_s
+        blamed = self._find_blamed()
+        self._record.note_samples(blamed.indices)
+        # explaining takes a while itself
+        if waited_s <= due_s - min(_LOOK_S, due_s / 2):
+            return due_s
+        stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
+        if self._asked_s == asked_s:
+            self._act(asked_s, stall, verdicts)
+        waited_s = perf_counter() - asked_s
+        late_s = waited_s - self._timeout_s
+        return waited_s + min(max(late_s, _LEAST_AGAIN_S), _MOST_AGAIN_S)
+
+    def _act(self, asked_s: float, stall: Stall, verdicts: set[str]) -> None:
+        """Report a stall whose verdict is new, and end the wait if that is asked for."""
+        is_new = stall.verdict not in verdicts and self._find_reason(asked_s) is None
+        if is_new:
+            verdicts.add(stall.verdict)
+            self._record.stalls.append(stall)
+        if self._raises and self._find_reason(asked_s) is None:
+            self._given_up = (asked_s, stall)
+        if self._can_interrupt:
+            signal.pthread_kill(self._thread.ident or 0, INTERRUPT)
+        elif is_new:
+            # A filter may make the warning an error, and nobody could catch it in this thread.
+            with suppress(ColabUtilsWarning):
+                warnings.warn_explicit(str(stall), ColabUtilsWarning, __file__, 0)
+
+    def _explain(self, asked_s: float, job: WorkerJob, ending: str) -> Stall:
+        """Return why no batch comes from a process: it ended, or it is observed for half a
+        second.
+        """
+        if ending:
+            verdict = "dead"
+            death, _, cure = explain_death(ending).partition("). ")
+            seen = self._monitor.inspect_worker(job.pid)
+            seen = seen._replace(call=death.rpartition("(")[2])
+        else:
+            verdict, seen = self._observe(asked_s, job.pid)
+            cure = FINDINGS[verdict].cure
+        file = find_file(self._monitor.dataset, seen.sample)
+        if verdict == "read":
+            file = seen.path
+        return Stall(verdict, perf_counter() - asked_s, job, seen, file, cure)
+
+    def _observe(self, asked_s: float, pid: int) -> tuple[str, Activity]:
+        """Observe a process until the batch comes, at most half a second; return the verdict."""
+        before = self._inspect(pid)
+        until_s = perf_counter() + _LOOK_S
+        while self._asked_s == asked_s and perf_counter() < until_s:
+            sleep(_TICK_S)
+        after = self._inspect(pid)
+        if after.bytes_read != before.bytes_read or after.sample != before.sample:
+            verdict = "slow"
+        elif after.cpu_s - before.cpu_s > _BUSY_S:
+            verdict = "slow"
+        elif after.idle:
+            verdict = "lost"
+        elif "futex" in after.call and pid != os.getpid():
+            verdict = "lock"
+        elif after.path.startswith("/"):
+            verdict = "read"
+        else:
+            verdict = "waiting"
+        return verdict, after
+
+    def _inspect(self, pid: int) -> Activity:
+        """Return what a worker does, or the waiting thread of this process."""
+        if pid == os.getpid():
+            return self._monitor.inspect_thread(self._thread)
+        return self._monitor.inspect_worker(pid)
+
+    def _find_blamed(self) -> WorkerJob:
+        """Return who is waited for.
+
+        That is who has had the oldest batch; else the worker that has been longest at a sample;
+        else one that is not idle; else this process.
+        """
+        if isinstance(self._loader, Loader):
+            jobs = self._loader.list_jobs()
+            if jobs:
+                return jobs[0]
+        samples = self._monitor.list_samples()
+        pids = list(samples)
+        # each worker's first sample is the one that it has been at longest
+        at_work = [(at[0], pid) for pid, at in samples.items() if at]
+        if at_work:
+            longest, pid = min(at_work)
+            return WorkerJob(pids.index(pid), pid, indices=(longest.sample,))
+        alive = [pid for pid in pids if not read_ending(pid)]
+        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle]
+        candidates = busy or alive
+        if candidates:
+            return WorkerJob(pids.index(candidates[0]), candidates[0])
+        sample = self._monitor.inspect_thread(self._thread).sample
+        return WorkerJob(None, os.getpid(), indices=() if sample is None else (sample,))
+
+    def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
+        """Return the worker whose end made the loader fail, and how it ended; None where none
+        did.
+        """
+        if isinstance(self._loader, Loader):
+            return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
+        text = f"{error} {error.__cause__}"
+        for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
+            ending = read_ending(pid)
+            was_killed = "signal" in ending
+            if was_killed:
+                return WorkerJob(place, pid), ending
+            # Linux tells an exit code only once. The loader asked for it, and its error has it.
+            if ending and (at_work or str(pid) in text):
+                return WorkerJob(place, pid), text
+        return None
+
+
+def find_file(dataset: Any, sample: Any) -> str:
+    """Return the file of a sample, as our datasets know it; "" of others."""
+    # Somebody's own dataset may do anything.
+    with suppress(Exception):
+        return str(dataset.find_path(sample))
+    return ""

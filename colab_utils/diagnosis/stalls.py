@@ -1,0 +1,87 @@
+"""What a stall is: the batch that does not come, who has it, and why, in words."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from colab_utils.diagnosis.processes import Activity
+from colab_utils.loading.prefetcher import WorkerJob
+
+# A message names so many samples of a batch, and so many lines of a stack.
+_NAMED_SAMPLES = 16
+_NAMED_LINES = 4
+
+
+class _Finding(NamedTuple):
+    """The words for a verdict."""
+
+    text: str
+    cure: str
+
+
+FINDINGS = {
+    # what helps against a death depends on how the worker ended
+    "dead": _Finding("ended ({call})", ""),
+    "read": _Finding(
+        "is stuck in a read ({call} of {file})",
+        "Leave this file out, copy it to the disk, or remount Drive.",
+    ),
+    "lock": _Finding(
+        "waits for a lock",
+        "It was held when the worker was forked: start threads after the workers.",
+    ),
+    "lost": _Finding(
+        "is idle, but its batch never arrived",
+        "Where /dev/shm is full, use smaller batches or make_loader.",
+    ),
+    "waiting": _Finding(
+        "waits in {call}",
+        "What it waits for must come, or the call needs a timeout.",
+    ),
+    "slow": _Finding(
+        "is at work, only slow",
+        "Wait, or make this sample smaller.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A batch that did not come in time, and why, as far as that can be told."""
+
+    verdict: str
+    """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came),
+    "waiting" in another system call, or only "slow"."""
+    waited_s: float
+    job: WorkerJob
+    """The worker that has the batch; our own loader knows which batch."""
+    seen: Activity
+    """What the worker, or this process, is at; the call of the dead is how they ended."""
+    file: str
+    """The file that the sample is read from."""
+    cure: str
+
+    def __str__(self) -> str:
+        if self.job.worker is None:
+            who = "this process"
+        else:
+            who = f"worker {self.job.worker} (pid {self.job.pid})"
+        finding = FINDINGS[self.verdict].text
+        what = finding.format(call=self.seen.call or "a call", file=self.file)
+        waited = f"expected a batch, found none for {self.waited_s:.3g} s"
+        return f"{waited}: {who} {what}{self._describe_place()}. {self.cure}"
+
+    def _describe_place(self) -> str:
+        """Return the sample, its file, and the lines of Python, as far as they are known."""
+        place = ""
+        if self.seen.sample is not None:
+            place = f", at sample {self.seen.sample}"
+            # a read names the file itself
+            if self.file and self.verdict != "read":
+                place += f" ({self.file})"
+        elif self.job.indices:
+            samples = ", ".join(map(str, self.job.indices[:_NAMED_SAMPLES]))
+            place = f", at one of samples {samples}"
+        if self.seen.stack:
+            lines = [line.rpartition("/")[2] for line in self.seen.stack[:_NAMED_LINES]]
+            place += f", in {' < '.join(lines)}"
+        return place

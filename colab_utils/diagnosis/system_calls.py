@@ -1,0 +1,89 @@
+"""What Linux tells of a process: its system call and file, what it has used, and how it ended."""
+
+import os
+import platform
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from colab_utils.loading.prefetcher import describe_exit
+
+# Numbers of system calls on x86_64, from asm/unistd_64.h.
+_NUMBERS = (
+    "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 "
+    "futex 202 getdents64 217 clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 "
+    "preadv 295 preadv2 327 statx 332"
+)
+_CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
+
+
+_CALLS_WITH_PATH = ("openat", "newfstatat", "statx")
+_CALLS_OF_FILE = ("read", "pread64", "readv", "preadv", "preadv2", "fstat", "getdents64")
+_PATH_BYTES = 4096
+
+
+def read_ending(pid: int) -> str:
+    """Return how a child process ended, in words; "" while a process lives.
+
+    Example:
+        >>> read_ending(os.getpid())
+        ''
+    """
+    # Somebody else may have asked for it already, or the process has another parent.
+    with suppress(ChildProcessError):
+        # WNOWAIT leaves the answer to the loader, which psutil would take away.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return ""
+        has_exited = ended.si_code == os.CLD_EXITED
+        return describe_exit(ended.si_status if has_exited else -ended.si_status)
+    return "" if psutil.pid_exists(pid) else "no reason given"
+
+
+def measure_use(folder: str) -> tuple[float, int]:
+    """Return CPU seconds and bytes read of a process or a thread, by its folder in /proc; 0 where
+    Linux does not say.
+    """
+    # The name of the program comes before these words, in brackets, and may hold spaces.
+    times = _read(f"{folder}/stat").rpartition(")")[2].split()
+    counts = _read(f"{folder}/io").split()
+    cpu_s = sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")
+    return cpu_s, int(counts[1]) if counts else 0
+
+
+def read_call(pid: int, task: int) -> tuple[str, str]:
+    """Return the system call that a thread is in, and its file."""
+    words = _read(f"/proc/{pid}/task/{task}/syscall").split()
+    if len(words) < 8:
+        # It runs, is in a page fault, or may not be looked at: then where it sleeps in the kernel.
+        return _read(f"/proc/{pid}/task/{task}/wchan").strip("0"), ""
+    name = f"system call {words[0]}"
+    if platform.machine() == "x86_64":
+        name = _CALLS.get(words[0], name)
+    with suppress(OSError):
+        if name in _CALLS_WITH_PATH:
+            path = _read_path(pid, int(words[2], 16))
+            return name, os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
+        if name in _CALLS_OF_FILE:
+            # psutil's open_files() looks at each file, and would hang where the worker hangs.
+            return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
+    return name, ""
+
+
+def _read_path(pid: int, address: int) -> str:
+    """Return the path that lies at an address of a process's memory."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        content = memory.read(_PATH_BYTES) or b""
+    path, _, _ = content.partition(b"\0")
+    return os.fsdecode(path)
+
+
+def _read(path: str) -> str:
+    """Return the text of a file; "" where it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
