@@ -260,7 +260,7 @@ def _compare(
 ) -> Any:
     """Time every way of loading, side by side, and write a receipt."""
     from colab_utils.loading.emulated_step import EmulatedStep
-    from colab_utils.show.charts import plot_receipts, read_receipts
+    from colab_utils.show.receipts import plot_receipts, read_receipts
     from colab_utils.show.report import check_receipt_folder, write_receipt
     from colab_utils.show.table import make_table
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 
-from colab_utils.show.charts import plot_bars, plot_comparison, plot_epochs, plot_first_seconds
+from colab_utils.show.charts import plot_bars, plot_first_seconds
+from colab_utils.show.comparison_charts import plot_comparison, plot_epochs
 from colab_utils.show.pictures import PALETTE
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB
