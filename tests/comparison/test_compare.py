@@ -23,7 +23,9 @@ from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
-from colab_utils.comparison.strategies import STRATEGIES, PreparedData, Setting, Strategy, deliver
+from colab_utils.comparison.loaders import PillowFolder, Setting, deliver
+from colab_utils.comparison.prepared import PreparedData
+from colab_utils.comparison.strategies import STRATEGIES, Strategy
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -160,7 +162,7 @@ def test_an_error_while_loading_ahead_reaches_the_loop(prepare, monkeypatch, nam
     def fail(self, index):
         raise ColabUtilsError("image 7 is damaged")
 
-    monkeypatch.setattr(strategies_module.PillowFolder, "__getitem__", fail)
+    monkeypatch.setattr(PillowFolder, "__getitem__", fail)
     loader = STRATEGIES[name].open(Setting(prepare(), 1, 1, "cpu"))
     with pytest.raises(ColabUtilsError, match="image 7 is damaged"):
         list(loader)
@@ -170,7 +172,7 @@ def test_an_error_while_loading_ahead_reaches_the_loop(prepare, monkeypatch, nam
 def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
     go_on = threading.Event()
     calls = []
-    read = strategies_module.PillowFolder.read
+    read = PillowFolder.read
 
     def hang(self, index):
         calls.append(index)
@@ -178,7 +180,7 @@ def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
             go_on.wait(60)
         return read(self, index)
 
-    monkeypatch.setattr(strategies_module.PillowFolder, "read", hang)
+    monkeypatch.setattr(PillowFolder, "read", hang)
     loader = STRATEGIES["thread_queue"].open(Setting(prepare(), 1, 1, "cpu"))
     batches = iter(loader)
     next(batches)
