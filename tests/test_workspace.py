@@ -478,9 +478,10 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
     @pytest.mark.parametrize("how", ["here", "command line"])
     def test_verify_and_copy(self, tiny_shards, list_shards, tmp_path, waits, how):
         slow_down(tiny_shards, "typical")
-        verify_shards(tiny_shards) if how == "here" else main(
-            ["verify", "--shards", str(tiny_shards)]
-        )
+        if how == "here":
+            verify_shards(tiny_shards)
+        else:
+            main(["verify", "--shards", str(tiny_shards)])
         assert waits() == list_shards
         (tmp_path / "waits").write_text("")
         if how == "here":
@@ -573,7 +574,8 @@ def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own)
     parts = [ensure_dataset(workspace, n=2, part=part) for part in ("train", "val")]
     for data in parts:
         ensure_shards(data)
-    train, val = (read_index(data.shards_on_drive) for data in parts)
+    train = read_index(parts[0].shards_on_drive)
+    val = read_index(parts[1].shards_on_drive)
     assert [data.name for data in parts] == ["built-in", "built-in-val"]
     assert train.fingerprint != val.fingerprint
     named = ensure_dataset(workspace, **own, part="val")

@@ -53,10 +53,13 @@ def plot_first_seconds(
         raise ColabUtilsError("expected steps to draw, found none: train for longer")
     shown_s = seconds or min(spans[-1][1] for spans in steps.values())
     ends_s = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}
-    worked_s = {name: np.diff(np.minimum(spans, shown_s)).sum() for name, spans in steps.items()}
-    waits = {name: f"{max(0.0, 1 - worked_s[name] / ends_s[name]):.0%}" for name in steps}
-    first = next(iter(waits))
-    last = next(reversed(waits))
+    waits = dict[str, str]()
+    for name, spans in steps.items():
+        worked_s = np.diff(np.minimum(spans, shown_s)).sum()
+        waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
+    names = list(waits)
+    first = names[0]
+    last = names[-1]
     if not title and len(waits) > 1:
         title = f"The step waits {waits[first]} ({first}) → {waits[last]} ({last})"
     elif not title:

@@ -69,9 +69,8 @@ def plot_comparison(comparison: "Comparison | Content") -> Figure:
         limit=(limit, "the step alone"),
     )
     for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
-        if row["name"] in content["timed"]:
-            continue
-        text.set_text("not timed" if row["note"] else "…")
+        if row["name"] not in content["timed"]:
+            text.set_text("not timed" if row["note"] else "…")
     return figure
 
 
@@ -92,12 +91,10 @@ def plot_cold_start(comparison: "Comparison | Content", *, seconds: float | None
     drawn = [timed[name] for name in names]
     all_s = min(row["timeline"][-1][1] for row in drawn)
     shown_s = seconds or math.floor(all_s) or all_s
-    batches = []
+    batches = dict[str, None]()
     for row in (drawn[0], drawn[-1]):
         count = sum(end_s <= shown_s for _, end_s in row["timeline"])
-        batches.append(f"{count} with {row['title']}")
-    if len(drawn) == 1:
-        batches = batches[:1]
+        batches[f"{count} with {row['title']}"] = None
     title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(batches)}"
     rows = {row["label"]: row["timeline"] for row in drawn}
     return plot_first_seconds(rows, seconds=shown_s, title=title)

@@ -237,9 +237,9 @@ def _draw_objects(
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     white = 255 if pixels.dtype.kind in "ui" else 1
     canvas = pixels.astype(np.float32) / white
-    boxes = _to_array(objects.get("boxes", ())) / each
-    labels = _to_array(objects.get("labels", ()))
-    masks = _to_array(objects.get("masks", ()))
+    boxes = _to_array(objects["boxes"]) / each
+    labels = _to_array(objects["labels"])
+    masks = _to_array(objects["masks"])
     scores = _to_array(objects.get("scores", ()))
     fits = objects.get("fits", ())
 
@@ -273,11 +273,10 @@ def _draw_objects(
 
 def _draw_outline(axis: Axes, inside: np.ndarray, colour: str, thick: float) -> None:
     """Draw the edge of a mask, in its colour on white."""
-    top, bottom = np.flatnonzero(inside.any(1))[[0, -1]]
-    left, right = np.flatnonzero(inside.any(0))[[0, -1]]
-    edge = np.pad(inside[top : bottom + 1, left : right + 1], 1).astype(float)
-    extent = (left - 1, right + 1, top - 1, bottom + 1)
-    lines = axis.contour(edge, [0.5], extent=extent, colors=[colour])
+    height, width = inside.shape
+    # The border closes the edges of masks that reach beyond the image.
+    padded = np.pad(inside, 1)
+    lines = axis.contour(padded, [0.5], extent=(-1, width, -1, height), colors=[colour])
     halo = withStroke(linewidth=thick + 1.5, foreground="white")
     lines.set(linewidth=thick, path_effects=[halo])
 

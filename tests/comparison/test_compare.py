@@ -257,7 +257,8 @@ def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
 
 
 def test_a_second_comparison_makes_its_data_anew_and_times_that(prepare):
-    first, second = (prepare().get("tensors_on_ssd") for _ in range(2))
+    first = prepare().get("tensors_on_ssd")
+    second = prepare().get("tensors_on_ssd")
     assert first.files == second.files
     assert first.once_s > 0 < second.once_s
 

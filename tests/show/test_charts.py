@@ -81,7 +81,9 @@ def test_copies_are_blue_and_neither_wait_nor_end_the_picture():
     assert read_texts(figure) == ["waits 50%, 2 batches"]
     assert figure.get_suptitle() == "The step waits 50% of the time"
     assert figure.axes[0].get_xlim() == (0, 2)
-    blue, orange = (collection.get_facecolor()[0] for collection in figure.axes[0].collections)
+    copy, steps = figure.axes[0].collections
+    blue = copy.get_facecolor()[0]
+    orange = steps.get_facecolor()[0]
     assert blue[2] > blue[0]
     assert orange[0] > orange[2]
 

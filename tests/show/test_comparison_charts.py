@@ -190,7 +190,8 @@ def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
     figure = plot_epochs(
         make_comparison(make_timing("dataloader", images_per_second=10.0, **costs))
     )
-    (line,) = (line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2)
+    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2]
+    (line,) = lines
     assert list(line.get_xdata()) == [0, 0, 1, 3, 3, 4, 6, 6, 7, 9]
     ms = [200, 250, 550, 750, 800, 1100, 1300, 1350, 1650, 1850]
     assert list(line.get_ydata()) == pytest.approx([one * 118_287 / 3.6e6 for one in ms])
