@@ -104,7 +104,8 @@ class Workspace:
         Example:
             >>> import tempfile
             >>> folder = Path(tempfile.mkdtemp())
-            >>> Workspace.open(folder / "drive", ssd=folder / "ssd").publish("03", shards=2).read_text()
+            >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd")
+            >>> workspace.publish("03", shards=2).read_text()
             '{"shards": 2}'
         """
         return _write_json(self.drive / "results" / f"{notebook}.json", numbers)
@@ -223,7 +224,8 @@ def ensure_dataset(
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", scene="my Drive, my GPU")
+        >>> scene = "my Drive, my GPU"
+        >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", scene=scene)
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """

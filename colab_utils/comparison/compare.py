@@ -392,7 +392,8 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     changes. A sample stored smaller is compared at its own size.
 
     Example:
-        >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 8, 8)}
+        >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0)}
+        >>> target["masks"] = torch.zeros(0, 8, 8)
         >>> grey, white = torch.full((3, 8, 8), 128, dtype=torch.uint8), torch.ones(3, 8, 8)
         >>> describe_difference((white, target), (grey, target))
         'pixels differ by 127.0 of 255 on average, 127 at most'
@@ -415,8 +416,11 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
         return f"a box differs by {float(boxes.max()):.1f} pixels"
     # As torchvision's own transform shrinks masks.
     rows, columns = map(nearest_indices, full, size)
-    masks = target["masks"][:, ::each, ::each].cpu() > 0
-    wanted_masks = wanted["masks"][:, rows[::each]][..., columns[::each]] > 0
+    wanted_masks = wanted["masks"][:, rows[::each]][..., columns[::each]]
+    return _compare_masks(target["masks"][:, ::each, ::each].cpu() > 0, wanted_masks > 0)
+
+
+def _compare_masks(masks: Tensor, wanted_masks: Tensor) -> str:
     union = (masks | wanted_masks).sum((1, 2))
     ious = ((masks & wanted_masks).sum((1, 2)) / union)[union > 0].tolist()
     if min(ious, default=1) < 0.99:

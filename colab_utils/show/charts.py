@@ -57,13 +57,7 @@ def plot_first_seconds(
     for name, spans in steps.items():
         worked_s = np.diff(np.minimum(spans, shown_s)).sum()
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
-    names = list(waits)
-    first = names[0]
-    last = names[-1]
-    if not title and len(waits) > 1:
-        title = f"The step waits {waits[first]} ({first}) → {waits[last]} ({last})"
-    elif not title:
-        title = f"The step waits {waits[first]} of the time"
+    title = title or _describe_waits(waits)
     figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
     for row, (name, spans) in enumerate(rows.items()):
         colour = BLUE
@@ -79,6 +73,16 @@ def plot_first_seconds(
         bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
     axis.set_xlim(0, shown_s)
     return figure
+
+
+def _describe_waits(waits: Mapping[str, str]) -> str:
+    """Return the finding: how long the step waits, in the first row and in the last."""
+    names = list(waits)
+    first = names[0]
+    last = names[-1]
+    if first == last:
+        return f"The step waits {waits[first]} of the time"
+    return f"The step waits {waits[first]} ({first}) → {waits[last]} ({last})"
 
 
 def plot_bars(
@@ -119,12 +123,11 @@ def plot_bars(
     notes = notes or {}
     spread = spread or {}
     lit = highlight or [max(values, key=lambda name: values[name])]
-    height = 1.7 + 0.72 * len(values)
     longest = max(*values.values(), *(high for _, high in spread.values()), 0)
     if limit is not None:
-        height += 0.4
         longest = max(longest, limit[0])
-    figure, axis = _make_rows(title, values, unit=unit, height=height)
+    height = 2.1 if limit else 1.7
+    figure, axis = _make_rows(title, values, unit=unit, height=height + 0.72 * len(values))
     # A bar as long as the axis has room for so many letters.
     letters = 80 - max(map(len, values))
     for row, (name, value) in enumerate(values.items()):
@@ -137,29 +140,34 @@ def plot_bars(
         if high > low:
             axis.plot([low, high], [row, row], color=INK, linewidth=1.5, marker="|", markersize=9)
         text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
-        inside = low * letters > longest * (len(text) + 5) and not log
-        ink = "white" if inside and name in lit else INK
-        _write(axis, text, low if inside else high, row, inside=inside, color=ink)
+        if not log and low * letters > longest * (len(text) + 5):
+            ink = "white" if name in lit else INK
+            _write(axis, text, low, row, inside=True, color=ink)
+        else:
+            _write(axis, text, high, row)
     if limit is not None:
-        value, name = limit
-        axis.axvline(value, color=_RED, linestyle="--", linewidth=2, zorder=0)
-        axis.text(
-            value,
-            1.02,
-            f"{name}: {format_figure(value)}",
-            fontsize=14,
-            color=_RED,
-            parse_math=False,
-            ha="center",
-            va="bottom",
-            transform=axis.get_xaxis_transform(),
-        )
+        _draw_limit(axis, *limit)
     if log:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
     else:
         axis.set_xlim(0, 1.02 * (longest or 1))
     return figure
+
+
+def _draw_limit(axis: Axes, value: float, name: str) -> None:
+    axis.axvline(value, color=_RED, linestyle="--", linewidth=2, zorder=0)
+    axis.text(
+        value,
+        1.02,
+        f"{name}: {format_figure(value)}",
+        fontsize=14,
+        color=_RED,
+        parse_math=False,
+        ha="center",
+        va="bottom",
+        transform=axis.get_xaxis_transform(),
+    )
 
 
 def plot_statistics(statistics: DatasetStatistics) -> Figure:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from colab_utils.comparison import COURSE_STRATEGIES
@@ -29,6 +30,7 @@ COCO_IMAGES = 118_287
 # Epochs before Colab takes the machine, and its disk, away.
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
+_EPOCHS = _SESSIONS * _SESSION_EPOCHS
 # Closer than this, the order of two bars means nothing.
 _TIE = 0.95
 # What a receipt's ``comparison.json`` holds, or one of its rows.
@@ -122,19 +124,12 @@ def plot_epochs(comparison: "Comparison | Content") -> Figure:
     drawn = [name for name in dict.fromkeys((first, "dataloader", best)) if name in total]
     rivals = [name for name in drawn if name != best]
     rival = min(rivals, key=lambda name: total[name], default=best)
-    epochs = _SESSION_EPOCHS * _SESSIONS
     spent = {name: f"{format_figure(hours)} hours" for name, hours in total.items()}
     title = (
-        f"{epochs} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with "
+        f"{_EPOCHS} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with "
         f"{rows[rival]['title']}"
     )
-    paid_epochs = _find_pay_back(rows[best], rows[rival])
-    if paid_epochs is not None and paid_epochs <= 1:
-        title = f"Paid back in the first epoch. {title}"
-    elif paid_epochs is not None:
-        title = f"Paid back after {paid_epochs:.1f} epochs. {title}"
-    figure = make_figure(title, width=12, height=5.5)
-    axis = figure.add_subplot()
+    figure, axis = _make_epochs(_describe_pay_back(rows[best], rows[rival]) + title)
     label_at = 0.0
     for name in sorted(drawn, key=lambda name: total[name]):
         colour = ORANGE
@@ -143,18 +138,26 @@ def plot_epochs(comparison: "Comparison | Content") -> Figure:
         elif name == first:
             colour = GREY
         axis.plot(*lines[name], color=colour, linewidth=4)
-        # names do not overlap
+        # Names do not overlap.
         label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))
         text = f" {rows[name]['label']}: {spent[name]}"
-        axis.text(epochs, label_at, text, fontsize=15, va="center", color=INK, parse_math=False)
+        axis.text(_EPOCHS, label_at, text, fontsize=15, va="center", color=INK, parse_math=False)
+    axis.set_ylim(0, None)
+    return figure
+
+
+def _make_epochs(title: str) -> tuple[Figure, Axes]:
+    """Return a figure of hours over epochs, without lines."""
+    figure = make_figure(title, width=12, height=5.5)
+    axis = figure.add_subplot()
     for session in range(1, _SESSIONS):
         axis.axvline(session * _SESSION_EPOCHS, color=GREY, linewidth=1, linestyle=":")
-    axis.set(xlim=(0, epochs), ylim=(0, None), xticks=range(epochs + 1))
+    axis.set(xlim=(0, _EPOCHS), xticks=range(_EPOCHS + 1))
     axis.set_xlabel("epochs; at a dotted line a new session copies again", fontsize=14)
     axis.set_ylabel("hours", fontsize=14)
     axis.tick_params(labelsize=12)
     axis.spines[["top", "right"]].set_visible(False)
-    return figure
+    return figure, axis
 
 
 def describe_gain(comparison: "Comparison | Content") -> str:
@@ -217,14 +220,17 @@ def _add_up(row: Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
     return epochs, spent_ms * COCO_IMAGES / 3.6e6
 
 
-def _find_pay_back(own: Content, other: Content) -> float | None:
-    """Epochs after which one strategy stays ahead of the other; None where it does not, or is from
-    the start.
+def _describe_pay_back(own: Content, other: Content) -> str:
+    """Say after how many epochs one strategy stays ahead of the other; nothing where it does not,
+    or is from the start.
     """
     epochs = np.arange(0, 100 * _SESSION_EPOCHS + 0.005, 0.01)
     own_hours = np.interp(epochs, *_add_up(own, 100))
     other_hours = np.interp(epochs, *_add_up(other, 100))
     behind = np.flatnonzero(own_hours >= other_hours)
     if len(behind) == 0 or behind[-1] + 1 == len(epochs):
-        return None
-    return float(epochs[behind[-1] + 1])
+        return ""
+    paid_epochs = epochs[behind[-1] + 1]
+    if paid_epochs <= 1:
+        return "Paid back in the first epoch. "
+    return f"Paid back after {paid_epochs:.1f} epochs. "

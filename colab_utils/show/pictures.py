@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -229,6 +229,21 @@ def _draw_grid(
     return figure
 
 
+class _Object(NamedTuple):
+    """An object as it is drawn."""
+
+    inside: np.ndarray
+    box: list[float]
+    name: str
+    colour: str
+    thick: float
+
+    @property
+    def area(self) -> float:
+        x0, y0, x1, y1 = self.box
+        return (x1 - x0) * (y1 - y0)
+
+
 def _draw_objects(
     axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str], inches: float
 ) -> None:
@@ -237,73 +252,70 @@ def _draw_objects(
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     white = 255 if pixels.dtype.kind in "ui" else 1
     canvas = pixels.astype(np.float32) / white
+    # Small objects come last, on top.
+    shown = _list_objects(objects, names, each)
+    shown.sort(key=lambda item: -item.area)
+    for place, item in enumerate(shown):
+        if item.inside.any():
+            tint = np.array(colors.to_rgb(item.colour), np.float32)
+            canvas[item.inside] = 0.6 * canvas[item.inside] + 0.4 * tint
+            _draw_outline(axis, item)
+        x0, y0, x1, y1 = item.box
+        box = Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=item.colour, linewidth=1)
+        axis.add_patch(box)
+        if place < _NAMED:
+            _write_name(axis, item, canvas.shape, inches)
+    axis.imshow(canvas.clip(0, 1))
+
+
+def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: int) -> list[_Object]:
     boxes = _to_array(objects["boxes"]) / each
-    labels = _to_array(objects["labels"])
     masks = _to_array(objects["masks"])
     scores = _to_array(objects.get("scores", ()))
     fits = objects.get("fits", ())
-
-    # Small objects come last, on top.
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    order = np.argsort(-areas, kind="stable").tolist()
-    for place, n in enumerate(order):
+    shown = []
+    for n, label in enumerate(_to_array(objects["labels"]).tolist()):
         # Predictions have a colour for each class. Elsewhere each object has its own, so that
         # neighbours of one class stay apart.
         colour = PALETTE[n % len(PALETTE)]
         thick = 2.0
         if len(fits):
-            colour = PALETTE[[*names].index(labels[n]) % len(PALETTE)]
+            colour = PALETTE[[*names].index(label) % len(PALETTE)]
             thick = 4.0 if fits[n] else 1.5
+        name = textwrap.shorten(names.get(label, f"label {label}"), 28)
+        if len(scores):
+            name += f" {scores[n]:.2f}"
         inside = masks[n, ::each, ::each].astype(bool)
-        tint = np.array(colors.to_rgb(colour), np.float32)
-        canvas[inside] = 0.6 * canvas[inside] + 0.4 * tint
-        if inside.any():
-            _draw_outline(axis, inside, colour, thick)
-        x0, y0, x1, y1 = boxes[n].tolist()
-        box = Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=1)
-        axis.add_patch(box)
-        if place < _NAMED:
-            label = int(labels[n])
-            text = textwrap.shorten(names.get(label, f"label {label}"), 28)
-            if len(scores):
-                text += f" {scores[n]:.2f}"
-            _write_name(axis, text, (x0, y0), colour, canvas.shape, inches)
-    axis.imshow(canvas.clip(0, 1))
+        shown.append(_Object(inside, boxes[n].tolist(), name, colour, thick))
+    return shown
 
 
-def _draw_outline(axis: Axes, inside: np.ndarray, colour: str, thick: float) -> None:
+def _draw_outline(axis: Axes, item: _Object) -> None:
     """Draw the edge of a mask, in its colour on white."""
-    height, width = inside.shape
+    height, width = item.inside.shape
     # The border closes the edges of masks that reach beyond the image.
-    padded = np.pad(inside, 1)
-    lines = axis.contour(padded, [0.5], extent=(-1, width, -1, height), colors=[colour])
-    halo = withStroke(linewidth=thick + 1.5, foreground="white")
-    lines.set(linewidth=thick, path_effects=[halo])
+    padded = np.pad(item.inside, 1)
+    lines = axis.contour(padded, [0.5], extent=(-1, width, -1, height), colors=[item.colour])
+    halo = withStroke(linewidth=item.thick + 1.5, foreground="white")
+    lines.set(linewidth=item.thick, path_effects=[halo])
 
 
-def _write_name(
-    axis: Axes,
-    text: str,
-    corner: tuple[float, float],
-    colour: str,
-    shape: tuple[int, ...],
-    inches: float,
-) -> None:
+def _write_name(axis: Axes, item: _Object, shape: tuple[int, ...], inches: float) -> None:
     """Write an object's name above the upper left corner of its box, and inside the image."""
     height, width = shape[:2]
     pixels_an_inch = max(width, height / 1.4) / inches
-    x0, y0 = corner
-    rightmost = width - 0.1 * pixels_an_inch * len(text)
+    x0, y0 = item.box[:2]
+    rightmost = width - 0.1 * pixels_an_inch * len(item.name)
     is_at_the_top = y0 <= 0.2 * pixels_an_inch
     axis.text(
         max(0.0, min(x0, rightmost)),
         y0,
-        text,
+        item.name,
         fontsize=10,
         parse_math=False,
         va="top" if is_at_the_top else "bottom",
-        color="white" if colour in _DARK else "black",
-        bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
+        color="white" if item.colour in _DARK else "black",
+        bbox={"facecolor": item.colour, "edgecolor": "none", "pad": 1.5},
     )
 
 

@@ -34,8 +34,7 @@ def read_title(figure):
     return figure.get_suptitle().replace("\n", " ")
 
 
-# ------------------------------------------------------------------------------------------ images
-# a second
+# images a second
 
 
 def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_comparison):
@@ -106,8 +105,7 @@ def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
         plot_comparison(make_comparison(lost))
 
 
-# -------------------------------------------------------------------------------------- first
-# seconds, hours
+# first seconds, hours
 
 
 def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
@@ -197,7 +195,6 @@ def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
     assert list(line.get_ydata()) == pytest.approx([one * 118_287 / 3.6e6 for one in ms])
 
 
-# ------------------------------------------------------------------------------------------------------
 # names
 
 # formulas, one of them wrong; what legends hide; other signs
