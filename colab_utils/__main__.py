@@ -24,6 +24,11 @@ _JSON_START = b'{\n "command": '
 _STEP = "training step, ms a batch of 4: emulated (100), or yours"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on
     Ctrl-C.
@@ -159,7 +164,7 @@ def _check(
     return checked
 
 
-def _add_check_options(command: argparse.ArgumentParser) -> None:
+def _add_check_options(command: _Parser) -> None:
     _add_dataset(command, required=True)
     command.add_argument(
         "--deep", action="store_true", help="decode each image, in place of its header"
@@ -225,7 +230,7 @@ def _diagnose(
     return dataclasses.replace(diagnosis, change=change)
 
 
-def _add_diagnose_options(command: argparse.ArgumentParser) -> None:
+def _add_diagnose_options(command: _Parser) -> None:
     _add_dataset(command)
     _add_path(command, "--shards", "DIR", "folder of shards")
     _add_count(command, "--batch-size", "images in a batch (4)")
@@ -276,7 +281,7 @@ def _preprocess(
     return report
 
 
-def _add_preprocess_options(command: argparse.ArgumentParser) -> None:
+def _add_preprocess_options(command: _Parser) -> None:
     _add_dataset(command, required=True)
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
     _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
@@ -305,7 +310,7 @@ def _verify(shards: str) -> Any:
     return colab_utils.verify_shards(shards)
 
 
-def _add_verify_options(command: argparse.ArgumentParser) -> None:
+def _add_verify_options(command: _Parser) -> None:
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
 
 
@@ -314,7 +319,7 @@ def _copy(shards: str, to: str, **options: Any) -> Any:
     return colab_utils.copy_shards(shards, to, **options)
 
 
-def _add_copy_options(command: argparse.ArgumentParser) -> None:
+def _add_copy_options(command: _Parser) -> None:
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
     _add_path(command, "--to", "DIR", "folder to copy to", required=True)
     _add_number(command, "--limit-gb", "most to hold there, GB: the first shards that fit")
@@ -322,17 +327,13 @@ def _add_copy_options(command: argparse.ArgumentParser) -> None:
 
 def _train(shards: str, run: str, **options: Any) -> Any:
     """Train a torchvision Mask R-CNN on shards; continues where it stopped."""
-    log = None if sys.stderr.isatty() else _print_note
+    log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
     report = colab_utils.train(shards, run, **options, log=log)
     # Of several processes the first one speaks.
     return report if os.environ.get("RANK", "0") == "0" else None
 
 
-def _print_note(line: object) -> None:
-    print(line, file=sys.stderr)
-
-
-def _add_train_options(command: argparse.ArgumentParser) -> None:
+def _add_train_options(command: _Parser) -> None:
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
     _add_path(command, "--run", "DIR", "folder for checkpoints", required=True)
     _add_path(command, "--local", "DIR", "folder on the SSD: copy the shards there while it trains")
@@ -397,7 +398,7 @@ def _compare(
     return comparison
 
 
-def _add_compare_options(command: argparse.ArgumentParser) -> None:
+def _add_compare_options(command: _Parser) -> None:
     _add_dataset(command)
     _add_count(command, "--batch-size", "images in a batch (4)")
     _add_number(command, "--step-ms", _STEP)
@@ -421,11 +422,6 @@ def _add_compare_options(command: argparse.ArgumentParser) -> None:
         "draw these receipts of many machines, time nothing",
         nargs="+",
     )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
 
 
 def positive_number(text: str) -> float:
@@ -452,26 +448,20 @@ def local_path(text: str) -> str:
     return text
 
 
-def _add_path(
-    command: argparse.ArgumentParser, option: str, metavar: str, meaning: str, **settings: Any
-) -> None:
+def _add_path(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:
     command.add_argument(option, metavar=metavar, type=local_path, help=meaning, **settings)
 
 
-def _add_dataset(command: argparse.ArgumentParser, *, required: bool = False) -> None:
+def _add_dataset(command: _Parser, *, required: bool = False) -> None:
     _add_path(command, "--images", "DIR", "image folder", required=required)
     _add_path(command, "--annotations", "FILE", "COCO instance JSON", required=required)
 
 
-def _add_count(
-    command: argparse.ArgumentParser, option: str, meaning: str, *, kind: Any = int
-) -> None:
+def _add_count(command: _Parser, option: str, meaning: str, *, kind: Any = int) -> None:
     command.add_argument(option, metavar="N", type=kind, help=meaning)
 
 
-def _add_number(
-    command: argparse.ArgumentParser, option: str, meaning: str, **settings: Any
-) -> None:
+def _add_number(command: _Parser, option: str, meaning: str, **settings: Any) -> None:
     command.add_argument(option, metavar="X", type=positive_number, help=meaning, **settings)
 
 

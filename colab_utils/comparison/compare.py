@@ -129,10 +129,7 @@ class Comparison:
             f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, "
             f"{self.machine}"
         )
-        lines = [head, *map(str, self.strategies)]
-        if self.note:
-            lines.append(self.note)
-        return "\n  ".join(lines)
+        return "\n  ".join(filter(None, [head, *map(str, self.strategies), self.note]))
 
 
 def compare(

@@ -31,6 +31,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import find_free_memory
+from colab_utils.require import require_choice
 from colab_utils.slow_drive import read_at_full_speed
 from colab_utils.units import format_bytes
 
@@ -277,22 +278,17 @@ def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Str
         ['plain loop']
         >>> choose_strategies(["teleport"])
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': ...
+        colab_utils.errors.ColabUtilsError: expected strategies as one of ...; found 'teleport'. ...
     """
     chosen = dict[Strategy, None]()
     for strategy in STRATEGIES if named is None else named:
         if isinstance(strategy, str):
             name = strategy.strip()
-            if name not in STRATEGIES:
-                raise _explain_choice(repr(name))
+            require_choice("strategies", name, STRATEGIES)
             strategy = STRATEGIES[name]
         chosen[strategy] = None
     if not chosen:
-        raise _explain_choice("none")
+        raise ColabUtilsError(
+            f"expected strategies among {', '.join(STRATEGIES)}; found none: choose some of them"
+        )
     return list(chosen)
-
-
-def _explain_choice(found: str) -> ColabUtilsError:
-    return ColabUtilsError(
-        f"expected strategies among {', '.join(STRATEGIES)}; found {found}: choose some of them"
-    )

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -58,13 +59,24 @@ def plot_first_seconds(
         worked_s = np.diff(np.minimum(spans, shown_s)).sum()
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
     title = title or _describe_waits(waits)
-    figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
+    figure, axis = _make_rows(
+        title,
+        rows,
+        unit="seconds",
+        height=1.35 + 0.62 * len(rows),
+    )
     for row, (name, spans) in enumerate(rows.items()):
         colour = BLUE
         if name in steps:
             colour = ORANGE
             # White inside this frame is waiting.
-            axis.barh(row, ends_s[name], height=0.7, color="white", edgecolor=GREY)
+            axis.barh(
+                row,
+                ends_s[name],
+                height=0.7,
+                color="white",
+                edgecolor=GREY,
+            )
             batches = sum(1 for _, end_s in spans if end_s <= shown_s)
             noun = "batch" if batches == 1 else "batches"
             _write(axis, f"{white} {waits[name]}, {batches:,} {noun}", shown_s, row)
@@ -127,7 +139,12 @@ def plot_bars(
     if limit is not None:
         longest = max(longest, limit[0])
     height = 2.1 if limit else 1.7
-    figure, axis = _make_rows(title, values, unit=unit, height=height + 0.72 * len(values))
+    figure, axis = _make_rows(
+        title,
+        values,
+        unit=unit,
+        height=height + 0.72 * len(values),
+    )
     # A bar as long as the axis has room for so many letters.
     letters = 80 - max(map(len, values))
     for row, (name, value) in enumerate(values.items()):
@@ -138,11 +155,25 @@ def plot_bars(
         else:
             axis.barh(row, value, height=0.62, color=colour)
         if high > low:
-            axis.plot([low, high], [row, row], color=INK, linewidth=1.5, marker="|", markersize=9)
+            axis.plot(
+                [low, high],
+                [row, row],
+                color=INK,
+                linewidth=1.5,
+                marker="|",
+                markersize=9,
+            )
         text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
         if not log and low * letters > longest * (len(text) + 5):
             ink = "white" if name in lit else INK
-            _write(axis, text, low, row, inside=True, color=ink)
+            _write(
+                axis,
+                text,
+                low,
+                row,
+                inside=True,
+                color=ink,
+            )
         else:
             _write(axis, text, high, row)
     if limit is not None:
@@ -210,24 +241,32 @@ def _write(
     """Text that ends left of a place ``inside`` a bar, or begins right of it, where no line strikes
     it through.
     """
+    if inside:
+        place: dict[str, Any] = {"xytext": (-10, 0), "ha": "right"}
+    else:
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        place = {"xytext": (10, 0), "ha": "left", "bbox": box}
     axis.annotate(
         text,
         (x, y),
-        xytext=(-10 if inside else 10, 0),
         textcoords="offset points",
         va="center",
         fontsize=15,
-        ha="right" if inside else "left",
         color=color,
         parse_math=False,
         annotation_clip=False,
-        bbox=None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 1},
+        **place,
     )
 
 
 def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
     """A row for each name, the first on top, without what frames the drawing."""
-    axis.set_yticks(range(len(names)), [*names], fontsize=fontsize, parse_math=False)
+    axis.set_yticks(
+        range(len(names)),
+        [*names],
+        fontsize=fontsize,
+        parse_math=False,
+    )
     axis.set_ylim(len(names) - 0.45, -0.55)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)

@@ -141,7 +141,15 @@ def plot_epochs(comparison: "Comparison | Content") -> Figure:
         # Names do not overlap.
         label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))
         text = f" {rows[name]['label']}: {spent[name]}"
-        axis.text(_EPOCHS, label_at, text, fontsize=15, va="center", color=INK, parse_math=False)
+        axis.text(
+            _EPOCHS,
+            label_at,
+            text,
+            fontsize=15,
+            va="center",
+            color=INK,
+            parse_math=False,
+        )
     axis.set_ylim(0, None)
     return figure
 
@@ -151,7 +159,12 @@ def _make_epochs(title: str) -> tuple[Figure, Axes]:
     figure = make_figure(title, width=12, height=5.5)
     axis = figure.add_subplot()
     for session in range(1, _SESSIONS):
-        axis.axvline(session * _SESSION_EPOCHS, color=GREY, linewidth=1, linestyle=":")
+        axis.axvline(
+            session * _SESSION_EPOCHS,
+            color=GREY,
+            linewidth=1,
+            linestyle=":",
+        )
     axis.set(xlim=(0, _EPOCHS), xticks=range(_EPOCHS + 1))
     axis.set_xlabel("epochs; at a dotted line a new session copies again", fontsize=14)
     axis.set_ylabel("hours", fontsize=14)

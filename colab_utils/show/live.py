@@ -59,10 +59,8 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     require_number("speed", speed, above=0, below=math.inf)
     steps = simulation.steps
     shown_s = min([simulation.seconds, *steps.start_s[_MAX_STEPS:].tolist()])
-    lanes = []
-    for lane in simulation.loads:
-        is_unfinished = lane.end_s >= simulation.seconds
-        lanes.append(_list_spans(lane, shown_s, is_unfinished))
+    end_s = simulation.seconds
+    lanes = [_list_spans(lane, shown_s, lane.end_s >= end_s) for lane in simulation.loads]
     is_unfinished = np.arange(len(steps.batch)) >= simulation.batches
     spans = {
         "seconds": shown_s,
@@ -70,7 +68,14 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
         "lanes": lanes,
         "steps": _list_spans(steps, shown_s, is_unfinished),
     }
-    return HTML(render("animation", simulation=simulation, spans=spans, boxes=_MAX_BOXES))
+    return HTML(
+        render(
+            "animation",
+            simulation=simulation,
+            spans=spans,
+            boxes=_MAX_BOXES,
+        )
+    )
 
 
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[list[float]]:
@@ -134,14 +139,26 @@ def explore_simulation(
         "max": max(2, math.log10(max(load_s, step_s))),
     }
     sliders = {
-        "workers": make(ipywidgets.IntSlider, workers, "workers", min=0, max=max(workers, 8)),
+        "workers": make(
+            ipywidgets.IntSlider,
+            workers,
+            "workers",
+            min=0,
+            max=max(workers, 8),
+        ),
         "load_s": make(
             ipywidgets.FloatLogSlider, load_s, "loading a batch, seconds", step=0.02, **decades
         ),
         "load_cv": make(
             ipywidgets.FloatSlider, load_cv, "its spread", min=0, max=max(1.5, load_cv), step=0.01
         ),
-        "step_s": make(ipywidgets.FloatLogSlider, step_s, "a step, seconds", step=0.02, **decades),
+        "step_s": make(
+            ipywidgets.FloatLogSlider,
+            step_s,
+            "a step, seconds",
+            step=0.02,
+            **decades,
+        ),
         "prefetch": make(
             ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)
         ),
@@ -169,7 +186,12 @@ def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: An
     for name, trace in zip([*names, "step"], traces, strict=True):
         rows[name] = np.stack([trace.start_s, trace.end_s], 1).tolist()
     shown_s = simulation.steps.start_s[: _CHART_STEPS + 1].tolist()[-1]
-    figure = plot_first_seconds(rows, seconds=shown_s, title=str(simulation), blue=names)
+    figure = plot_first_seconds(
+        rows,
+        seconds=shown_s,
+        title=str(simulation),
+        blue=names,
+    )
     # A picture never becomes wider than the page.
     picture = str(embed_figure(figure)).replace("<img", '<img style="max-width: 100%"', 1)
     return f'<p style="font-size: 1.2em; font-weight: bold">{simulation}</p>{picture}'

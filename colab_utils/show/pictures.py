@@ -134,7 +134,13 @@ def draw_annotations(
     for heading, dataset, i in panels:
         drawn.append((heading, *_read_annotated(Path(images), dataset, i)))
         names.update((category["id"], category["name"]) for category in dataset.categories)
-    return _draw_grid(title, drawn, names, columns=min(columns, len(panels)), inches=4.4)
+    return _draw_grid(
+        title,
+        drawn,
+        names,
+        columns=min(columns, len(panels)),
+        inches=4.4,
+    )
 
 
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
@@ -224,7 +230,13 @@ def _draw_grid(
         axis.set_anchor("N")
         width, rows_px = objects.get("size", image.shape[:0:-1])
         heading += f", {width:,} x {rows_px:,}"
-        axis.set_title(heading, fontsize=13, loc="left", color="#444444", parse_math=False)
+        axis.set_title(
+            heading,
+            fontsize=13,
+            loc="left",
+            color="#444444",
+            parse_math=False,
+        )
         _draw_objects(axis, image, objects, names, inches)
     return figure
 
@@ -233,15 +245,10 @@ class _Object(NamedTuple):
     """An object as it is drawn."""
 
     inside: np.ndarray
-    box: list[float]
+    box: np.ndarray
     name: str
     colour: str
     thick: float
-
-    @property
-    def area(self) -> float:
-        x0, y0, x1, y1 = self.box
-        return (x1 - x0) * (y1 - y0)
 
 
 def _draw_objects(
@@ -254,7 +261,7 @@ def _draw_objects(
     canvas = pixels.astype(np.float32) / white
     # Small objects come last, on top.
     shown = _list_objects(objects, names, each)
-    shown.sort(key=lambda item: -item.area)
+    shown.sort(key=lambda item: -np.prod(item.box[2:] - item.box[:2]))
     for place, item in enumerate(shown):
         if item.inside.any():
             tint = np.array(colors.to_rgb(item.colour), np.float32)
@@ -286,7 +293,7 @@ def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: in
         if len(scores):
             name += f" {scores[n]:.2f}"
         inside = masks[n, ::each, ::each].astype(bool)
-        shown.append(_Object(inside, boxes[n].tolist(), name, colour, thick))
+        shown.append(_Object(inside, boxes[n], name, colour, thick))
     return shown
 
 
@@ -295,7 +302,12 @@ def _draw_outline(axis: Axes, item: _Object) -> None:
     height, width = item.inside.shape
     # The border closes the edges of masks that reach beyond the image.
     padded = np.pad(item.inside, 1)
-    lines = axis.contour(padded, [0.5], extent=(-1, width, -1, height), colors=[item.colour])
+    lines = axis.contour(
+        padded,
+        [0.5],
+        extent=(-1, width, -1, height),
+        colors=[item.colour],
+    )
     halo = withStroke(linewidth=item.thick + 1.5, foreground="white")
     lines.set(linewidth=item.thick, path_effects=[halo])
 

@@ -43,7 +43,13 @@ def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
         f"and trains {format_figure(median(values.values()))} times as fast (medians)"
     )
     unit = "times as many images/s as before"
-    return plot_bars(values, title=title, unit=unit, notes=notes, highlight=values)
+    return plot_bars(
+        values,
+        title=title,
+        unit=unit,
+        notes=notes,
+        highlight=values,
+    )
 
 
 def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:

@@ -143,7 +143,14 @@ def write_check(
     figures = []
     if pairs:
         title = "Before and after the repair"
-        figures.append(draw_annotations(images, pairs[:8], title=title, columns=2))
+        figures.append(
+            draw_annotations(
+                images,
+                pairs[:8],
+                title=title,
+                columns=2,
+            )
+        )
     if worst:
         figures.append(draw_annotations(images, worst, title="The images to look at first"))
     figures.append(plot_statistics(report.statistics))
@@ -192,7 +199,13 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
     with explain_write(page.parent):
         page.parent.mkdir(parents=True, exist_ok=True)
         write_file(
-            page, render(kind, title=_TITLES[kind], show_chart=show_chart, **content).encode()
+            page,
+            render(
+                kind,
+                title=_TITLES[kind],
+                show_chart=show_chart,
+                **content,
+            ).encode(),
         )
     return page
 
@@ -218,7 +231,13 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
             figures[name] = None if row[key] is None else round(factor * row[key], 1)
         equal = "yes" if row["comparable"] else "no"
         remark = row["note"] or row["difference"]
-        rows.append({"": row["title"], **figures, "same samples": f"{equal} {remark}".strip()})
+        rows.append(
+            {
+                "": row["title"],
+                **figures,
+                "same samples": f"{equal} {remark}".strip(),
+            }
+        )
     return make_table(rows)
 
 

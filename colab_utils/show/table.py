@@ -23,7 +23,12 @@ class Table:
 
     def to_html(self) -> Markup:
         """The table as one HTML element, every text escaped; it brings its own style."""
-        return render("table", headings=self.headings, rows=self.rows, is_number=self.is_number)
+        return render(
+            "table",
+            headings=self.headings,
+            rows=self.rows,
+            is_number=self.is_number,
+        )
 
     _repr_html_ = to_html
     __html__ = _repr_html_
@@ -34,7 +39,12 @@ class Table:
         texts = []
         for line in lines:
             cells = []
-            for cell, width, is_number in zip(line, widths, self.is_number, strict=True):
+            for cell, width, is_number in zip(
+                line,
+                widths,
+                self.is_number,
+                strict=True,
+            ):
                 cells.append(cell.rjust(width) if is_number else cell.ljust(width))
             texts.append("  ".join(cells).rstrip())
         return "\n".join(texts)

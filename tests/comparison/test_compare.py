@@ -41,7 +41,12 @@ QUICK = {
     "drive_profile": "fast",
     "timeline_s": 0.1,
 }
-SLOW = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
+SLOW = DriveProfile(
+    "slow",
+    open_s=0.02,
+    bytes_per_s=50e6,
+    source="made up for the test",
+)
 
 
 @pytest.fixture
@@ -379,7 +384,12 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
     monkeypatch.setattr("colab_utils.slow_drive.sleep", lambda seconds: waits.append(seconds))
     slow_down(
         tiny_dataset.images,
-        DriveProfile("endless", open_s=500.0, bytes_per_s=50e6, source="made up"),
+        DriveProfile(
+            "endless",
+            open_s=500.0,
+            bytes_per_s=50e6,
+            source="made up",
+        ),
     )
     try:
         rows, _ = race("sequential", "dataloader_on_ssd", drive_profile=SLOW)
@@ -430,7 +440,12 @@ def test_data_below_the_images_is_read_at_full_speed(tiny_dataset, prepare, tmp_
 
 def test_the_comparison_so_far_is_given_after_each_run(race):
     seen = []
-    rows, found = race(fake("sequential"), fake("second"), repeats=2, on_run=seen.append)
+    rows, found = race(
+        fake("sequential"),
+        fake("second"),
+        repeats=2,
+        on_run=seen.append,
+    )
     timed = [[row.name for row in one.strategies if row.images_per_second] for one in seen]
     assert timed[0] == ["sequential"]
     assert timed[-1] == ["sequential", "second"]
@@ -442,7 +457,13 @@ def test_the_comparison_so_far_is_given_after_each_run(race):
 
 
 def test_a_worker_s_batches_are_timed_in_whole_rounds(race):
-    rows, _ = race("dataloader", workers=2, batches=3, batch_size=1, drive_profile=SLOW)
+    rows, _ = race(
+        "dataloader",
+        workers=2,
+        batches=3,
+        batch_size=1,
+        drive_profile=SLOW,
+    )
     assert len(rows["dataloader"].timeline) % 2 == 0
     assert rows["dataloader"].title == "2 workers"
 

@@ -127,7 +127,11 @@ def test_no_text_is_struck_through_or_cut(top):
 
 
 def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
-    values = {"loose files on Drive": 606.0, "shards on Drive": 8.0, "shards on SSD": 0.03}
+    values = {
+        "loose files on Drive": 606.0,
+        "shards on Drive": 8.0,
+        "shards on SSD": 0.03,
+    }
     figure = plot_bars(
         values, title="T", unit="ms", log=True, notes={"shards on SSD": "from memory"}
     )

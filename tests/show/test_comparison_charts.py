@@ -184,7 +184,11 @@ def test_when_it_is_paid_back(make_timing, make_comparison, rate, once_ms, paid)
 
 
 def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
-    costs = {"once_ms_per_image": 200.0, "session_ms_per_image": 50.0, "cold_ms_per_image": 300.0}
+    costs = {
+        "once_ms_per_image": 200.0,
+        "session_ms_per_image": 50.0,
+        "cold_ms_per_image": 300.0,
+    }
     figure = plot_epochs(
         make_comparison(make_timing("dataloader", images_per_second=10.0, **costs))
     )

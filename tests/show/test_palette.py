@@ -66,8 +66,18 @@ def list_colours(figure):
 def figures(course, make_comparison):
     comparison = make_comparison(*course)
     return {
-        "bars": plot_bars({"a": 1.0, "b": 2.0}, title="", unit="", limit=(3, "limit")),
-        "points": plot_bars({"a": 1.0, "b": 2.0}, title="", unit="", log=True),
+        "bars": plot_bars(
+            {"a": 1.0, "b": 2.0},
+            title="",
+            unit="",
+            limit=(3, "limit"),
+        ),
+        "points": plot_bars(
+            {"a": 1.0, "b": 2.0},
+            title="",
+            unit="",
+            log=True,
+        ),
         "first seconds": plot_first_seconds({"copy": [(0, 1)], "step": [(1, 2)]}),
         "comparison": plot_comparison(comparison),
         "epochs": plot_epochs(comparison),
