@@ -93,7 +93,11 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
         }
         for batch in summary.worst
     ]
-    chart = plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for")
+    chart = plot_first_seconds(
+        {"steps": summary.spans_s},
+        title=" ",
+        white="no step for",
+    )
     return _write_page(
         require_local_path(path), "summary", summary=summary, chart=chart, worst=make_table(worst)
     )
@@ -152,7 +156,13 @@ def write_check(
             )
         )
     if worst:
-        figures.append(draw_annotations(images, worst, title="The images to look at first"))
+        figures.append(
+            draw_annotations(
+                images,
+                worst,
+                title="The images to look at first",
+            )
+        )
     figures.append(plot_statistics(report.statistics))
     serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
     serious.sort(key=lambda problem: -problem.count)
@@ -254,4 +264,8 @@ def show_notes(content: Mapping[str, Any]) -> Markup:
     """What to know about a comparison's figures, as HTML: what was slowed or emulated, and the
     machine.
     """
-    return render("notes", content=content, machine=Machine(**content["machine"]))
+    return render(
+        "notes",
+        content=content,
+        machine=Machine(**content["machine"]),
+    )
