@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.data import Data
 from benchmarks.systems import get_system
-from colab_utils.comparison.strategies import Setting, Strategy, deliver
+from colab_utils.comparison.loaders import Setting, deliver
+from colab_utils.comparison.strategies import Strategy
 from colab_utils.loading.dataset import ShardDataset
 
 __all__ = ["PEERS"]

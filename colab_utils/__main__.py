@@ -4,8 +4,8 @@ package.
 
 import argparse
 import dataclasses
-import inspect
 import json
+import math
 import os
 import sys
 import warnings
@@ -21,25 +21,31 @@ from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
 
 _JSON_START = b'{\n "command": '
+_STEP = "training step, ms a batch of 4: emulated (100), or yours"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on
     Ctrl-C.
     """
-    # the rest is passed on to the command's function
+    # What is left of the options is passed on to the command's function.
     options = vars(_make_parser().parse_args(arguments))
     command = options.pop("command")
-    function = options.pop("function")
+    run = options.pop("run_command")
     target = options.pop("json")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
             _check_json(target)
-            # torch announces a download there; standard output is the result's
+            # Standard output is the result's: torch would announce a download there.
             with redirect_stdout(sys.stderr):
-                report = function(**options)
+                report = run(**options)
             return 0 if report is None else _finish(report, command, target)
         except ColabUtilsError as error:
             return _fail(error)
@@ -50,64 +56,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 130
         except OSError as error:
-            return _fail(
-                ColabUtilsError(
-                    f"expected to read and write files, found: {error}. Check disk and Drive."
-                )
-            )
+            return _fail(f"expected to read and write files, found: {error}. Check disk and Drive.")
 
 
 def _finish(report: Any, command: str, target: str) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
     content = {"command": command, **dataclasses.asdict(report)}
-    if "stages" in content:  # the older name stays in the JSON
+    # The older name stays in the JSON.
+    if "stages" in content:
         content["layers"] = content.pop("stages")
     text = _to_json(content)
-    if target not in ("", "-"):
-        _check_json(target)  # by now --repair or --report may lie there
-        write_file(Path(target), text.encode())
-    _print(
-        text if target == "-" else "".join(f"{escape(line)}\n" for line in str(report).split("\n"))
-    )
-    if getattr(getattr(report, "change", None), "fails", False):
-        _fail(
-            ColabUtilsError(
-                "expected no slower loop than --fail-below allows, found one. See the last line."
-            )
-        )
+    # By now --repair or --report may lie there.
+    _check_json(target)
+    if target == "-":
+        _print(text)
+    else:
+        if target:
+            write_file(Path(target), text.encode())
+        _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
+    change = getattr(report, "change", None)
+    if change is not None and change.fails:
+        _fail("expected no slower loop than --fail-below allows, found one. See the last line.")
         return 3
-    if bad := getattr(report, "bad", ()):
-        cure = (
-            "Copy the named file again from a good folder, or delete it and run preprocess again."
+    bad = getattr(report, "bad", ())
+    if bad:
+        raise ColabUtilsError(
+            f"expected complete shards, found {bad[0].reason}. Copy the named file again from a "
+            "good folder, or delete it and run preprocess again."
         )
-        raise ColabUtilsError(f"expected complete shards, found {bad[0].reason}. {cure}")
     if not getattr(report, "ok", True):
-        first = next(
-            problem for problem in report.problems if not problem.effect.startswith("note")
+        problem = next(one for one in report.problems if not one.effect.startswith("note"))
+        raise ColabUtilsError(
+            f"expected a dataset without defects, found {problem.count:,} x {problem.kind} "
+            f"({problem.examples[0]}): {problem.effect}. Write a repaired annotations file with "
+            "--repair OUT.json, or repair the files."
         )
-        found = f"{first.count:,} x {first.kind} ({first.examples[0]}): {first.effect}"
-        cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
-        raise ColabUtilsError(f"expected a dataset without defects, found {found}. {cure}")
     return 0
 
 
 def _check_json(target: str) -> None:
     """Refuse a place where the JSON cannot be written, or would lie over somebody's file."""
-    if target not in ("", "-"):
-        folder = Path(target).parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise ColabUtilsError(
-                f"expected a folder to write --json into, found {folder}: make it first"
-            )
-        require_new(Path(target), _JSON_START)
+    if target in ("", "-"):
+        return
+    folder = Path(target).parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ColabUtilsError(
+            f"expected a folder to write --json into, found {folder}: make it first"
+        )
+    require_new(Path(target), _JSON_START)
 
 
 def _to_json(content: dict[str, Any]) -> str:
-    """As JSON knows it: null for a number that is none, and text for whatever else."""
-    text = json.dumps(
-        content, default=lambda value: value.item() if hasattr(value, "item") else str(value)
-    )
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1) + "\n"
+    text = json.dumps(content, default=_to_plain)
+    # JSON knows no infinity and no NaN: they become null.
+    content = json.loads(text, parse_constant=lambda _: None)
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a number of numpy as Python's own, and anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _print(text: str) -> None:
@@ -115,13 +123,13 @@ def _print(text: str) -> None:
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
     except OSError as error:
-        # nobody reads on, or the disk is full: Python would try once more at exit, with noise
+        # Nobody reads on, or the disk is full: Python would try once more at exit, with noise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise
 
 
-def _fail(error: ColabUtilsError) -> int:
+def _fail(error: ColabUtilsError | str) -> int:
     print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
 
@@ -146,16 +154,37 @@ def _check(
     from colab_utils.show.report import write_check
 
     if repair:
-        found = repair_annotations(images, annotations, output=repair, crowds=crowds)
+        checked = repair_annotations(images, annotations, output=repair, crowds=crowds)
     else:
         validation = (val_images or images, val_annotations) if val_annotations else None
-        found = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
+        checked = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
     if report:
-        print(
-            f"report: {write_check(found, images, annotations, report, repaired=repair)}",
-            file=sys.stderr,
-        )
-    return found
+        page = write_check(checked, images, annotations, report, repaired=repair)
+        print(f"report: {page}", file=sys.stderr)
+    return checked
+
+
+def _add_check_options(command: _Parser) -> None:
+    _add_dataset(command, required=True)
+    command.add_argument(
+        "--deep", action="store_true", help="decode each image, in place of its header"
+    )
+    _add_path(command, "--repair", "OUT.json", "write a repaired copy of the annotations")
+    _add_path(
+        command,
+        "--report",
+        "FILE.html",
+        "write a page: what to do, the worst images, the data in numbers",
+    )
+    command.add_argument(
+        "--crowds",
+        choices=("leave", "objects"),
+        help="with --repair: take crowds as objects, as CVAT's masks",
+    )
+    _add_path(
+        command, "--val-images", "DIR", "image folder of the validation set (that of --images)"
+    )
+    _add_path(command, "--val-annotations", "FILE", "its JSON: is a picture in both?")
 
 
 def _diagnose(
@@ -177,7 +206,8 @@ def _diagnose(
         raise ColabUtilsError(
             "expected --against FILE beside --fail-below, found none. Name an earlier JSON."
         )
-    before = read_run(against) if against else None  # before the work: a wrong file is said at once
+    # It is read before the work, so that a wrong file is said at once.
+    before = read_run(against) if against else None
     if shards and not (images or annotations):
         dataset: Any = colab_utils.ShardDataset(shards)
     elif images and annotations and not shards:
@@ -186,19 +216,37 @@ def _diagnose(
         raise ColabUtilsError(
             "expected --images and --annotations, or --shards alone, found others. See --help."
         )
-    with closing(
-        colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
-    ) as loader:
-        found = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
+    loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
+    with closing(loader):
+        diagnosis = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
     if before is None:
-        return found
+        return diagnosis
     now = {
-        "images_per_second": found.images_per_second,
-        "wait_share": found.stall_share,
-        "error": found.error,
+        "images_per_second": diagnosis.images_per_second,
+        "wait_share": diagnosis.stall_share,
+        "error": diagnosis.error,
     }
-    return dataclasses.replace(
-        found, change=compare_runs(before, now, fail_below=fail_below or 0.0)
+    change = compare_runs(before, now, fail_below=fail_below or 0.0)
+    return dataclasses.replace(diagnosis, change=change)
+
+
+def _add_diagnose_options(command: _Parser) -> None:
+    _add_dataset(command)
+    _add_path(command, "--shards", "DIR", "folder of shards")
+    _add_count(command, "--batch-size", "images in a batch (4)")
+    _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
+    _add_number(command, "--step-ms", _STEP)
+    command.add_argument(
+        "--verify",
+        action="store_true",
+        help="apply the fixes that can be applied here, and measure",
+    )
+    _add_path(command, "--against", "JSON", "say what changed since this earlier result")
+    command.add_argument(
+        "--fail-below",
+        metavar="RATIO",
+        type=float,
+        help="exit status 3 if images/s fall below it: 0.9",
     )
 
 
@@ -213,17 +261,18 @@ def _preprocess(
     """Write a COCO dataset as shards."""
     from colab_utils.shards.write import find_recipe, plan_shards
 
-    if storage == "auto" and (begun := find_recipe(shards)):
-        storage = begun["storage"]  # what is not asked for stays as it was begun
+    begun = find_recipe(shards) if storage == "auto" else None
+    if begun:
+        # What is not asked for stays as it was begun.
+        storage = begun["storage"]
     if plan or storage == "auto":
-        sizes = {
-            name: settings[name] for name in settings.keys() & {"min_size", "max_size", "workers"}
-        }
-        found = plan_shards(images, annotations, storage=storage, **sizes)
+        names = settings.keys() & {"min_size", "max_size", "workers"}
+        sizes = {name: settings[name] for name in names}
+        planned = plan_shards(images, annotations, storage=storage, **sizes)
         if plan:
-            return found
-        storage = found.storage
-        print(f"note: {found}", file=sys.stderr)
+            return planned
+        storage = planned.storage
+        print(f"note: {planned}", file=sys.stderr)
     report = colab_utils.write_shards(
         images, annotations, shards=shards, storage=storage, **settings
     )
@@ -232,9 +281,37 @@ def _preprocess(
     return report
 
 
+def _add_preprocess_options(command: _Parser) -> None:
+    _add_dataset(command, required=True)
+    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
+    _add_count(command, "--min-size", "shorter side in training, px (800)")
+    _add_count(command, "--max-size", "limit of the longer side, px (1333)")
+    command.add_argument(
+        "--storage",
+        choices=("auto", "keep", "shrink", "pixels"),
+        help="shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any "
+        "is larger)",
+    )
+    command.add_argument(
+        "--plan", action="store_true", help="print the plan with its estimate, and write nothing"
+    )
+    _add_number(command, "--shard-mb", "size of a shard to aim at, MB (128)")
+    command.add_argument(
+        "--max-bad",
+        metavar="SHARE",
+        type=float,
+        help="share of bad images or objects to allow (0.01)",
+    )
+
+
 def _verify(shards: str) -> Any:
     """Check every shard against its checksum."""
     return colab_utils.verify_shards(shards)
+
+
+def _add_verify_options(command: _Parser) -> None:
+    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
 
 
 def _copy(shards: str, to: str, **options: Any) -> Any:
@@ -242,11 +319,44 @@ def _copy(shards: str, to: str, **options: Any) -> Any:
     return colab_utils.copy_shards(shards, to, **options)
 
 
+def _add_copy_options(command: _Parser) -> None:
+    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    _add_path(command, "--to", "DIR", "folder to copy to", required=True)
+    _add_number(command, "--limit-gb", "most to hold there, GB: the first shards that fit")
+
+
 def _train(shards: str, run: str, **options: Any) -> Any:
     """Train a torchvision Mask R-CNN on shards; continues where it stopped."""
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
     report = colab_utils.train(shards, run, **options, log=log)
-    return None if os.environ.get("RANK", "0") != "0" else report  # of several processes one speaks
+    # Of several processes the first one speaks.
+    return report if os.environ.get("RANK", "0") == "0" else None
+
+
+def _add_train_options(command: _Parser) -> None:
+    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    _add_path(command, "--run", "DIR", "folder for checkpoints", required=True)
+    _add_path(command, "--local", "DIR", "folder on the SSD: copy the shards there while it trains")
+    _add_number(command, "--limit-gb", "most to hold there, GB: shards take turns")
+    _add_path(command, "--val-shards", "DIR", "shards to evaluate on: box and mask AP")
+    _add_count(command, "--steps", "train for N steps in all")
+    _add_count(command, "--epochs", "or for N epochs in all (1)")
+    command.add_argument(
+        "--model", metavar="NAME", help="model by torchvision's name (depends on the device)"
+    )
+    _add_count(command, "--batch-size", "images in a batch (auto)", kind=number_or_auto)
+    _add_count(command, "--min-size", "shorter side in training, px (800)")
+    _add_count(command, "--max-size", "limit of the longer side, px (5/3 of --min-size)")
+    _add_number(command, "--learning-rate", "the highest (follows the batch size)")
+    command.add_argument(
+        "--resume", choices=("auto", "never"), help="continue a run, or begin anew (auto)"
+    )
+    _add_count(command, "--seed", "of the order and of random weights (0)")
+    _add_count(
+        command,
+        "--checkpoint-steps",
+        "steps between checkpoints (one a minute, and at an epoch's end)",
+    )
 
 
 def _compare(
@@ -254,13 +364,14 @@ def _compare(
     images: str = "",
     annotations: str = "",
     strategies: str = "",
+    drive_profile: Any = None,
     step_ms: float = 100,
     against: Sequence[str] = (),
     **options: Any,
 ) -> Any:
     """Time every way of loading, side by side, and write a receipt."""
     from colab_utils.loading.emulated_step import EmulatedStep
-    from colab_utils.show.charts import plot_receipts, read_receipts
+    from colab_utils.show.receipts import plot_receipts, read_receipts
     from colab_utils.show.report import check_receipt_folder, write_receipt
     from colab_utils.show.table import make_table
 
@@ -274,24 +385,49 @@ def _compare(
             "expected --images and --annotations, or --against, found neither. See --help."
         )
     check_receipt_folder(report)
-    options.setdefault("drive_profile", find_profile(images) or "typical")
-    options |= {
-        "strategies": strategies.split(",") if strategies else None,
-        "step": EmulatedStep(step_ms),
-    }
-    found = colab_utils.compare(images, annotations, **options, folder=Path(report) / "work")
-    print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
-    return found
+    comparison = colab_utils.compare(
+        images,
+        annotations,
+        folder=Path(report, "work"),
+        strategies=strategies.split(",") if strategies else None,
+        drive_profile=drive_profile or find_profile(images) or "typical",
+        step=EmulatedStep(step_ms),
+        **options,
+    )
+    print(f"receipt: {write_receipt(comparison, report)}", file=sys.stderr)
+    return comparison
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
+def _add_compare_options(command: _Parser) -> None:
+    _add_dataset(command)
+    _add_count(command, "--batch-size", "images in a batch (4)")
+    _add_number(command, "--step-ms", _STEP)
+    command.add_argument(
+        "--strategies", metavar="A,B,C", help="names, separated by commas (13 of them)"
+    )
+    command.add_argument(
+        "--drive-profile",
+        metavar="NAME",
+        help="speed of Drive (that of a slowed folder, else typical)",
+    )
+    _add_count(command, "--repeats", "how often each is timed, in turns (3)")
+    _add_number(
+        command, "--seconds", "that each runs cold, for its timeline (30)", dest="timeline_s"
+    )
+    _add_path(command, "--report", "DIR", "folder for the receipt", required=True)
+    _add_path(
+        command,
+        "--against",
+        "JSON",
+        "draw these receipts of many machines, time nothing",
+        nargs="+",
+    )
 
 
 def positive_number(text: str) -> float:
     """In argparse's messages: "invalid positive_number value: ..."."""
-    if not 0 < (value := float(text)) < float("inf"):
+    value = float(text)
+    if not 0 < value < math.inf:
         raise ValueError(text)
     return value
 
@@ -312,168 +448,48 @@ def local_path(text: str) -> str:
     return text
 
 
-_DIR: dict[str, Any] = {"metavar": "DIR", "type": local_path}
-_FILE: dict[str, Any] = {"metavar": "FILE", "type": local_path}
-_JSON: dict[str, Any] = {**_FILE, "metavar": "JSON"}
-_COUNT = {"metavar": "N", "type": int}
-_NUMBER: dict[str, Any] = {"metavar": "X", "type": positive_number}
-_AUTO = {"metavar": "N", "type": number_or_auto}
-_COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
-# the commands that take it, the option, its kind, what it is and its default
-_OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("check diagnose preprocess compare", "--images", _DIR, "image folder"),
-    ("check diagnose preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
-    ("check", "--deep", {"action": "store_true"}, "decode each image, in place of its header"),
-    (
-        "check",
-        "--repair",
-        {**_FILE, "metavar": "OUT.json"},
-        "write a repaired copy of the annotations",
-    ),
-    (
-        "check",
-        "--report",
-        {**_FILE, "metavar": "FILE.html"},
-        "write a page: what to do, the worst images, the data in numbers",
-    ),
-    (
-        "check",
-        "--crowds",
-        {"choices": ("leave", "objects")},
-        "with --repair: take crowds as objects, as CVAT's masks",
-    ),
-    ("check", "--val-images", _DIR, "image folder of the validation set (that of --images)"),
-    ("check", "--val-annotations", _FILE, "its JSON: is a picture in both?"),
-    ("diagnose preprocess verify copy train", "--shards", _DIR, "folder of shards"),
-    ("copy", "--to", _DIR, "folder to copy to"),
-    ("train", "--run", _DIR, "folder for checkpoints"),
-    ("train", "--local", _DIR, "folder on the SSD: copy the shards there while it trains"),
-    (
-        "copy train",
-        "--limit-gb",
-        _NUMBER,
-        "most to hold there, GB: copy takes the first that fit, train takes turns",
-    ),
-    ("train", "--val-shards", _DIR, "shards to evaluate on: box and mask AP"),
-    ("train", "--steps", _COUNT, "train for N steps in all"),
-    ("train", "--epochs", _COUNT, "or for N epochs in all (1)"),
-    (
-        "train",
-        "--model",
-        {"metavar": "NAME"},
-        "model by torchvision's name (depends on the device)",
-    ),
-    ("train", "--batch-size", _AUTO, "images in a batch (auto)"),
-    ("diagnose compare", "--batch-size", _COUNT, "images in a batch (4)"),
-    ("diagnose preprocess", "--workers", _AUTO, "worker processes (auto)"),
-    (
-        "diagnose preprocess compare",
-        "--step-ms",
-        _NUMBER,
-        "training step, ms a batch of 4: emulated (100), or yours",
-    ),
-    (
-        "diagnose",
-        "--verify",
-        {"action": "store_true"},
-        "apply the fixes that can be applied here, and measure",
-    ),
-    ("diagnose", "--against", _JSON, "say what changed since this earlier result"),
-    (
-        "diagnose",
-        "--fail-below",
-        {"metavar": "RATIO", "type": float},
-        "exit status 3 if images/s fall below it: 0.9",
-    ),
-    ("preprocess train", "--min-size", _COUNT, "shorter side in training, px (800)"),
-    (
-        "preprocess train",
-        "--max-size",
-        _COUNT,
-        "limit of the longer side, px (1333; train: 5/3 of --min-size)",
-    ),
-    (
-        "preprocess",
-        "--storage",
-        {"choices": ("auto", "keep", "shrink", "pixels")},
-        "shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any is "
-        "larger)",
-    ),
-    (
-        "preprocess",
-        "--plan",
-        {"action": "store_true"},
-        "print the plan with its estimate, and write nothing",
-    ),
-    ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
-    (
-        "preprocess",
-        "--max-bad",
-        {"metavar": "SHARE", "type": float},
-        "share of bad images or objects to allow (0.01)",
-    ),
-    ("train", "--learning-rate", _NUMBER, "the highest (follows the batch size)"),
-    ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
-    ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
-    (
-        "train",
-        "--checkpoint-steps",
-        _COUNT,
-        "steps between checkpoints (one a minute, and at an epoch's end)",
-    ),
-    ("compare", "--strategies", {"metavar": "A,B,C"}, "names, separated by commas (13 of them)"),
-    (
-        "compare",
-        "--drive-profile",
-        {"metavar": "NAME"},
-        "speed of Drive (that of a slowed folder, else typical)",
-    ),
-    ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
-    (
-        "compare",
-        "--seconds",
-        {**_NUMBER, "dest": "timeline_s"},
-        "that each runs cold, for its timeline (30)",
-    ),
-    ("compare", "--report", _DIR, "folder for the receipt"),
-    (
-        "compare",
-        "--against",
-        {**_JSON, "nargs": "+"},
-        "draw these receipts of many machines, time nothing",
-    ),
-)
+def _add_path(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:
+    command.add_argument(option, metavar=metavar, type=local_path, help=meaning, **settings)
+
+
+def _add_dataset(command: _Parser, *, required: bool = False) -> None:
+    _add_path(command, "--images", "DIR", "image folder", required=required)
+    _add_path(command, "--annotations", "FILE", "COCO instance JSON", required=required)
+
+
+def _add_count(command: _Parser, option: str, meaning: str, *, kind: Any = int) -> None:
+    command.add_argument(option, metavar="N", type=kind, help=meaning)
+
+
+def _add_number(command: _Parser, option: str, meaning: str, **settings: Any) -> None:
+    command.add_argument(option, metavar="X", type=positive_number, help=meaning, **settings)
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """An option that is not given is left to the default of the command's function; one without a
-    default is needed.
-    """
+    """An option that is not given is left to the default of the command's function."""
     parser = _Parser(
         prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN."
     )
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for function in _COMMANDS:
-        name = function.__name__.removeprefix("_")
-        text = function.__doc__
+    for name, run, add_options in (
+        ("check", _check, _add_check_options),
+        ("diagnose", _diagnose, _add_diagnose_options),
+        ("preprocess", _preprocess, _add_preprocess_options),
+        ("verify", _verify, _add_verify_options),
+        ("copy", _copy, _add_copy_options),
+        ("train", _train, _add_train_options),
+        ("compare", _compare, _add_compare_options),
+    ):
+        meaning = run.__doc__
         command = commands.add_parser(
-            name, help=text, description=text, argument_default=argparse.SUPPRESS
+            name, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
         )
-        needed = {
-            one.name
-            for one in inspect.signature(function).parameters.values()
-            if one.default is one.empty
-        }
-        command.set_defaults(function=function)
-        command.add_argument(
-            "--json", **_FILE, default="", help="write the result as JSON (-: standard output)"
+        command.set_defaults(run_command=run)
+        _add_path(
+            command, "--json", "FILE", "write the result as JSON (-: standard output)", default=""
         )
-        for names, flag, kind, meaning in _OPTIONS:
-            if name in names.split():
-                command.add_argument(
-                    flag, **kind, required=flag.removeprefix("--") in needed, help=meaning
-                )
+        add_options(command)
     return parser
 
 

@@ -81,18 +81,11 @@ class Workspace:
             raise ColabUtilsError(
                 f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one"
             )
-        for setting, named, folder, profile in (
-            ("DRIVE_FOLDER", drive, slow, speed),
-            ("SSD_FOLDER", ssd, fast, None),
-        ):
-            try:
-                with guard_drive(folder):
-                    # a typing error in a name is noticed
-                    folder.mkdir(parents=not named, exist_ok=True)
-            except OSError as error:
-                found = f"found {error.strerror}: name another {setting}"
-                raise ColabUtilsError(f"expected to make {folder}, {found}") from error
-            slow_down(folder, profile)
+        # A folder above a named one is not made, so that a typing error in a name is noticed.
+        _make_folder("DRIVE_FOLDER", slow, parents=not drive)
+        _make_folder("SSD_FOLDER", fast, parents=not ssd)
+        slow_down(slow, speed)
+        slow_down(fast, None)
         return cls(slow, fast, speed)
 
     @property
@@ -111,18 +104,27 @@ class Workspace:
         Example:
             >>> import tempfile
             >>> folder = Path(tempfile.mkdtemp())
-            >>> Workspace.open(folder / "drive", ssd=folder / "ssd").publish("03", shards=2).read_text()
+            >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd")
+            >>> workspace.publish("03", shards=2).read_text()
             '{"shards": 2}'
         """
         return _write_json(self.drive / "results" / f"{notebook}.json", numbers)
 
     def __str__(self) -> str:
-        real = (
-            "Google Drive: drive.flush_and_unmount() uploads it"
-            if is_on_drive(self.drive)
-            else "full speed"
-        )
+        real = "full speed"
+        if is_on_drive(self.drive):
+            real = "Google Drive: drive.flush_and_unmount() uploads it"
         return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}"
+
+
+def _make_folder(setting: str, folder: Path, *, parents: bool) -> None:
+    try:
+        with guard_drive(folder):
+            folder.mkdir(parents=parents, exist_ok=True)
+    except OSError as error:
+        raise ColabUtilsError(
+            f"expected to make {folder}, found {error.strerror}: name another {setting}"
+        ) from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> Path:
@@ -138,14 +140,16 @@ def _choose_drive(drive: str | Path | None, scene: str) -> Path:
     chosen = _to_path(drive) if drive else None
     if SCENES[scene] is not None:
         if chosen and is_on_drive(chosen):
-            cure = "leave it empty, or choose the SCENE that mounts Drive"
             raise ColabUtilsError(
-                f"expected DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: {cure}"
+                f"expected DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: leave "
+                "it empty, or choose the SCENE that mounts Drive"
             )
     elif is_colab() and (chosen is None or chosen.is_relative_to(mount)):
         _mount_google_drive(mount)
         return chosen or mount / "MyDrive" / "colab_utils"
-    return chosen or (COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive"))
+    if chosen is not None:
+        return chosen
+    return COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive")
 
 
 def _mount_google_drive(mount: Path) -> None:
@@ -155,14 +159,14 @@ def _mount_google_drive(mount: Path) -> None:
         try:
             from google.colab import drive as google_drive
 
-            # a mount that died is still in the table of mounts: only a forced mount replaces it
+            # A mount that died is still in the table of mounts: only a forced mount replaces it.
             google_drive.mount(str(mount), force_remount=True, timeout_ms=120_000)
         except Exception as error:  # Colab's message errors have no public base class
             failure = describe_error(error)
     if not os.path.isdir(mount / "MyDrive"):
-        cure = f"sign in when it asks, choose another SCENE, or name a DRIVE_FOLDER outside {mount}"
         raise ColabUtilsError(
-            f"expected Google Drive in {mount}, found Drive not mounted ({failure}): {cure}"
+            f"expected Google Drive in {mount}, found Drive not mounted ({failure}): sign in when "
+            f"it asks, choose another SCENE, or name a DRIVE_FOLDER outside {mount}"
         )
 
 
@@ -220,49 +224,61 @@ def ensure_dataset(
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", scene="my Drive, my GPU")
+        >>> scene = "my Drive, my GPU"
+        >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", scene=scene)
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    # of each part of the data, where its images and annotations are
+    # Of each part of the data, where its images and annotations are.
     settings = dict[str, list[str]]()
     with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
         settings.update(json.loads((workspace.drive / "settings.json").read_bytes()))
     if images or annotations:
         settings[part] = _locate(images, annotations)
     paths = settings.get(part, [])
-    folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
-    pictures, text = [Path(path) for path in paths] or [
-        folder / "images",
-        folder / "annotations.json",
-    ]
-    if paths and is_archive(paths[0]):
-        pictures, text = unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])
-    with guard_drive(pictures):
-        is_there = pictures.is_dir() and text.is_file()
-        if not (paths or is_there):
-            make_dataset(folder, n=n, seed=0 if part == "train" else 1, photos=n // 13)
-    if paths and not is_there:
-        cure = (
-            "check IMAGES and ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES "
-            f"to {BUILT_IN!r}"
-        )
-        raise ColabUtilsError(
-            f"expected your own dataset in {' and '.join(paths)}, found none: {cure}"
-        )
-    note = (
-        "Your own dataset."
-        if paths
-        else f"The built-in dataset, {'found on Drive' if is_there else 'made now'}."
-    )
-    if paths and workspace.profile:
-        note += f" The scene slows down what is read of its images: {workspace.profile}."
+    if paths:
+        pictures, text = _find_own(workspace, paths)
+        note = "Your own dataset."
+        if workspace.profile:
+            note += f" The scene slows down what is read of its images: {workspace.profile}."
+    else:
+        folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
+        pictures = folder / "images"
+        text = folder / "annotations.json"
+        note = "The built-in dataset, found on Drive."
+        with guard_drive(folder):
+            if not _is_there(pictures, text):
+                make_dataset(folder, n=n, seed=0 if part == "train" else 1, photos=n // 13)
+                note = "The built-in dataset, made now."
     slow_down(pictures, workspace.profile)
     if images:
         _write_json(workspace.drive / "settings.json", settings)
     name = _name_dataset(paths, part)
-    places = [root / "shards" / name for root in (workspace.drive, workspace.ssd)]
-    return EnsuredDataset(name, pictures, text, note, *places)
+    return EnsuredDataset(
+        name,
+        pictures,
+        text,
+        note,
+        shards_on_drive=workspace.drive / "shards" / name,
+        shards_on_ssd=workspace.ssd / "shards" / name,
+    )
+
+
+def _is_there(images: Path, annotations: Path) -> bool:
+    return images.is_dir() and annotations.is_file()
+
+
+def _find_own(workspace: Workspace, paths: list[str]) -> tuple[Path, Path]:
+    images, annotations = map(Path, paths)
+    if is_archive(paths[0]):
+        images, annotations = unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])
+    with guard_drive(images):
+        if _is_there(images, annotations):
+            return images, annotations
+    raise ColabUtilsError(
+        f"expected your own dataset in {' and '.join(paths)}, found none: check IMAGES and "
+        f"ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
+    )
 
 
 def ensure_shards(data: EnsuredDataset) -> ShardReport:
@@ -276,12 +292,10 @@ def ensure_shards(data: EnsuredDataset) -> ShardReport:
     """
     folder = data.shards_on_drive
     with guard_drive(folder), read_at_full_speed():
-        # another notebook's settings, which stopped half-way
+        # Another notebook may have stopped half-way: its settings go on.
         begun = find_recipe(folder) or {"shard_mb": 8}
-        settings = {
-            key: begun[key]
-            for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
-        }
+        names = begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
+        settings = {name: begun[name] for name in names}
         return write_shards(data.images, data.annotations, shards=folder, **settings)
 
 

@@ -1,12 +1,11 @@
 """What arguments must be: a URL is refused wherever a folder or a file of this machine is meant."""
 
-import inspect
 from pathlib import Path
 
 import pytest
 
 import colab_utils
-from colab_utils.__main__ import _COMMANDS, _make_parser, main
+from colab_utils.__main__ import _make_parser, main
 from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.mask_files import convert_masks
@@ -18,7 +17,7 @@ from colab_utils.require import require_local_path
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.format import read_index
 from colab_utils.shards.write import find_recipe, plan_shards, write_shards
-from colab_utils.show.charts import read_receipts
+from colab_utils.show.receipts import read_receipts
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt, write_summary
 from colab_utils.slow_drive import slow_down
 from colab_utils.training.checkpoint_folder import CheckpointFolder
@@ -167,34 +166,28 @@ def test_a_notebook_refuses_a_dataset_of_a_bucket(tmp_path, images):
     assert not (tmp_path / "drive" / "settings.json").exists()
 
 
+COMMANDS = _make_parser()._subparsers._group_actions[0].choices
+
+
 def list_path_options():
     """Every option of every command whose value is a folder or a file."""
-    commands = _make_parser()._subparsers._group_actions[0].choices
     return [
         (command, action.option_strings[0])
-        for command, parser in commands.items()
+        for command, parser in COMMANDS.items()
         for action in parser._actions
         if action.metavar in ("DIR", "FILE", "JSON", "OUT.json", "FILE.html")
     ]
 
 
 def test_the_options_that_name_places_are_all_there():
-    assert {command for command, _ in list_path_options()} == {
-        function.__name__.removeprefix("_") for function in _COMMANDS
-    }
+    assert {command for command, _ in list_path_options()} == set(COMMANDS)
     assert len(list_path_options()) == 31
 
 
 @pytest.mark.parametrize(("command", "option"), list_path_options())
 def test_every_option_refuses_a_url_before_any_work(place, capsys, command, option):
-    function = next(one for one in _COMMANDS if one.__name__ == f"_{command}")
-    needed = [
-        name
-        for name, one in inspect.signature(function).parameters.items()
-        if one.default is one.empty
-    ]
-    needed = [name for name in needed if name not in ("settings", "options")]
-    words = [word for name in needed if f"--{name}" != option for word in (f"--{name}", "images")]
+    needed = [one.option_strings[0] for one in COMMANDS[command]._actions if one.required]
+    words = [word for name in needed if name != option for word in (name, "images")]
     with pytest.raises(SystemExit) as ended:
         main([command, *words, option, "gs://bucket/x"])
     assert ended.value.code == 2

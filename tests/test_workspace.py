@@ -16,6 +16,7 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+from tests.data.test_sources import write_zip
 
 from colab_utils import ShardDataset, drive, files, slow_drive
 from colab_utils import workspace as module
@@ -30,7 +31,6 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DRIVE_PROFILES, find_profile, slow_down
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
-from tests.data.test_sources import write_zip
 
 REAL = "my Drive, my GPU"
 
@@ -94,7 +94,12 @@ def test_outside_colab_two_folders_are_made_under_runs(tmp_path, monkeypatch):
 def test_importing_makes_no_folder(tmp_path, monkeypatch):
     root = str(Path(module.__file__).parents[1])
     command = [sys.executable, "-c", "import colab_utils.workspace"]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, check=True)
+    subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        check=True,
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +121,13 @@ def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
     text = str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s"))
     assert f"Drive: {tmp_path / 'd'} (bad: 606 ms per file" in text
     assert f"SSD: {tmp_path / 's'}" in text
-    assert "full speed" in str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=REAL))
+    assert "full speed" in str(
+        Workspace.open(
+            tmp_path / "d",
+            ssd=tmp_path / "s",
+            scene=REAL,
+        )
+    )
     assert "(Google Drive: drive.flush_and_unmount() uploads it)" in str(
         Workspace.open(ssd=tmp_path / "s", scene=REAL)
     )
@@ -156,7 +167,11 @@ def test_another_scene_in_the_same_session_changes_the_speed(tmp_path):
 
 
 def test_my_gpu_is_real_where_there_is_one(tmp_path, monkeypatch):
-    workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=REAL)
+    workspace = Workspace.open(
+        tmp_path / "d",
+        ssd=tmp_path / "s",
+        scene=REAL,
+    )
     for there, emulated in ((True, False), (False, True)):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
         assert workspace.emulated is emulated
@@ -294,7 +309,11 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def workspace(tmp_path):
-    return Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd", scene=REAL)
+    return Workspace.open(
+        tmp_path / "drive",
+        ssd=tmp_path / "ssd",
+        scene=REAL,
+    )
 
 
 @pytest.fixture
@@ -360,7 +379,11 @@ def test_names_of_datasets(images, annotations, name):
 
 def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
     named = ensure_dataset(workspace, **own)
-    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", scene=REAL)
+    again = Workspace.open(
+        workspace.drive,
+        ssd=tmp_path / "another_machine",
+        scene=REAL,
+    )
     assert (ensure_dataset(again).images, ensure_dataset(again).name) == (named.images, named.name)
     assert not (workspace.drive / "dataset").exists()
     assert ensure_dataset(again, images="built-in", n=2).name == "built-in"
@@ -369,7 +392,11 @@ def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
 
 def test_relative_names_are_remembered_as_they_were_meant(workspace, own, monkeypatch):
     monkeypatch.chdir(Path(own["images"]).parent)
-    ensure_dataset(workspace, images="images", annotations="annotations.json")
+    ensure_dataset(
+        workspace,
+        images="images",
+        annotations="annotations.json",
+    )
     monkeypatch.chdir("/")
     assert ensure_dataset(workspace).images == Path(own["images"])
 
@@ -394,7 +421,11 @@ def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
 
 @pytest.mark.parametrize(("scene", "slowed"), [("bad day", True), (REAL, False)])
 def test_local_photos_are_slowed_only_where_the_scene_says_so(tmp_path, own, scene, slowed):
-    workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=scene)
+    workspace = Workspace.open(
+        tmp_path / "d",
+        ssd=tmp_path / "s",
+        scene=scene,
+    )
     data = ensure_dataset(workspace, **own)
     assert (find_profile(data.images / "1.jpg") is not None) is slowed
     assert ("slows down" in data.note) is slowed
@@ -409,7 +440,11 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
     assert ensure_shards(data).images == read_index(data.shards_on_drive).images == 12
     assert not list(workspace.drive.rglob("*.jpg"))
     os.remove(source)  # a fresh machine, a lost upload
-    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", scene=REAL)
+    again = Workspace.open(
+        workspace.drive,
+        ssd=tmp_path / "another_machine",
+        scene=REAL,
+    )
     with pytest.raises(ColabUtilsError, match=r"expected a zip at .*export\.zip, found none"):
         ensure_dataset(again)
 
@@ -478,9 +513,10 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
     @pytest.mark.parametrize("how", ["here", "command line"])
     def test_verify_and_copy(self, tiny_shards, list_shards, tmp_path, waits, how):
         slow_down(tiny_shards, "typical")
-        verify_shards(tiny_shards) if how == "here" else main(
-            ["verify", "--shards", str(tiny_shards)]
-        )
+        if how == "here":
+            verify_shards(tiny_shards)
+        else:
+            main(["verify", "--shards", str(tiny_shards)])
         assert waits() == list_shards
         (tmp_path / "waits").write_text("")
         if how == "here":
@@ -511,7 +547,13 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         slow_down(tiny_shards, "typical")
         dataset = ShardDataset(tiny_shards)
         assert find_profile(dataset.find_path(0)) == DRIVE_PROFILES["typical"]
-        with closing(make_loader(dataset, batch_size=2, workers=1)) as loader:
+        with closing(
+            make_loader(
+                dataset,
+                batch_size=2,
+                workers=1,
+            )
+        ) as loader:
             assert sum(len(images) for images, _ in loader) == 12
         assert waits() == list_shards
 
@@ -560,7 +602,14 @@ def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own
         )
         folder = workspace.drive / "shards" / "images-annotations"
         with pytest.raises(KeyboardInterrupt):
-            write_shards(**own, shards=folder, shard_mb=0.02, min_size=32, max_size=64, workers=1)
+            write_shards(
+                **own,
+                shards=folder,
+                shard_mb=0.02,
+                min_size=32,
+                max_size=64,
+                workers=1,
+            )
     left = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
     assert len(left) > 1
     ensure_shards(ensure_dataset(workspace, **own))
@@ -570,10 +619,18 @@ def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own
 
 
 def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own):
-    parts = [ensure_dataset(workspace, n=2, part=part) for part in ("train", "val")]
+    parts = [
+        ensure_dataset(
+            workspace,
+            n=2,
+            part=part,
+        )
+        for part in ("train", "val")
+    ]
     for data in parts:
         ensure_shards(data)
-    train, val = (read_index(data.shards_on_drive) for data in parts)
+    train = read_index(parts[0].shards_on_drive)
+    val = read_index(parts[1].shards_on_drive)
     assert [data.name for data in parts] == ["built-in", "built-in-val"]
     assert train.fingerprint != val.fingerprint
     named = ensure_dataset(workspace, **own, part="val")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from colab_utils.files import write_file
 from colab_utils.show import render
-from colab_utils.show.charts import plot_cold_start, plot_comparison
+from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
 if TYPE_CHECKING:

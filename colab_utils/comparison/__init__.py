@@ -1,8 +1,8 @@
 """The comparison: the same images by every strategy, checked for equality first, then timed in
 turns.
 
-`compare` lists the steps and checks the samples; `strategies` has the strategies, and makes the
-data that they read.
+`prepared` makes the data that strategies read, `loaders` has what loads them, and `strategies` the
+table of all strategies. `compare` checks the samples and times the strategies.
 """
 
 COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")

@@ -13,16 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from colab_utils.comparison.strategies import (
-    PreparedData,
-    PreparedFiles,
-    Setting,
-    Strategy,
-    choose_strategies,
-    deliver,
-)
+from colab_utils.comparison.loaders import Setting, deliver
+from colab_utils.comparison.prepared import PreparedData, PreparedFiles
+from colab_utils.comparison.strategies import Strategy, choose_strategies
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
@@ -35,12 +31,16 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_count
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed
 
-_MAX_RUN_S = 30.0  # for one repeat of one strategy
-_CHECKED_IMAGES = 32  # of an epoch
-# of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes
+# One repeat of one strategy takes so long at most.
+_MAX_RUN_S = 30.0
+# So many images of an epoch are compared with the reference.
+_CHECKED_IMAGES = 32
+# Of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes, and the same after one
+# resize and JPEG at quality 95.
 _KEPT_LEVELS = (1.0, 16.0)
-_SHRUNK_LEVELS = (3.0, 48.0)  # the same after one resize and JPEG at quality 95
-_ALL_PIXELS = 2_000_000  # a larger image is compared by every second row and column, or third
+_SHRUNK_LEVELS = (3.0, 48.0)
+# A larger image is compared by every second row and column, or third.
+_ALL_PIXELS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,12 @@ class StrategyTiming:
     def __str__(self) -> str:
         if self.images_per_second is None:
             return f"{self.title}: not timed, {self.note}"
-        spread = (
-            f"{min(self.repeats_images_per_second):.1f} to "
-            f"{max(self.repeats_images_per_second):.1f}"
+        repeats = self.repeats_images_per_second
+        text = (
+            f"{self.title}: {self.images_per_second:.1f} images/s ({min(repeats):.1f} to "
+            f"{max(repeats):.1f}), waiting {self.wait_share:.0%}"
         )
-        warning = "" if self.comparable else f"; NOT COMPARABLE: {self.difference}"
-        return (
-            f"{self.title}: {self.images_per_second:.1f} images/s ({spread}), waiting "
-            f"{self.wait_share:.0%}{warning}"
-        )
+        return text if self.comparable else f"{text}; NOT COMPARABLE: {self.difference}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class Comparison:
             f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, "
             f"{self.machine}"
         )
-        return "\n  ".join([head, *map(str, self.strategies), *([self.note] if self.note else [])])
+        return "\n  ".join(filter(None, [head, *map(str, self.strategies), self.note]))
 
 
 def compare(
@@ -204,18 +201,16 @@ def compare(
     require_count("max_images", max_images)
     require_count("workers", workers, least=0)
     profile = get_profile(drive_profile)
-    step = EmulatedStep(100) if step is None else step
+    if step is None:
+        step = EmulatedStep(100)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with put_back(None, restore), read_at_full_speed():
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
-        setting = Setting(
-            prepared, batch_size, workers, "cuda" if torch.cuda.is_available() else "cpu"
-        )
+        setting = Setting(prepared, batch_size, workers, device)
         rows = [_Row(strategy, setting, step, batches, timeline_s) for strategy in chosen]
-        note = (
-            f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
-            if prepared.bad
-            else ""
-        )
+        note = ""
+        if prepared.bad:
+            note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
         empty = Comparison(
             machine=describe_machine(),
             dataset={
@@ -240,9 +235,8 @@ def compare(
             rows = [row for row in rows if row.times]
             if not rows:
                 raise
-            empty = replace(
-                empty, note=f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip()
-            )
+            note = f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip()
+            empty = replace(empty, note=note)
         if not any(row.times for row in rows):
             raise ColabUtilsError(
                 f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}"
@@ -324,63 +318,63 @@ class _Row:
     def summarise(self) -> StrategyTiming:
         """What was measured so far."""
         strategy = self.strategy
-        setting = self.setting
-        cold = self.cold
-        workers = f"{setting.workers} worker{'s' * (setting.workers != 1)}"
-        title = strategy.title.replace("{}", workers) or strategy.name
+        workers = self.setting.workers
+        noun = "worker" if workers == 1 else "workers"
         timing = StrategyTiming(
             strategy.name,
-            title,
+            strategy.title.replace("{}", f"{workers} {noun}") or strategy.name,
             strategy.idea,
             not self.difference,
             self.difference,
             note=self.note,
             repeats_images_per_second=tuple(run.images_per_second for run in self.times),
         )
+        cold = self.cold
         if cold is None or not self.times:
             return timing
-        names = ("images_per_second", "wait_share", "cpu_ms_per_image")
-        figures: dict[str, Any] = {
-            name: median(getattr(run, name) for run in self.times) for name in names
-        }
-        batch_ms = np.median(
-            [np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times], axis=0
-        ).tolist()
-        figures |= zip(("batch_ms_median", "batch_ms_p95"), batch_ms, strict=True)
+        batch_ms = [np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times]
+        median_ms, p95_ms = np.median(batch_ms, axis=0).tolist()
         files = self.prepare()
-        count = len(setting.prepared)
-        # the first batch of each worker holds its start, which a larger dataset has once, too
-        first = cold.batch_s[: round(count * len(cold.wait_s) / cold.images + 0.49)][
-            max(1, setting.workers) :
-        ]
-        cold_s = (
-            float(first.mean()) / setting.batch_size
-            if len(first)
-            else 1 / figures["images_per_second"]
-        )
-        # what keeps its samples reads all of them while it opens: more images take longer
-        cold_s += self.opened_s / count if strategy.keeps else 0
-        ends = self.opened_s + np.cumsum(cold.batch_s)
+        count = len(self.setting.prepared)
+        ends_s = (self.opened_s + np.cumsum(cold.batch_s)).round(4)
+        begins_s = (ends_s - cold.step_s).round(4)
         return replace(
             timing,
-            **figures,
+            images_per_second=median(timing.repeats_images_per_second),
+            batch_ms_median=median_ms,
+            batch_ms_p95=p95_ms,
+            wait_share=median(run.wait_share for run in self.times),
+            cpu_ms_per_image=median(run.cpu_ms_per_image for run in self.times),
             first_batch_s=cold.wait_s[0] + self.opened_s,
             once_ms_per_image=1000 * files.once_s / count,
             session_ms_per_image=1000 * files.session_s / count,
-            cold_ms_per_image=1000 * cold_s,
-            timeline=tuple(
-                zip((ends - cold.step_s).round(4).tolist(), ends.round(4).tolist(), strict=True)
-            ),
+            cold_ms_per_image=1000 * self._find_cold_s(cold, count),
+            timeline=tuple(zip(begins_s.tolist(), ends_s.tolist(), strict=True)),
         )
+
+    def _find_cold_s(self, cold: BatchTimes, count: int) -> float:
+        """Seconds of an image in the first epoch of a session."""
+        # The first batch of each worker holds its start, which a larger dataset has once, too.
+        epoch = round(count * len(cold.wait_s) / cold.images + 0.49)
+        batch_s = cold.batch_s[:epoch][max(1, self.setting.workers) :]
+        if len(batch_s):
+            cold_s = float(batch_s.mean()) / self.setting.batch_size
+        else:
+            cold_s = 1 / median(run.images_per_second for run in self.times)
+        # What keeps its samples reads all of them while it opens: more images take longer.
+        return cold_s + self.opened_s / count if self.strategy.keeps else cold_s
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
     """Prepare and check every strategy, then time them in turns; stops after each run."""
     runs = [(_Row.check, row) for row in rows]
-    runs += [(run, row) for row in rows for run in (_Row.run_cold, _Row.run_warm)]
-    for first in (repeat % len(rows) for repeat in range(1, repeats)):
+    for row in rows:
+        runs += [(_Row.run_cold, row), (_Row.run_warm, row)]
+    for repeat in range(1, repeats):
+        first = repeat % len(rows)
         runs += [(_Row.run_warm, row) for row in (*rows[first:], *rows[:first])]
-    for row in rows:  # which has bars of its own
+    # Preparing has progress bars of its own.
+    for row in rows:
         row.attempt(_Row.prepare)
     for run, row in show_progress("comparing", runs, total=len(runs), unit="run"):
         row.attempt(run)
@@ -395,39 +389,35 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     changes. A sample stored smaller is compared at its own size.
 
     Example:
-        >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 8, 8)}
+        >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0)}
+        >>> target["masks"] = torch.zeros(0, 8, 8)
         >>> grey, white = torch.full((3, 8, 8), 128, dtype=torch.uint8), torch.ones(3, 8, 8)
         >>> describe_difference((white, target), (grey, target))
         'pixels differ by 127.0 of 255 on average, 127 at most'
     """
-    (image, target), (wanted_image, wanted) = sample, reference
+    image, target = sample
+    wanted_image, wanted = reference
     size = tuple(image.shape[-2:])
     full = tuple(wanted_image.shape[-2:])
-    mean, peak = _KEPT_LEVELS if size == full else _SHRUNK_LEVELS
-    each = 1 + math.isqrt(math.prod(size) // _ALL_PIXELS) if size == full else 1
-    parts = image[:, ::each, ::each], wanted_image[:, ::each, ::each]
-    pixels, wanted_pixels = (
-        part.cpu().float() * (255 if part.is_floating_point() else 1) for part in parts
-    )
-    if size != full:
-        wanted_pixels = functional.interpolate(
-            wanted_pixels[None], size=size, mode="bilinear", antialias=True
-        )[0]
-    difference = (pixels - wanted_pixels).abs().numpy()
-    if difference.mean() > mean or np.percentile(difference, 99.9) > peak:
-        return (
-            f"pixels differ by {difference.mean():.1f} of 255 on average, "
-            f"{difference.max():.0f} at most"
-        )
+    each = 1
+    if size == full:
+        each += math.isqrt(math.prod(size) // _ALL_PIXELS)
+    difference = _compare_pixels(image[:, ::each, ::each], wanted_image[:, ::each, ::each])
+    if difference:
+        return difference
     if target["labels"].tolist() != wanted["labels"].tolist():
         return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
     scale = torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
-    boxes = target["boxes"].cpu() - wanted["boxes"] * scale
-    if boxes.numel() and float(boxes.abs().max()) > 1:
-        return f"a box differs by {float(boxes.abs().max()):.1f} pixels"
-    rows, columns = map(nearest_indices, full, size)  # as torchvision's own transform shrinks masks
-    masks = target["masks"][:, ::each, ::each].cpu() > 0
-    wanted_masks = wanted["masks"][:, rows[::each]][..., columns[::each]] > 0
+    boxes = (target["boxes"].cpu() - wanted["boxes"] * scale).abs()
+    if boxes.numel() and float(boxes.max()) > 1:
+        return f"a box differs by {float(boxes.max()):.1f} pixels"
+    # As torchvision's own transform shrinks masks.
+    rows, columns = map(nearest_indices, full, size)
+    wanted_masks = wanted["masks"][:, rows[::each]][..., columns[::each]]
+    return _compare_masks(target["masks"][:, ::each, ::each].cpu() > 0, wanted_masks > 0)
+
+
+def _compare_masks(masks: Tensor, wanted_masks: Tensor) -> str:
     union = (masks | wanted_masks).sum((1, 2))
     ious = ((masks & wanted_masks).sum((1, 2)) / union)[union > 0].tolist()
     if min(ious, default=1) < 0.99:
@@ -435,21 +425,43 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     return ""
 
 
+def _compare_pixels(image: Tensor, wanted_image: Tensor) -> str:
+    pixels = _to_levels(image)
+    wanted = _to_levels(wanted_image)
+    mean, peak = _KEPT_LEVELS
+    if pixels.shape != wanted.shape:
+        mean, peak = _SHRUNK_LEVELS
+        size = pixels.shape[1:]
+        wanted = functional.interpolate(wanted[None], size=size, mode="bilinear", antialias=True)[0]
+    difference = (pixels - wanted).abs().numpy()
+    if difference.mean() <= mean and np.percentile(difference, 99.9) <= peak:
+        return ""
+    return (
+        f"pixels differ by {difference.mean():.1f} of 255 on average, "
+        f"{difference.max():.0f} at most"
+    )
+
+
+def _to_levels(image: Tensor) -> Tensor:
+    levels = image.cpu().float()
+    return levels * 255 if image.is_floating_point() else levels
+
+
 def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
     """How an epoch differs from the reference: every image once, and the first ones equal; empty
     where it does not.
     """
-    rows = {int(image_id): row for row, image_id in enumerate(reference.image_ids)}
-    samples = (
-        sample for images, targets in batches for sample in zip(images, targets, strict=True)
-    )
-    for number, (image, target) in enumerate(samples):
-        image_id = int(target["image_id"])
-        row = rows.pop(image_id, None)
-        if row is None:
-            return f"image {image_id} is unknown, or came twice"
-        if number < _CHECKED_IMAGES and (
-            difference := describe_difference((image, target), reference[row])
-        ):
-            return f"image {image_id}: {difference}"
+    rows = {image_id: row for row, image_id in enumerate(reference.image_ids.tolist())}
+    checked = 0
+    for images, targets in batches:
+        for image, target in zip(images, targets, strict=True):
+            image_id = int(target["image_id"])
+            row = rows.pop(image_id, None)
+            if row is None:
+                return f"image {image_id} is unknown, or came twice"
+            if checked < _CHECKED_IMAGES:
+                checked += 1
+                difference = describe_difference((image, target), reference[row])
+                if difference:
+                    return f"image {image_id}: {difference}"
     return f"{len(rows)} images did not come, such as {min(rows)}" if rows else ""

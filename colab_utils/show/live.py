@@ -51,7 +51,7 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     Example:
         >>> from colab_utils.diagnosis.simulator import simulate
         >>> animation = animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1))
-        >>> "98 batches in 30 s with 7 workers: the step worked 33% of the time and waited 67%" in animation.data
+        >>> "the step worked 33% of the time and waited 67%" in animation.data
         True
     """
     from IPython.display import HTML
@@ -59,16 +59,23 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     require_number("speed", speed, above=0, below=math.inf)
     steps = simulation.steps
     shown_s = min([simulation.seconds, *steps.start_s[_MAX_STEPS:].tolist()])
+    end_s = simulation.seconds
+    lanes = [_list_spans(lane, shown_s, lane.end_s >= end_s) for lane in simulation.loads]
+    is_unfinished = np.arange(len(steps.batch)) >= simulation.batches
     spans = {
         "seconds": shown_s,
         "speed": speed,
-        "lanes": [
-            _list_spans(lane, shown_s, lane.end_s >= simulation.seconds)
-            for lane in simulation.loads
-        ],
-        "steps": _list_spans(steps, shown_s, np.arange(len(steps.batch)) >= simulation.batches),
+        "lanes": lanes,
+        "steps": _list_spans(steps, shown_s, is_unfinished),
     }
-    return HTML(render("animation", simulation=simulation, spans=spans, boxes=_MAX_BOXES))
+    return HTML(
+        render(
+            "animation",
+            simulation=simulation,
+            spans=spans,
+            boxes=_MAX_BOXES,
+        )
+    )
 
 
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[list[float]]:
@@ -76,10 +83,9 @@ def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[li
     by then.
     """
     end_s = trace.end_s + unfinished * seconds / 1000
-    return [
-        part[trace.start_s < seconds].round(5).tolist()
-        for part in (trace.batch, trace.start_s, end_s)
-    ]
+    is_shown = trace.start_s < seconds
+    parts = (trace.batch, trace.start_s, end_s)
+    return [part[is_shown].round(5).tolist() for part in parts]
 
 
 def explore_simulation(
@@ -108,7 +114,8 @@ def explore_simulation(
         ColabUtilsError: a time that is not more than 0.
 
     Example:
-        >>> *sliders, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
+        >>> page = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0)
+        >>> *sliders, view = page.children
         >>> "the step worked 49% of the time and waited 51%" in view.value
         True
     """
@@ -132,14 +139,26 @@ def explore_simulation(
         "max": max(2, math.log10(max(load_s, step_s))),
     }
     sliders = {
-        "workers": make(ipywidgets.IntSlider, workers, "workers", min=0, max=max(workers, 8)),
+        "workers": make(
+            ipywidgets.IntSlider,
+            workers,
+            "workers",
+            min=0,
+            max=max(workers, 8),
+        ),
         "load_s": make(
             ipywidgets.FloatLogSlider, load_s, "loading a batch, seconds", step=0.02, **decades
         ),
         "load_cv": make(
             ipywidgets.FloatSlider, load_cv, "its spread", min=0, max=max(1.5, load_cv), step=0.01
         ),
-        "step_s": make(ipywidgets.FloatLogSlider, step_s, "a step, seconds", step=0.02, **decades),
+        "step_s": make(
+            ipywidgets.FloatLogSlider,
+            step_s,
+            "a step, seconds",
+            step=0.02,
+            **decades,
+        ),
         "prefetch": make(
             ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)
         ),
@@ -163,12 +182,17 @@ def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: An
     )
     names = [f"worker {n}" for n in range(workers)] or ["loading"]
     traces = [*simulation.loads, simulation.steps]
-    rows = {
-        name: np.stack(trace[1:], 1).tolist()
-        for name, trace in zip([*names, "step"], traces, strict=True)
-    }
+    rows = {}
+    for name, trace in zip([*names, "step"], traces, strict=True):
+        rows[name] = np.stack([trace.start_s, trace.end_s], 1).tolist()
     shown_s = simulation.steps.start_s[: _CHART_STEPS + 1].tolist()[-1]
-    figure = plot_first_seconds(rows, seconds=shown_s, title=str(simulation), blue=names)
+    figure = plot_first_seconds(
+        rows,
+        seconds=shown_s,
+        title=str(simulation),
+        blue=names,
+    )
+    # A picture never becomes wider than the page.
     picture = str(embed_figure(figure)).replace("<img", '<img style="max-width: 100%"', 1)
     return f'<p style="font-size: 1.2em; font-weight: bold">{simulation}</p>{picture}'
 
@@ -204,11 +228,8 @@ class LiveMonitor:
             self._shown = None
         else:
             self._lines.append(line)
-            if (
-                len(self._lines) > 1
-                and line.step < line.steps
-                and monotonic() - self._drawn_s < _DRAWING_S
-            ):
+            is_first_or_last = len(self._lines) == 1 or line.step >= line.steps
+            if not is_first_or_last and monotonic() - self._drawn_s < _DRAWING_S:
                 return
         from IPython.display import HTML, display
 
@@ -254,8 +275,8 @@ def _draw_curve(values: Sequence[float], *, top: float = 0.0) -> str:
     values some.
     """
     each = -(-len(values) // _POINTS)
-    shown = np.nan_to_num(values[(len(values) - 1) % each :: each], posinf=0, neginf=0)
+    first = (len(values) - 1) % each
+    shown = np.nan_to_num(values[first::each], posinf=0, neginf=0)
     down = 1 - shown / (top or max(shown.max(), 1e-9))
-    return " ".join(
-        f"{x:.4f},{y:.3f}" for x, y in zip(np.linspace(0, 1, len(shown)), down, strict=True)
-    )
+    across = np.linspace(0, 1, len(shown))
+    return " ".join(f"{x:.4f},{y:.3f}" for x, y in zip(across, down, strict=True))

@@ -1,6 +1,4 @@
-"""Images with their masks, boxes and class names drawn on them: the check that no table
-replaces.
-"""
+"""Images with their masks, boxes and class names drawn on them: a check that no table replaces."""
 
 import base64
 import io
@@ -9,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,6 +32,7 @@ _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
 # of an image's objects, the largest
 _NAMED = 5
 _DRAWN = 100
+_UNKNOWN_SIDE = 480
 _Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
 
 
@@ -51,16 +50,20 @@ def draw_pair(
         after: the same sample after whatever was done to it.
         class_names: the name of each label.
     """
+    image_before, target_before = before
+    image_after, target_after = after
 
-    def tell(key: str) -> str:
-        return "the same" if np.array_equal(before[1][key], after[1][key]) else "other"
+    def compare(key: str) -> str:
+        is_same = np.array_equal(target_before[key], target_after[key])
+        return "the same" if is_same else "other"
 
-    times = math.prod(before[0].shape) / math.prod(after[0].shape)
+    times = math.prod(image_before.shape) / math.prod(image_after.shape)
     if times != 1:
-        title = f"{times:.2g} times fewer pixels, {tell('labels')} objects"
+        title = f"{times:.2g} times fewer pixels, {compare('labels')} objects"
+    elif np.array_equal(image_before, image_after):
+        title = f"Pixel for pixel the same image, {compare('masks')} masks"
     else:
-        image = "Pixel for pixel the same" if np.array_equal(before[0], after[0]) else "Another"
-        title = f"{image} image, {tell('masks')} masks"
+        title = f"Another image, {compare('masks')} masks"
     return _draw_grid(title, [("before", *before), ("after", *after)], class_names)
 
 
@@ -89,6 +92,8 @@ def draw_predictions(
             "expected predictions to draw, found none: run the model on at least one sample"
         )
     panels: list[_Panel] = []
+    objects_that_fit: list[bool] = []
+    predictions_that_fit: list[bool] = []
     for i, prediction in enumerate(predictions):
         image, target = dataset[i]
         sure = prediction["scores"] >= min_score
@@ -97,11 +102,14 @@ def draw_predictions(
         fits = _match(shown, target)
         panels.append((f"sample {i}, truth", image, {**target, "fits": fits.any(0)}))
         panels.append((f"sample {i}, prediction", image, {**shown, "fits": fits.any(1)}))
-    truths, found = (
-        [fit for *_, objects in panels[side::2] for fit in objects["fits"]] for side in (0, 1)
+        objects_that_fit.extend(fits.any(0))
+        predictions_that_fit.extend(fits.any(1))
+    objects = _count(len(objects_that_fit), "object")
+    drawn = _count(len(predictions_that_fit), "prediction")
+    title = (
+        f"{sum(objects_that_fit)} of {objects} found (thick outlines), "
+        f"by {drawn} with a score of {min_score:g} or more"
     )
-    title = f"{sum(truths)} of {_count(len(truths), 'object')} found (thick outlines)"
-    title += f", by {_count(len(found), 'prediction')} with a score of {min_score:g} or more"
     return _draw_grid(title, panels, dataset.class_names)
 
 
@@ -121,45 +129,57 @@ def draw_annotations(
         title: the finding.
         columns: images in a row.
     """
-    drawn = [
-        (heading, *_read_annotated(Path(images), dataset, i)) for heading, dataset, i in panels
-    ]
-    names = {one["id"]: one["name"] for _, dataset, _ in panels for one in dataset.categories}
-    return _draw_grid(title, drawn, names, columns=min(columns, len(panels)), inches=4.4)
+    drawn: list[_Panel] = []
+    names: dict[int, str] = {}
+    for heading, dataset, i in panels:
+        drawn.append((heading, *_read_annotated(Path(images), dataset, i)))
+        names.update((category["id"], category["name"]) for category in dataset.categories)
+    return _draw_grid(
+        title,
+        drawn,
+        names,
+        columns=min(columns, len(panels)),
+        inches=4.4,
+    )
 
 
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
     """A small copy of an image, and its annotations at the same scale."""
-    height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
+    height, width = dataset.sizes[i].tolist()
+    if height <= 0:
+        height = _UNKNOWN_SIDE
+    if width <= 0:
+        width = _UNKNOWN_SIDE
     picture: Image.Image | None = None
-    with suppress(Exception):  # whatever is wrong with the file, the page says it in words
-        picture = to_rgb(
-            turn_upright(open_image(read_file(dataset.find_image(images, i)[0])), height, width)
-        )
+    # Whatever is wrong with the file, the page says it in words.
+    with suppress(Exception):
+        content = read_file(dataset.find_image(images, i)[0])
+        picture = to_rgb(turn_upright(open_image(content), height, width))
         width, height = picture.size
     scale = min(1, 640 / max(width, height))
     size = max(1, round(width * scale)), max(1, round(height * scale))
     small = picture.resize(size) if picture else Image.new("RGB", size, "#dddddd")
+
+    annotations = dataset.read_annotations(i)[0]
+    annotations.sort(key=lambda annotation: -abs(math.prod(annotation["bbox"][2:])))
+    annotations = annotations[:_DRAWN]
     masks = list[Any]()
-    annotations = sorted(
-        dataset.read_annotations(i)[0], key=lambda one: -abs(math.prod(one["bbox"][2:]))
-    )[:_DRAWN]
-    for one in annotations:
+    for annotation in annotations:
         try:
-            rles = resize_rles(
-                [encode_segmentation(one["segmentation"], height, width)], *small.size[::-1]
-            )
+            rle = encode_segmentation(annotation["segmentation"], height, width)
+            rles = resize_rles([rle], small.height, small.width)
             masks.append(coco_mask.decode(rles)[..., 0])
         except ColabUtilsError:
-            masks.append(np.zeros(small.size[::-1], np.uint8))
-    boxes = np.array([one["bbox"] for one in annotations]).reshape(-1, 4) * scale
+            masks.append(np.zeros((small.height, small.width), np.uint8))
+    boxes = np.array([annotation["bbox"] for annotation in annotations]).reshape(-1, 4) * scale
     boxes[:, 2:] += boxes[:, :2]
     objects = {
         "boxes": boxes.clip(-99, 999),
-        "labels": [one["category_id"] for one in annotations],
+        "labels": [annotation["category_id"] for annotation in annotations],
         "masks": masks,
+        "size": (width, height),
     }
-    return np.asarray(small).transpose(2, 0, 1), {**objects, "size": (width, height)}
+    return np.asarray(small).transpose(2, 0, 1), objects
 
 
 def make_figure(title: str, *, width: float, height: float) -> Figure:
@@ -210,78 +230,123 @@ def _draw_grid(
         axis.set_anchor("N")
         width, rows_px = objects.get("size", image.shape[:0:-1])
         heading += f", {width:,} x {rows_px:,}"
-        axis.set_title(heading, fontsize=13, loc="left", color="#444444", parse_math=False)
+        axis.set_title(
+            heading,
+            fontsize=13,
+            loc="left",
+            color="#444444",
+            parse_math=False,
+        )
         _draw_objects(axis, image, objects, names, inches)
     return figure
+
+
+class _Object(NamedTuple):
+    """An object as it is drawn."""
+
+    inside: np.ndarray
+    box: np.ndarray
+    name: str
+    colour: str
+    thick: float
 
 
 def _draw_objects(
     axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str], inches: float
 ) -> None:
-    each = max(1, max(image.shape) // 1000)  # of a large photo one pixel in so many is drawn
+    # Of a large photo one pixel in so many is drawn.
+    each = max(1, max(image.shape) // 1000)
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
-    canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)
-    boxes, labels, masks, scores = (
-        _to_array(objects.get(key, ())) for key in ("boxes", "labels", "masks", "scores")
-    )
-    height, width = canvas.shape[:2]
-    inch = max(width, height / 1.4) / inches  # in pixels
-    boxes = boxes / each
-    fits = objects.get("fits", ())
-    order = np.argsort((boxes[:, 0] - boxes[:, 2]) * (boxes[:, 3] - boxes[:, 1]), kind="stable")
-    for place, n in enumerate(order.tolist()):  # small objects last, on top
-        # of predictions one for each class; else one for each object, so that neighbours of one
-        # class stay apart
-        colour = PALETTE[([*names].index(labels[n]) if len(fits) else n) % len(PALETTE)]
-        thick = 4 if len(fits) and fits[n] else 1.5 if len(fits) else 2
-        inside = masks[n, ::each, ::each].astype(bool)
-        canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.array(colors.to_rgb(colour), np.float32)
-        if inside.any():
-            (top, bottom), (left, right) = (
-                np.flatnonzero(inside.any(side))[[0, -1]] for side in (1, 0)
-            )
-            edge = np.pad(inside[top : bottom + 1, left : right + 1], 1).astype(float)
-            lines = axis.contour(
-                edge, [0.5], extent=(left - 1, right + 1, top - 1, bottom + 1), colors=[colour]
-            )
-            lines.set(
-                linewidth=thick,
-                path_effects=[withStroke(linewidth=thick + 1.5, foreground="white")],
-            )
-        x0, y0, x1, y1 = (float(value) for value in boxes[n])
-        axis.add_patch(
-            Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=1)
-        )
-        if place >= _NAMED:
-            continue
-        text = textwrap.shorten(names.get(int(labels[n]), f"label {int(labels[n])}"), 28)
-        text += f" {scores[n]:.2f}" if len(scores) else ""
-        axis.text(
-            max(0.0, min(x0, width - 0.1 * inch * len(text))),
-            y0,
-            text,
-            fontsize=10,
-            parse_math=False,
-            va="bottom" if y0 > 0.2 * inch else "top",  # above the box, unless it touches the top
-            color="white" if colour in _DARK else "black",
-            bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
-        )
+    white = 255 if pixels.dtype.kind in "ui" else 1
+    canvas = pixels.astype(np.float32) / white
+    # Small objects come last, on top.
+    shown = _list_objects(objects, names, each)
+    shown.sort(key=lambda item: -np.prod(item.box[2:] - item.box[:2]))
+    for place, item in enumerate(shown):
+        if item.inside.any():
+            tint = np.array(colors.to_rgb(item.colour), np.float32)
+            canvas[item.inside] = 0.6 * canvas[item.inside] + 0.4 * tint
+            _draw_outline(axis, item)
+        x0, y0, x1, y1 = item.box
+        box = Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=item.colour, linewidth=1)
+        axis.add_patch(box)
+        if place < _NAMED:
+            _write_name(axis, item, canvas.shape, inches)
     axis.imshow(canvas.clip(0, 1))
 
 
-def _match(found: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
-    """Which of the N predictions fits which of the M objects: bool [N,M]."""
-    masks, truths = (_to_array(side["masks"]).astype(np.float32) for side in (found, truth))
-    both = np.tensordot(masks, truths, ((1, 2), (1, 2)))
-    union = masks.sum((1, 2))[:, None] + truths.sum((1, 2)) - both
-    return (both > 0.5 * union) & (
-        _to_array(found["labels"])[:, None] == _to_array(truth["labels"])
+def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: int) -> list[_Object]:
+    boxes = _to_array(objects["boxes"]) / each
+    masks = _to_array(objects["masks"])
+    scores = _to_array(objects.get("scores", ()))
+    fits = objects.get("fits", ())
+    shown = []
+    for n, label in enumerate(_to_array(objects["labels"]).tolist()):
+        # Predictions have a colour for each class. Elsewhere each object has its own, so that
+        # neighbours of one class stay apart.
+        colour = PALETTE[n % len(PALETTE)]
+        thick = 2.0
+        if len(fits):
+            colour = PALETTE[[*names].index(label) % len(PALETTE)]
+            thick = 4.0 if fits[n] else 1.5
+        name = textwrap.shorten(names.get(label, f"label {label}"), 28)
+        if len(scores):
+            name += f" {scores[n]:.2f}"
+        inside = masks[n, ::each, ::each].astype(bool)
+        shown.append(_Object(inside, boxes[n], name, colour, thick))
+    return shown
+
+
+def _draw_outline(axis: Axes, item: _Object) -> None:
+    """Draw the edge of a mask, in its colour on white."""
+    height, width = item.inside.shape
+    # The border closes the edges of masks that reach beyond the image.
+    padded = np.pad(item.inside, 1)
+    lines = axis.contour(
+        padded,
+        [0.5],
+        extent=(-1, width, -1, height),
+        colors=[item.colour],
+    )
+    halo = withStroke(linewidth=item.thick + 1.5, foreground="white")
+    lines.set(linewidth=item.thick, path_effects=[halo])
+
+
+def _write_name(axis: Axes, item: _Object, shape: tuple[int, ...], inches: float) -> None:
+    """Write an object's name above the upper left corner of its box, and inside the image."""
+    height, width = shape[:2]
+    pixels_an_inch = max(width, height / 1.4) / inches
+    x0, y0 = item.box[:2]
+    rightmost = width - 0.1 * pixels_an_inch * len(item.name)
+    is_at_the_top = y0 <= 0.2 * pixels_an_inch
+    axis.text(
+        max(0.0, min(x0, rightmost)),
+        y0,
+        item.name,
+        fontsize=10,
+        parse_math=False,
+        va="top" if is_at_the_top else "bottom",
+        color="white" if item.colour in _DARK else "black",
+        bbox={"facecolor": item.colour, "edgecolor": "none", "pad": 1.5},
     )
 
 
+def _match(predictions: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
+    """Which of the N predictions fits which of the M objects: bool [N,M]."""
+    masks = _to_array(predictions["masks"]).astype(np.float32)
+    truths = _to_array(truth["masks"]).astype(np.float32)
+    both = np.tensordot(masks, truths, ((1, 2), (1, 2)))
+    union = masks.sum((1, 2))[:, None] + truths.sum((1, 2)) - both
+    is_same_class = _to_array(predictions["labels"])[:, None] == _to_array(truth["labels"])
+    return (both > 0.5 * union) & is_same_class
+
+
 def _to_array(values: Any) -> Any:
-    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    if hasattr(values, "cpu"):
+        values = values.cpu()
+    return np.asarray(values)
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    plural = "" if number == 1 else "s"
+    return f"{number:,} {noun}{plural}"

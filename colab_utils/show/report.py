@@ -19,8 +19,16 @@ from colab_utils.errors import escape
 from colab_utils.files import require_new, write_file
 from colab_utils.machine import Machine
 from colab_utils.require import require_local_path
-from colab_utils.show import charts, render
+from colab_utils.show import render
+from colab_utils.show.charts import plot_first_seconds, plot_statistics
+from colab_utils.show.comparison_charts import (
+    COCO_IMAGES,
+    plot_cold_start,
+    plot_comparison,
+    plot_epochs,
+)
 from colab_utils.show.pictures import draw_annotations, embed_figure
+from colab_utils.show.receipts import summarise_receipt
 from colab_utils.show.table import Table, make_table
 
 if TYPE_CHECKING:
@@ -49,13 +57,13 @@ def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
     """
     folder = require_local_path(folder)
     content = json.loads(json.dumps(asdict(comparison)))
-    plots = (charts.plot_comparison, charts.plot_cold_start, charts.plot_epochs)
+    plots = (plot_comparison, plot_cold_start, plot_epochs)
     page = _write_page(
         folder / "index.html",
         "receipt",
         content=content,
         charts=[plot(content) for plot in plots],
-        line="\t".join(map(str, charts.summarise_receipt(content).values())),
+        line="\t".join(map(str, summarise_receipt(content).values())),
         table=tabulate_comparison(content),
         notes=show_notes(content),
     )
@@ -85,7 +93,11 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
         }
         for batch in summary.worst
     ]
-    chart = charts.plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for")
+    chart = plot_first_seconds(
+        {"steps": summary.spans_s},
+        title=" ",
+        white="no step for",
+    )
     return _write_page(
         require_local_path(path), "summary", summary=summary, chart=chart, worst=make_table(worst)
     )
@@ -118,9 +130,11 @@ def write_check(
     places = {number: i for i, number in enumerate(after.image_ids.tolist())}
     worst = list[tuple[str, CocoDataset, int]]()
     for number, kinds in report.worst.items():
-        if (i := places.get(number)) is not None:
+        i = places.get(number)
+        if i is not None:
             name = textwrap.shorten(escape(after.file_name(i)), 40)
-            worst.append((f"{name}\n{textwrap.shorten(', '.join(kinds), 40)}", after, i))
+            faults = textwrap.shorten(", ".join(kinds), 40)
+            worst.append((f"{name}\n{faults}", after, i))
     changed = {name for repair in report.repairs for name in repair.examples}
     pairs = list[tuple[str, CocoDataset, int]]()
     for i, number in enumerate(before.image_ids.tolist()):
@@ -128,36 +142,53 @@ def write_check(
         # those get other ids
         if name in changed and number in places and number not in before.repeated_ids:
             heading = textwrap.shorten(name, 30)
-            pairs += (f"{heading}, before", before, i), (f"{heading}, after", after, places[number])
-    serious = [one for one in report.problems if not one.effect.startswith("note")]
-    serious.sort(key=lambda one: -one.count)
-    found = ", ".join(f"{one.count:,} x {one.kind}" for one in serious) or "every image can be used"
-    figures = (
-        [draw_annotations(images, pairs[:8], title="Before and after the repair", columns=2)]
-        if pairs
-        else []
-    )
-    figures += (
-        [draw_annotations(images, worst, title="The images to look at first")] if worst else []
-    )
-    figures.append(charts.plot_statistics(report.statistics))
-    finding = f"{report.images:,} images, {report.annotations:,} annotations: {found}"
+            pairs.append((f"{heading}, before", before, i))
+            pairs.append((f"{heading}, after", after, places[number]))
+    figures = []
+    if pairs:
+        title = "Before and after the repair"
+        figures.append(
+            draw_annotations(
+                images,
+                pairs[:8],
+                title=title,
+                columns=2,
+            )
+        )
+    if worst:
+        figures.append(
+            draw_annotations(
+                images,
+                worst,
+                title="The images to look at first",
+            )
+        )
+    figures.append(plot_statistics(report.statistics))
+    serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
+    serious.sort(key=lambda problem: -problem.count)
+    faults = ", ".join(f"{problem.count:,} x {problem.kind}" for problem in serious)
+    finding = f"{report.images:,} images, {report.annotations:,} annotations: "
+    finding += faults or "every image can be used"
     return _write_page(
         page, "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems
     )
 
 
 def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
-    rows = [
-        {
-            "": f"{one.count:,}",
-            "what": one.kind,
-            "what becomes of it": one.effect,
-            "such as": "; ".join(textwrap.shorten(example, 80) for example in one.examples[:2]),
-        }
-        for one in problems
-    ]
-    return make_table(rows) if rows else "Nothing."
+    if not problems:
+        return "Nothing."
+    rows = []
+    for problem in problems:
+        examples = [textwrap.shorten(example, 80) for example in problem.examples[:2]]
+        rows.append(
+            {
+                "": f"{problem.count:,}",
+                "what": problem.kind,
+                "what becomes of it": problem.effect,
+                "such as": "; ".join(examples),
+            }
+        )
+    return make_table(rows)
 
 
 def check_receipt_folder(folder: str | Path) -> None:
@@ -178,7 +209,13 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
     with explain_write(page.parent):
         page.parent.mkdir(parents=True, exist_ok=True)
         write_file(
-            page, render(kind, title=_TITLES[kind], show_chart=show_chart, **content).encode()
+            page,
+            render(
+                kind,
+                title=_TITLES[kind],
+                show_chart=show_chart,
+                **content,
+            ).encode(),
         )
     return page
 
@@ -187,7 +224,7 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
     """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's
     118,287 images.
     """
-    hours = charts.COCO_IMAGES / 3.6e6
+    hours = COCO_IMAGES / 3.6e6
     columns = {
         "images/s": ("images_per_second", 1),
         "waits, %": ("wait_share", 100),
@@ -199,12 +236,18 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
     }
     rows = []
     for row in content["strategies"]:  # of one that was not timed the figures are None
-        figures = {
-            name: row[key] and round(factor * row[key], 1)
-            for name, (key, factor) in columns.items()
-        }
-        equal = f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
-        rows.append({"": row["title"], **figures, "same samples": equal})
+        figures = {}
+        for name, (key, factor) in columns.items():
+            figures[name] = None if row[key] is None else round(factor * row[key], 1)
+        equal = "yes" if row["comparable"] else "no"
+        remark = row["note"] or row["difference"]
+        rows.append(
+            {
+                "": row["title"],
+                **figures,
+                "same samples": f"{equal} {remark}".strip(),
+            }
+        )
     return make_table(rows)
 
 
@@ -221,4 +264,8 @@ def show_notes(content: Mapping[str, Any]) -> Markup:
     """What to know about a comparison's figures, as HTML: what was slowed or emulated, and the
     machine.
     """
-    return render("notes", content=content, machine=Machine(**content["machine"]))
+    return render(
+        "notes",
+        content=content,
+        machine=Machine(**content["machine"]),
+    )

@@ -23,7 +23,12 @@ class Table:
 
     def to_html(self) -> Markup:
         """The table as one HTML element, every text escaped; it brings its own style."""
-        return render("table", headings=self.headings, rows=self.rows, is_number=self.is_number)
+        return render(
+            "table",
+            headings=self.headings,
+            rows=self.rows,
+            is_number=self.is_number,
+        )
 
     _repr_html_ = to_html
     __html__ = _repr_html_
@@ -31,11 +36,18 @@ class Table:
     def __str__(self) -> str:
         lines = [self.headings, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        sides = [str.rjust if number else str.ljust for number in self.is_number]
-        return "\n".join(
-            "  ".join(map(lambda side, *cell: side(*cell), sides, line, widths)).rstrip()
-            for line in lines
-        )
+        texts = []
+        for line in lines:
+            cells = []
+            for cell, width, is_number in zip(
+                line,
+                widths,
+                self.is_number,
+                strict=True,
+            ):
+                cells.append(cell.rjust(width) if is_number else cell.ljust(width))
+            texts.append("  ".join(cells).rstrip())
+        return "\n".join(texts)
 
     __repr__ = __str__
 
@@ -48,7 +60,8 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         ColabUtilsError: there are no rows.
 
     Example:
-        >>> print(make_table([{"read from": "Drive", "images/s": 16.4}, {"read from": "SSD", "images/s": 480}]))
+        >>> rows = [{"read from": "Drive", "images/s": 16.4}, {"read from": "SSD", "images/s": 480}]
+        >>> print(make_table(rows))
         read from  images/s
         Drive          16.4
         SSD             480
@@ -57,16 +70,21 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         raise ColabUtilsError("expected rows for a table, found none: give at least one")
     headings = tuple(rows[0])
     texts = tuple(tuple(_to_text(row.get(heading)) for heading in headings) for row in rows)
-    numbers = tuple(
-        all(re.fullmatch(_NUMBER, text) for text in column) for column in zip(*texts, strict=True)
-    )
+    columns = zip(*texts, strict=True)
+    numbers = tuple(all(re.fullmatch(_NUMBER, text) for text in column) for column in columns)
     return Table(headings, texts, numbers)
 
 
 def _to_text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "–", True: "yes", False: "no"}[value]
-    if isinstance(value, float):
-        text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-        return f"{value:.4f}" if "e" in text else text
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return str(value)
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return f"{value:.4f}" if "e" in text else text

@@ -23,7 +23,9 @@ from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
-from colab_utils.comparison.strategies import STRATEGIES, PreparedData, Setting, Strategy, deliver
+from colab_utils.comparison.loaders import PillowFolder, Setting, deliver
+from colab_utils.comparison.prepared import PreparedData
+from colab_utils.comparison.strategies import STRATEGIES, Strategy
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -39,7 +41,12 @@ QUICK = {
     "drive_profile": "fast",
     "timeline_s": 0.1,
 }
-SLOW = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
+SLOW = DriveProfile(
+    "slow",
+    open_s=0.02,
+    bytes_per_s=50e6,
+    source="made up for the test",
+)
 
 
 @pytest.fixture
@@ -160,7 +167,7 @@ def test_an_error_while_loading_ahead_reaches_the_loop(prepare, monkeypatch, nam
     def fail(self, index):
         raise ColabUtilsError("image 7 is damaged")
 
-    monkeypatch.setattr(strategies_module.PillowFolder, "__getitem__", fail)
+    monkeypatch.setattr(PillowFolder, "__getitem__", fail)
     loader = STRATEGIES[name].open(Setting(prepare(), 1, 1, "cpu"))
     with pytest.raises(ColabUtilsError, match="image 7 is damaged"):
         list(loader)
@@ -170,7 +177,7 @@ def test_an_error_while_loading_ahead_reaches_the_loop(prepare, monkeypatch, nam
 def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
     go_on = threading.Event()
     calls = []
-    read = strategies_module.PillowFolder.read
+    read = PillowFolder.read
 
     def hang(self, index):
         calls.append(index)
@@ -178,7 +185,7 @@ def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
             go_on.wait(60)
         return read(self, index)
 
-    monkeypatch.setattr(strategies_module.PillowFolder, "read", hang)
+    monkeypatch.setattr(PillowFolder, "read", hang)
     loader = STRATEGIES["thread_queue"].open(Setting(prepare(), 1, 1, "cpu"))
     batches = iter(loader)
     next(batches)
@@ -255,7 +262,8 @@ def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
 
 
 def test_a_second_comparison_makes_its_data_anew_and_times_that(prepare):
-    first, second = (prepare().get("tensors_on_ssd") for _ in range(2))
+    first = prepare().get("tensors_on_ssd")
+    second = prepare().get("tensors_on_ssd")
     assert first.files == second.files
     assert first.once_s > 0 < second.once_s
 
@@ -376,7 +384,12 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
     monkeypatch.setattr("colab_utils.slow_drive.sleep", lambda seconds: waits.append(seconds))
     slow_down(
         tiny_dataset.images,
-        DriveProfile("endless", open_s=500.0, bytes_per_s=50e6, source="made up"),
+        DriveProfile(
+            "endless",
+            open_s=500.0,
+            bytes_per_s=50e6,
+            source="made up",
+        ),
     )
     try:
         rows, _ = race("sequential", "dataloader_on_ssd", drive_profile=SLOW)
@@ -427,7 +440,12 @@ def test_data_below_the_images_is_read_at_full_speed(tiny_dataset, prepare, tmp_
 
 def test_the_comparison_so_far_is_given_after_each_run(race):
     seen = []
-    rows, found = race(fake("sequential"), fake("second"), repeats=2, on_run=seen.append)
+    rows, found = race(
+        fake("sequential"),
+        fake("second"),
+        repeats=2,
+        on_run=seen.append,
+    )
     timed = [[row.name for row in one.strategies if row.images_per_second] for one in seen]
     assert timed[0] == ["sequential"]
     assert timed[-1] == ["sequential", "second"]
@@ -439,7 +457,13 @@ def test_the_comparison_so_far_is_given_after_each_run(race):
 
 
 def test_a_worker_s_batches_are_timed_in_whole_rounds(race):
-    rows, _ = race("dataloader", workers=2, batches=3, batch_size=1, drive_profile=SLOW)
+    rows, _ = race(
+        "dataloader",
+        workers=2,
+        batches=3,
+        batch_size=1,
+        drive_profile=SLOW,
+    )
     assert len(rows["dataloader"].timeline) % 2 == 0
     assert rows["dataloader"].title == "2 workers"
 

@@ -96,7 +96,17 @@ def lose():
             "session_ms_per_image",
             "cold_ms_per_image",
         )
-        lost = replace(timing, **dict.fromkeys(names), repeats_images_per_second=(), timeline=())
-        return replace(lost, note=note, comparable=not difference, difference=difference)
+        lost = replace(
+            timing,
+            **dict.fromkeys(names),
+            repeats_images_per_second=(),
+            timeline=(),
+        )
+        return replace(
+            lost,
+            note=note,
+            comparable=not difference,
+            difference=difference,
+        )
 
     return make

@@ -81,7 +81,9 @@ def test_copies_are_blue_and_neither_wait_nor_end_the_picture():
     assert read_texts(figure) == ["waits 50%, 2 batches"]
     assert figure.get_suptitle() == "The step waits 50% of the time"
     assert figure.axes[0].get_xlim() == (0, 2)
-    blue, orange = (collection.get_facecolor()[0] for collection in figure.axes[0].collections)
+    copy, steps = figure.axes[0].collections
+    blue = copy.get_facecolor()[0]
+    orange = steps.get_facecolor()[0]
     assert blue[2] > blue[0]
     assert orange[0] > orange[2]
 
@@ -125,7 +127,11 @@ def test_no_text_is_struck_through_or_cut(top):
 
 
 def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
-    values = {"loose files on Drive": 606.0, "shards on Drive": 8.0, "shards on SSD": 0.03}
+    values = {
+        "loose files on Drive": 606.0,
+        "shards on Drive": 8.0,
+        "shards on SSD": 0.03,
+    }
     figure = plot_bars(
         values, title="T", unit="ms", log=True, notes={"shards on SSD": "from memory"}
     )

@@ -1,25 +1,21 @@
-"""The charts of a comparison: the story of five steps, hours that are true of a real dataset, many
-receipts.
+"""The charts of a comparison: the story of five steps, hours that are true of a real
+dataset.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from matplotlib.text import Text
 
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.charts import (
+from colab_utils.show.comparison_charts import (
     describe_gain,
     plot_cold_start,
     plot_comparison,
     plot_epochs,
-    plot_receipts,
-    read_receipts,
-    summarise_receipt,
 )
 
 STEPS = ["plain loop", "+ thread ahead", "+ 2 workers", "+ shards on SSD", "+ make_loader"]
@@ -38,8 +34,7 @@ def read_title(figure):
     return figure.get_suptitle().replace("\n", " ")
 
 
-# ------------------------------------------------------------------------------------------ images
-# a second
+# images a second
 
 
 def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_comparison):
@@ -110,8 +105,7 @@ def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
         plot_comparison(make_comparison(lost))
 
 
-# -------------------------------------------------------------------------------------- first
-# seconds, hours
+# first seconds, hours
 
 
 def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
@@ -190,76 +184,21 @@ def test_when_it_is_paid_back(make_timing, make_comparison, rate, once_ms, paid)
 
 
 def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
-    costs = {"once_ms_per_image": 200.0, "session_ms_per_image": 50.0, "cold_ms_per_image": 300.0}
+    costs = {
+        "once_ms_per_image": 200.0,
+        "session_ms_per_image": 50.0,
+        "cold_ms_per_image": 300.0,
+    }
     figure = plot_epochs(
         make_comparison(make_timing("dataloader", images_per_second=10.0, **costs))
     )
-    (line,) = (line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2)
+    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2]
+    (line,) = lines
     assert list(line.get_xdata()) == [0, 0, 1, 3, 3, 4, 6, 6, 7, 9]
     ms = [200, 250, 550, 750, 800, 1100, 1300, 1350, 1650, 1850]
     assert list(line.get_ydata()) == pytest.approx([one * 118_287 / 3.6e6 for one in ms])
 
 
-# --------------------------------------------------------------------------------------------- many
-# receipts
-
-
-@pytest.fixture
-def receipts(course, make_comparison, tmp_path):
-    """Two machines: one where all steps helped, one where only workers were compared."""
-    paths = [tmp_path / "anna.json", tmp_path / "ben" / "comparison.json"]
-    paths[1].parent.mkdir()
-    for path, rows in zip(paths, (course, course[:3:2]), strict=True):
-        path.write_text(json.dumps(asdict(make_comparison(*rows))))
-    return paths
-
-
-def test_many_receipts_in_one_chart(receipts):
-    figure = plot_receipts(receipts[::-1])
-    figure.canvas.draw()
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert [name.partition(":")[0] for name in names] == ["1. anna", "2. ben"]  # the fastest first
-    assert [patch.get_width() for patch in figure.axes[0].patches] == [24, 2]
-    assert ["96% → 4%" in read_texts(figure)[0], "96% → 92%" in read_texts(figure)[1]] == [
-        True,
-        True,
-    ]
-    assert read_title(figure) == (
-        "2 receipts: the step waits 96% → 48% of the time, and trains 13 times as fast (medians)"
-    )
-
-
-def test_a_line_for_the_class_sheet(course, make_comparison):
-    comparison = make_comparison(*course)
-    line = summarise_receipt(comparison)
-    assert line == {
-        "machine": f"{comparison.machine.gpu or 'no GPU'}, {comparison.machine.cores} cores",
-        "step": "emulated 100 ms",
-        "drive": "bad: 606 ms per file",
-        "before": "plain loop",
-        "waits before": 0.96,
-        "images/s before": 1.6,
-        "after": "make_loader",
-        "waits after": 0.04,
-        "images/s after": 38.4,
-        "times as fast": 24.0,
-    }
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"strategies": []}', '{"strategies": [{"name": 1}]}', "\x00"]
-)
-def test_what_is_no_receipt_is_named(tmp_path, receipts, text):
-    (tmp_path / "odd.json").write_text(text)
-    with pytest.raises(
-        ColabUtilsError, match=r"expected receipts \(comparison.json\), found .*odd\.json"
-    ):
-        read_receipts([receipts[0], tmp_path / "odd.json"])
-    with pytest.raises(ColabUtilsError, match=r"expected receipts .*missing\.json"):
-        plot_receipts([tmp_path / "missing.json"])
-
-
-# ------------------------------------------------------------------------------------------------------
 # names
 
 # formulas, one of them wrong; what legends hide; other signs

@@ -55,7 +55,14 @@ def test_the_animation_carries_every_span(stalled):
 def test_the_title_is_the_finding(stalled):
     title = "98 batches in 30 s with 7 workers: the step worked 33% of the time and waited 67%"
     assert read_title(animate_simulation(stalled)) == title
-    alone = animate_simulation(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4))
+    alone = animate_simulation(
+        simulate(
+            workers=0,
+            load_s=0.3,
+            step_s=0.1,
+            seconds=4,
+        )
+    )
     assert (
         read_title(alone)
         == "10 batches in 4 s with 0 workers: the step worked 25% of the time and waited 75%"
@@ -69,7 +76,14 @@ def test_it_needs_no_network_and_no_server(stalled):
 
 
 def test_a_long_simulation_stays_small():
-    crowd = simulate(workers=40, load_s=0.04, step_s=0.001, load_cv=0.5, prefetch=4, seconds=60)
+    crowd = simulate(
+        workers=40,
+        load_s=0.04,
+        step_s=0.001,
+        load_cv=0.5,
+        prefetch=4,
+        seconds=60,
+    )
     animation = animate_simulation(crowd)
     data = read_data(animation)
     assert len(data["steps"][0]) == 1500
@@ -82,7 +96,16 @@ def test_a_long_simulation_stays_small():
 
 
 def test_no_batch_at_all_is_drawn():
-    data = read_data(animate_simulation(simulate(workers=2, load_s=50, step_s=0.1, seconds=10)))
+    data = read_data(
+        animate_simulation(
+            simulate(
+                workers=2,
+                load_s=50,
+                step_s=0.1,
+                seconds=10,
+            )
+        )
+    )
     assert data["steps"] == [[], [], []]
     assert all(end > 10 for *_, ends in data["lanes"] for end in ends)
 
@@ -102,7 +125,13 @@ def test_impossible_speeds_are_refused(stalled, speed):
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed")
 def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
-    unsteady = simulate(workers=2, load_s=0.15, step_s=0.1, load_cv=0.6, seconds=8)
+    unsteady = simulate(
+        workers=2,
+        load_s=0.15,
+        step_s=0.1,
+        load_cv=0.6,
+        seconds=8,
+    )
     first = animate_simulation(stalled)
     second = animate_simulation(unsteady)
     page = tmp_path / "page.html"
@@ -171,7 +200,12 @@ def test_the_sliders_start_where_they_are_told_and_say_so():
 
 
 def test_a_slider_redraws_the_chart_and_the_sentence():
-    workers, *_, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
+    workers, *_, view = explore_simulation(
+        workers=2,
+        load_s=0.4,
+        step_s=0.1,
+        load_cv=0,
+    ).children
     before = view.value
     assert (
         "148 batches in 30 s with 2 workers: the step worked 49% of the time and waited 51%"
@@ -234,7 +268,8 @@ def test_every_figure_is_shown():
 
 
 def test_a_long_run_stays_small():
-    few, many = (draw_run([make_line(n) for n in range(count)]) for count in (200, 20_000))
+    few = draw_run([make_line(n) for n in range(200)])
+    many = draw_run([make_line(n) for n in range(20_000)])
     assert len(many) < 1.5 * len(few)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 
-from colab_utils.show.charts import plot_bars, plot_comparison, plot_epochs, plot_first_seconds
+from colab_utils.show.charts import plot_bars, plot_first_seconds
+from colab_utils.show.comparison_charts import plot_comparison, plot_epochs
 from colab_utils.show.pictures import PALETTE
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB
@@ -65,8 +66,18 @@ def list_colours(figure):
 def figures(course, make_comparison):
     comparison = make_comparison(*course)
     return {
-        "bars": plot_bars({"a": 1.0, "b": 2.0}, title="", unit="", limit=(3, "limit")),
-        "points": plot_bars({"a": 1.0, "b": 2.0}, title="", unit="", log=True),
+        "bars": plot_bars(
+            {"a": 1.0, "b": 2.0},
+            title="",
+            unit="",
+            limit=(3, "limit"),
+        ),
+        "points": plot_bars(
+            {"a": 1.0, "b": 2.0},
+            title="",
+            unit="",
+            log=True,
+        ),
         "first seconds": plot_first_seconds({"copy": [(0, 1)], "step": [(1, 2)]}),
         "comparison": plot_comparison(comparison),
         "epochs": plot_epochs(comparison),

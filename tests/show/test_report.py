@@ -128,7 +128,14 @@ def test_a_strategy_that_failed_keeps_its_row(tmp_path, course, lose, make_compa
 
 def test_all_text_is_escaped(tmp_path, make_timing, make_comparison):
     evil = "<script>alert('x')</script>"
-    row = make_timing(evil, title=evil, idea=evil, difference=evil, comparable=False, note=evil)
+    row = make_timing(
+        evil,
+        title=evil,
+        idea=evil,
+        difference=evil,
+        comparable=False,
+        note=evil,
+    )
     comparison = make_comparison(row, note=evil, drive=evil, step=evil)
     comparison = replace(comparison, dataset={**comparison.dataset, "name": evil})
     comparison = replace(comparison, machine=replace(comparison.machine, cpu=evil, gpu=evil))

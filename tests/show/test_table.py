@@ -42,7 +42,18 @@ def test_a_notebook_gets_html_and_a_terminal_text():
 
 
 def test_numbers_stand_on_the_right():
-    table = make_table([{"a": "x", "b": 1, "c": None, "d": True, "e": 7.97e-05, "f": "+7%"}])
+    table = make_table(
+        [
+            {
+                "a": "x",
+                "b": 1,
+                "c": None,
+                "d": True,
+                "e": 7.97e-05,
+                "f": "+7%",
+            }
+        ]
+    )
     assert table.is_number == (False, True, True, False, True, True)
 
 

@@ -1,0 +1,166 @@
+"""What loads batches in a comparison: datasets, prefetchers, and batches as models take them."""
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from colab_utils.comparison.prepared import PreparedData
+from colab_utils.data.decoding import guard_pillow
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.sampler import BatchSampler
+from colab_utils.processes import quiet_fork
+
+# An image, uint8 [3, H, W], and torchvision's target.
+Sample = tuple[Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy runs with."""
+
+    prepared: PreparedData
+    """The data."""
+    batch_size: int
+    """Images in a batch."""
+    workers: int
+    """Worker processes, for the strategies that have workers."""
+    device: str
+    """Where batches are delivered."""
+
+
+class PillowFolder(CocoFolder):
+    """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for
+    each sample.
+    """
+
+    @staticmethod
+    @guard_pillow()
+    def decode(data: bytes | bytearray) -> Tensor:
+        """Image bytes as uint8 [3, H, W]."""
+        picture = Image.open(io.BytesIO(data)).convert("RGB")
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+class Items(Dataset[Sample]):
+    """A dataset of what ``load`` makes of each item."""
+
+    def __init__(self, items: Sequence[Any], load: Callable[[Any], Sample]) -> None:
+        self._items = items
+        self._load = load
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._load(self._items[index])
+
+
+def collate(samples: Iterable[Sample]) -> tuple[Any, ...]:
+    """``(images, targets)``, as torchvision's references give them."""
+    return tuple(zip(*samples, strict=True))
+
+
+class EpochLoader:
+    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in
+    `make_loader`.
+
+    A prefetcher, such as torch's ``DataLoader``, gives an epoch of ``(images, targets)`` at each
+    pass.
+    """
+
+    def __init__(
+        self, setting: Setting, dataset: Any, prefetcher: Callable[..., Any], **options: Any
+    ) -> None:
+        sizes = setting.prepared.reference.sizes
+        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
+        with quiet_fork():
+            self._batches = prefetcher(dataset, batch_sampler=self._order, **options)
+        self.workers = getattr(self._batches, "num_workers", 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        with quiet_fork():
+            batches = iter(self._batches)
+        yield from batches
+        self._order.epoch += 1
+
+    def close(self) -> None:
+        """End the workers that a ``DataLoader`` keeps from epoch to epoch, or the threads."""
+        if isinstance(self._batches, ThreadLoading):
+            self._batches.close()
+            return
+        iterator = getattr(self._batches, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
+def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """A batch, packed or not, as torchvision models take it: images float32 in 0 to 1, on the
+    device, and targets.
+    """
+    if isinstance(batch, PackedBatch):
+        return batch.to_images(device), batch.to_targets(device)
+    images, targets = batch
+    moved = [image.to(device) for image in images]
+    moved = [image if image.is_floating_point() else image / 255 for image in moved]
+    return moved, [_move(target, device) for target in targets]
+
+
+def _move(target: dict[str, Any], device: str) -> dict[str, Any]:
+    tensors = {key: part.to(device) for key, part in target.items() if isinstance(part, Tensor)}
+    return {**target, **tensors}
+
+
+class ThreadLoading:
+    """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to
+    wait.
+
+    So many samples as ``cached`` stay in memory: those that were read last.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_sampler: Iterable[list[int]],
+        *,
+        threads: int,
+        ahead: int,
+        most: int,
+        cached: int = 0,
+    ) -> None:
+        self._load = lru_cache(cached)(dataset.__getitem__)
+        self._order = batch_sampler
+        self._pool = ThreadPoolExecutor(threads)
+        self._ahead = ahead
+        self._most = most
+
+    def __iter__(self) -> Iterator[Any]:
+        todo = iter(self._order)
+        pending = deque[Future[Any]]()
+        while True:
+            for indices in islice(todo, self._ahead - len(pending)):
+                pending.append(self._pool.submit(self._load_batch, indices))
+            if not pending:
+                return
+            if not pending[0].done():
+                self._ahead = min(self._ahead + 1, self._most)
+            yield pending.popleft().result()
+
+    def _load_batch(self, indices: list[int]) -> tuple[Any, ...]:
+        return collate(map(self._load, indices))
+
+    def close(self) -> None:
+        """Forget the samples; a thread that hangs in a read is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._load.cache_clear()

@@ -1,0 +1,218 @@
+"""The images of a comparison as loose files, saved tensors or shards, on Drive and on the SSD."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from colab_utils.data.coco import read_coco, write_subset
+from colab_utils.drive import is_on_drive
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import read_file
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.machine import require_space
+from colab_utils.progress import show_progress
+from colab_utils.require import require_local_path
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down
+
+# What to do where the disk is full.
+_CURE = "or compare fewer images"
+# So many files are read at the same time, as by `copy_shards`.
+_STREAMS = 4
+# Shards of a large dataset are as large as `write_shards` makes them.
+_SHARD_BYTES = 128e6
+
+
+@dataclass(frozen=True)
+class PreparedFiles:
+    """One kind of prepared data: its files and what they cost."""
+
+    folder: Path
+    """Where it lies."""
+    files: tuple[Path, ...]
+    """The files that a strategy reads, and no other file of the folder."""
+    once_s: float = 0.0
+    """Seconds to make it, once."""
+    session_s: float = 0.0
+    """Seconds to copy it to the empty disk of a new machine, in each session."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+class PreparedData:
+    """The first ``count`` usable images of a dataset as files of several kinds, each made when it
+    is first needed.
+
+    Attributes:
+        images: the image folder; it stands for Drive.
+        annotations: COCO JSON of the compared images.
+        reference: their samples, as torchvision's references give them.
+        total: images of the dataset.
+        fingerprint: of the dataset's annotations.
+        bad: why images were left out.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        folder: where data is prepared.
+        profile: the speed of Drive within `slow_drive`, and for the seconds of a copy.
+        count: images at most.
+
+    Raises:
+        ColabUtilsError: no image folder, no annotations, or no usable image.
+    """
+
+    def __init__(
+        self,
+        images: str | Path,
+        annotations: str | Path,
+        folder: str | Path,
+        *,
+        count: int,
+        profile: DriveProfile | None,
+    ) -> None:
+        self.images = require_local_path(images)
+        self.folder = require_local_path(folder)
+        self.profile = profile
+        coco = read_coco(annotations)
+        self.total = len(coco)
+        self.fingerprint = coco.fingerprint
+        self.drive = self.folder / "drive"
+        self.ssd = self.folder / "ssd"
+        if is_on_drive(folder):
+            self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd")
+        rows = range(min(len(coco), count))
+        dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"))
+        errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
+        self.bad = [error for error in errors if error]
+        usable = [row for row, error in enumerate(errors) if not error]
+        if not usable:
+            why = f"{annotations} names none: name an instances file."
+            if self.bad:
+                why = f"The first: {self.bad[0]}"
+            raise ColabUtilsError(f"expected usable images in {images}, found none. {why}")
+        self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
+        self.reference = CocoFolder(images, self.annotations)
+        self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
+        self._made: dict[str, PreparedFiles] = {}
+        self.ssd.mkdir(parents=True, exist_ok=True)
+
+    def __len__(self) -> int:
+        return len(self.reference)
+
+    def get(self, kind: str) -> PreparedFiles:
+        """One kind by its name: ``files``, ``tensors`` or ``shards``, then ``_on_drive`` or
+        ``_on_ssd``.
+
+        Raises:
+            ColabUtilsError: it cannot be made, or needs more disk than is free.
+        """
+        if kind not in self._made:
+            with read_at_full_speed():
+                self._made[kind] = self._prepare(kind)
+        return self._made[kind]
+
+    def _prepare(self, kind: str) -> PreparedFiles:
+        name, _, disk = kind.partition("_on_")
+        if disk == "ssd":
+            return self._copy(name, self.get(f"{name}_on_drive"))
+        if name == "files":
+            paths = map(self.reference.find_path, range(len(self)))
+            return PreparedFiles(self.images, tuple(paths))
+        return self._make(name)
+
+    @contextmanager
+    def slow_drive(self) -> Iterator[None]:
+        """Read what stands for Drive at the speed of the profile while the block runs, and all else
+        at full speed.
+
+        Processes that start within the block do so, too.
+        """
+        with read_at_full_speed():
+            slow_down(self.drive, self.profile)
+            # The folders may lie in one another, and of a folder in another the inner one counts.
+            slow_down(self.folder, None)
+            slow_down(self.ssd, None)
+            slow_down(self.images, self.profile)
+            yield
+
+    def _make(self, name: str) -> PreparedFiles:
+        """Write one kind to Drive in each comparison, and time that."""
+        target = self.drive / f"{name}-{self.name}"
+        source = self.get("files_on_ssd" if name == "shards" else "shards_on_ssd")
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        began_s = perf_counter()
+        if name == "shards":
+            shard_mb = max(0.01, min(4.0, source.bytes / 8e6))  # 8 shards or more
+            write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
+        else:
+            dataset = ShardDataset(source.folder)
+            image, found = dataset[0]
+            require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
+            _write_tensors(dataset, target)
+        once_s = source.once_s + source.session_s + perf_counter() - began_s
+        files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
+        return PreparedFiles(target, files, once_s)
+
+    def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
+        """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it
+        at Drive's.
+        """
+        target = self.ssd / f"{name}-{self.name}"
+        copies = tuple(target / path.relative_to(made.folder) for path in made.files)
+        began_s = perf_counter()
+        opened = float(len(made.files))
+        if name == "shards":
+            shutil.rmtree(target, ignore_errors=True)
+            copy_shards(made.folder, target)
+            opened = 2 * made.bytes / _SHARD_BYTES
+        else:
+            require_space(target, made.bytes, _CURE)
+            _run_in_threads("copying", _copy_file, list(zip(made.files, copies, strict=True)))
+        seconds = perf_counter() - began_s
+        if self.profile is not None:
+            seconds += opened * self.profile.open_s / _STREAMS
+            seconds += made.bytes / self.profile.bytes_per_s
+        return replace(made, folder=target, files=copies, session_s=seconds)
+
+
+def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """What a call gives for each item, in order, by as many threads as `copy_shards` reads with."""
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        return list(show_progress(label, pool.map(call, items), total=len(items), unit="file"))
+
+
+def _explain_bad(dataset: CocoFolder, row: int) -> str:
+    """Why an image cannot be used; empty where it can."""
+    try:
+        dataset[row]
+    except ColabUtilsError as error:
+        return str(error)
+    return ""
+
+
+def _copy_file(paths: tuple[Path, Path]) -> None:
+    source, copy = paths
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(read_file(source))
+
+
+def _write_tensors(dataset: ShardDataset, target: Path) -> None:
+    """One ``.pt`` an image: the sample that goes to the model, as uint8."""
+    for row in range(len(dataset)):
+        image, found = dataset[row]
+        torch.save((image.contiguous(), found), target / f"{row:07d}.pt")

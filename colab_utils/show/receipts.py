@@ -1,0 +1,97 @@
+"""Receipts of many machines: a line for each, and one chart of them all."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.require import require_local_path
+from colab_utils.show.charts import format_figure, plot_bars
+from colab_utils.show.comparison_charts import Content, find_gain, read_comparison
+
+if TYPE_CHECKING:
+    from colab_utils.comparison.compare import Comparison
+
+_TIMES = "times as fast"
+
+
+def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
+    """How many times as fast each machine trains, and how long its step waits before and after; the
+    fastest first.
+
+    Args:
+        receipts: ``comparison.json`` files of many machines.
+
+    Raises:
+        ColabUtilsError: no file, or one that is no receipt.
+    """
+    lines = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
+    values = dict[str, float]()
+    notes = dict[str, str]()
+    for number, line in enumerate(lines, start=1):
+        name = f"{number}. {line['receipt']}: {line['machine']}"
+        values[name] = line[_TIMES]
+        notes[name] = f"waits {line['waits before']:.0%} → {line['waits after']:.0%}"
+    before = median(line["waits before"] for line in lines)
+    after = median(line["waits after"] for line in lines)
+    title = (
+        f"{len(lines)} receipts: the step waits {before:.0%} → {after:.0%} of the time, "
+        f"and trains {format_figure(median(values.values()))} times as fast (medians)"
+    )
+    unit = "times as many images/s as before"
+    return plot_bars(
+        values,
+        title=title,
+        unit=unit,
+        notes=notes,
+        highlight=values,
+    )
+
+
+def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """`summarise_receipt` of each ``comparison.json``; a receipt has the name of its file, or of
+    its folder.
+
+    Raises:
+        ColabUtilsError: no file, or one that is no receipt.
+    """
+    lines = []
+    for receipt in receipts or ("no file",):
+        path = require_local_path(receipt).absolute()
+        name = path.parent.name if path.stem == "comparison" else path.stem
+        try:
+            line = summarise_receipt(json.loads(path.read_text(encoding="utf-8")))
+        except Exception as error:
+            raise ColabUtilsError(
+                f"expected receipts (comparison.json), found {path} ({describe_error(error)}): "
+                "name what compare wrote"
+            ) from None
+        lines.append({"receipt": name, **line})
+    return lines
+
+
+def summarise_receipt(comparison: "Comparison | Content") -> dict[str, Any]:
+    """A line for the class sheet: the machine, and the first way beside the best way.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    content = read_comparison(comparison)
+    machine = content["machine"]
+    before, after = find_gain(content)
+    return {
+        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores",
+        "step": content["step"],
+        "drive": content["drive"].partition(",")[0],
+        "before": before["title"],
+        "waits before": round(before["wait_share"], 3),
+        "images/s before": round(before["images_per_second"], 1),
+        "after": after["title"],
+        "waits after": round(after["wait_share"], 3),
+        "images/s after": round(after["images_per_second"], 1),
+        _TIMES: round(after["images_per_second"] / before["images_per_second"], 1),
+    }

@@ -1,0 +1,67 @@
+"""Receipts of many machines: one line and one bar for each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.show.receipts import plot_receipts, read_receipts, summarise_receipt
+
+
+@pytest.fixture
+def receipts(course, make_comparison, tmp_path):
+    """Two machines: one where all steps helped, one where only workers were compared."""
+    paths = [tmp_path / "anna.json", tmp_path / "ben" / "comparison.json"]
+    paths[1].parent.mkdir()
+    for path, rows in zip(paths, (course, course[:3:2]), strict=True):
+        path.write_text(json.dumps(asdict(make_comparison(*rows))))
+    return paths
+
+
+def test_many_receipts_in_one_chart(receipts):
+    figure = plot_receipts(receipts[::-1])
+    figure.canvas.draw()
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [name.partition(":")[0] for name in names] == ["1. anna", "2. ben"]  # the fastest first
+    assert [patch.get_width() for patch in figure.axes[0].patches] == [24, 2]
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert ["96% → 4%" in texts[0], "96% → 92%" in texts[1]] == [
+        True,
+        True,
+    ]
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "2 receipts: the step waits 96% → 48% of the time, and trains 13 times as fast (medians)"
+    )
+
+
+def test_a_line_for_the_class_sheet(course, make_comparison):
+    comparison = make_comparison(*course)
+    line = summarise_receipt(comparison)
+    assert line == {
+        "machine": f"{comparison.machine.gpu or 'no GPU'}, {comparison.machine.cores} cores",
+        "step": "emulated 100 ms",
+        "drive": "bad: 606 ms per file",
+        "before": "plain loop",
+        "waits before": 0.96,
+        "images/s before": 1.6,
+        "after": "make_loader",
+        "waits after": 0.04,
+        "images/s after": 38.4,
+        "times as fast": 24.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"strategies": []}', '{"strategies": [{"name": 1}]}', "\x00"]
+)
+def test_what_is_no_receipt_is_named(tmp_path, receipts, text):
+    (tmp_path / "odd.json").write_text(text)
+    with pytest.raises(
+        ColabUtilsError, match=r"expected receipts \(comparison.json\), found .*odd\.json"
+    ):
+        read_receipts([receipts[0], tmp_path / "odd.json"])
+    with pytest.raises(ColabUtilsError, match=r"expected receipts .*missing\.json"):
+        plot_receipts([tmp_path / "missing.json"])
