@@ -211,7 +211,8 @@ def _preprocess(
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
-    from colab_utils.shards.write import find_recipe, plan_shards
+    from colab_utils.shards.plan import plan_shards
+    from colab_utils.shards.write import find_recipe
 
     if storage == "auto" and (begun := find_recipe(shards)):
         storage = begun["storage"]  # what is not asked for stays as it was begun

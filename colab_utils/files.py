@@ -24,7 +24,10 @@ from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
 
-MOST_BYTES = 4e8  # of a file that is read as a whole: no photo is larger
+MOST_BYTES = 4e8
+"""Bytes of the largest file that is read as a whole: no photo is larger."""
+# Of a file that is hashed, so many bytes are read at once.
+_PIECE_BYTES = 1 << 20
 
 
 def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
@@ -287,3 +290,19 @@ def drop_cached(path: Path) -> None:
     # reading it will say what is wrong
     with suppress(OSError, AttributeError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def has_size(path: Path, size: int) -> bool:
+    """Whether there is a file of this size in bytes."""
+    return path.is_file() and path.stat().st_size == size
+
+
+def hash_file(path: str | Path) -> tuple[int, str]:
+    """The size of a file in bytes, and its XXH3-64 in hexadecimal."""
+    state = xxhash.xxh3_64()
+    offset = 0
+    with DriveFile(path) as file:
+        while piece := file.pread(_PIECE_BYTES, offset):
+            state.update(piece)
+            offset += len(piece)
+    return offset, state.hexdigest()

@@ -21,12 +21,12 @@ import psutil
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes, read_file, write_file
+from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
 from colab_utils.require import require_local_path
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
-from colab_utils.shards.format import ShardIndex, has_size, read_index, write_index
+from colab_utils.shards.index import ShardIndex, read_index, write_index
 from colab_utils.shards.lock import remove_leftovers
 from colab_utils.units import format_bytes
 

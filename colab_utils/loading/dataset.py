@@ -33,11 +33,11 @@ from colab_utils.data.masks import (
 )
 from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import DriveFile, hash_bytes, read_file
+from colab_utils.files import DriveFile, has_size, hash_bytes, read_file
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.require import require_local_path
-from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, read_index
-from colab_utils.shards.records import ShardArrays, convert_boxes, load_arrays, rebuild_arrays
+from colab_utils.shards.arrays import ShardArrays, convert_boxes, load_arrays, rebuild_arrays
+from colab_utils.shards.index import ShardIndex, ShardInfo, read_index
 from colab_utils.slow_drive import find_profile
 
 OPEN_FILES = 512

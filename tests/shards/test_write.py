@@ -36,13 +36,15 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.shards import jobs, write
 from colab_utils.shards import records as image_module
-from colab_utils.shards import write
-from colab_utils.shards.copy import copy_shards, verify_shards
-from colab_utils.shards.format import read_index, write_index
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
+from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.records import Sample, read_image, try_sample
-from colab_utils.shards.write import find_recipe, plan_shards, write_shards
+from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.write import find_recipe, write_shards
 from tests.bad_reads import BadReads, cut
 
 SHARD_MB = 0.03  # a few images of the tiny dataset
@@ -83,7 +85,7 @@ def snapshot(folder) -> dict[str, bytes]:
 
 
 def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
-    real_read = write.read_image
+    real_read = jobs.read_image
     reading = []
     most = []
 
@@ -94,11 +96,11 @@ def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
         reading.pop()
         return real_read(*arguments)
 
-    monkeypatch.setattr(write, "read_image", read)
+    monkeypatch.setattr(jobs, "read_image", read)
     with ThreadPoolExecutor(1) as executor:  # in this process, where it can be counted
         run(dataset, folder, executor=executor)
     assert snapshot(folder) == snapshot(undisturbed)
-    assert 2 <= max(most) <= write.READ_STREAMS
+    assert 2 <= max(most) <= jobs.READ_STREAMS
 
 
 def names(annotations) -> list[str]:
@@ -309,7 +311,7 @@ def test_a_full_disk_leaves_finished_shards_and_continues(
 def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
     tiny_dataset, folder, monkeypatch, workers
 ):
-    real = write.read_image
+    real = jobs.read_image
 
     def fail(images, dataset, i, retries=None):
         return retries.run(lose) if retries else real(images, dataset, i)
@@ -321,7 +323,7 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
         time.sleep(1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "read_image", fail)
+    monkeypatch.setattr(jobs, "read_image", fail)
     monkeypatch.setattr(write, "pop_done", interrupt)
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (3600.0,))
     with pytest.raises(KeyboardInterrupt):

@@ -1,26 +1,27 @@
-"""The folder of shards: its index, the members of its tars, and checksums."""
+"""The index of a folder of shards: what it holds, read and written."""
 
 import dataclasses
 import json
 import re
-import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, hash_bytes, parse_file, read_file, write_file
+from colab_utils.files import hash_bytes, parse_file, read_file, write_file
 from colab_utils.require import require_local_path
 
 FORMAT_NAME = "colab_utils shards"
+
+
 FORMAT_VERSION = 2
+
+
 INDEX_NAME = "index.json"
-_PIECE_BYTES = 1 << 20  # of a file that is hashed
+
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
 
@@ -185,32 +186,3 @@ def write_index(folder: Path, index: ShardIndex) -> None:
 def _to_text(content: dict[str, Any]) -> bytes:
     """The one form of an index that its checksum is made of."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def has_size(path: Path, size: int) -> bool:
-    """Whether there is a file of this size in bytes."""
-    return path.is_file() and path.stat().st_size == size
-
-
-def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
-    """One tar member as header, data and padding; the same name and data always give the same
-    bytes.
-
-    Example:
-        >>> [len(part) for part in split_member("000000000001.json", b"{}")]
-        [512, 2, 510]
-    """
-    header = tarfile.TarInfo(name)
-    header.size = len(data)
-    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)
-
-
-def hash_file(path: str | Path) -> tuple[int, str]:
-    """The size of a file in bytes, and its XXH3-64 in hexadecimal."""
-    state = xxhash.xxh3_64()
-    offset = 0
-    with DriveFile(path) as file:
-        while piece := file.pread(_PIECE_BYTES, offset):
-            state.update(piece)
-            offset += len(piece)
-    return offset, state.hexdigest()

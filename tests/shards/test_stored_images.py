@@ -24,7 +24,9 @@ from colab_utils.data.masks import encode_segmentation
 from colab_utils.data.sizes import plan_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.records import convert_boxes, dump_record, make_record, store_image
+from colab_utils.shards.arrays import convert_boxes
+from colab_utils.shards.records import dump_record, make_record
+from colab_utils.shards.stored_images import store_image
 
 SIZES = {"min_size": 800, "max_size": 1333}
 ROWS, COLUMNS = np.mgrid[:48, :64]

@@ -14,16 +14,16 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import PackedMasks, encode_segmentation, unpack_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
-from colab_utils.shards.format import read_index, split_member
-from colab_utils.shards.records import (
+from colab_utils.shards.arrays import (
     ArraysBuilder,
     convert_boxes,
     describe_shard,
     dump_arrays,
-    dump_record,
     load_arrays,
     rebuild_arrays,
 )
+from colab_utils.shards.index import read_index
+from colab_utils.shards.records import dump_record, split_member
 from colab_utils.shards.write import write_shards
 
 HEAD = {
