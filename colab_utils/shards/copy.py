@@ -199,8 +199,7 @@ class Copying:
         except OSError as error:
             raise ColabUtilsError(
                 f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: "
-                f"{error.strerror}. "
-                "Run verify on it, then preprocess again what it names"
+                f"{error.strerror}. Run verify on it, then preprocess again what it names"
             ) from error
         state = xxhash.xxh3_64()
         offset = 0

@@ -2,30 +2,28 @@
 
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import Retries, explain_write
+from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.records import read_image, try_sample
 
-READ_STREAMS = 4  # files that a process reads at the same time
-
-
-MOST_ARRAYS_BYTES = 1e10  # more than those of the largest shard
-
-
-# what reading damaged arrays raises
-DAMAGE = (
+READ_STREAMS = 4
+"""Files that a process reads at the same time."""
+# More than the arrays of the largest shard.
+_MOST_ARRAYS_BYTES = 1e10
+# What reading damaged arrays raises.
+_DAMAGE = (
     FileNotFoundError,
     AttributeError,
     LookupError,
@@ -39,52 +37,55 @@ DAMAGE = (
 class ShardJob(NamedTuple):
     """One shard to write: everything that a process needs, on this machine or another."""
 
-    path: Path  # of the tar
+    path: Path
+    """The tar to write."""
     dataset: CocoDataset
     images: Path
     recipe: dict[str, Any]
 
 
-def call_on_drive(folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
-    """``work(...)``, tried again where Drive fails; errors of writing into ``folder`` in words."""
-    return Retries(_shared[1]).run(partial(explain_write(folder)(work), *arguments))
+@dataclass(frozen=True)
+class WorkerProgress:
+    """What the processes of one run share; a job elsewhere has none, and nobody stops it."""
+
+    images_done: Any = None
+    """Number of images that are done, as shared memory."""
+    stop: Any = None
+    """Event that tells every process to give up at its next image."""
+
+    def add(self, images: int) -> None:
+        """Count images that are done.
+
+        Raises:
+            ColabUtilsError: the run was stopped.
+        """
+        if self.stop is not None and self.stop.is_set():
+            raise ColabUtilsError(
+                "expected to write all shards, found that it was stopped: "
+                "run it again, it continues"
+            )
+        if self.images_done is not None:
+            with self.images_done.get_lock():
+                self.images_done.value += images
 
 
-def is_complete(index: ShardIndex, folder: Path, images: Path, dataset: CocoDataset) -> bool:
-    """Whether the files of an index are there, and every image that it skipped is still bad."""
-    names = {image.file_name for image in index.skipped}
-    places = [i for i in range(len(dataset)) if dataset.file_name(i) in names] if names else []
-    samples = (
-        try_sample(partial(read_image, images, dataset, i), dataset, i, index.recipe)
-        for i in places
-    )
-    are_there = all(has_size(folder / name, size) for name, size, _ in index.files())
-    return are_there and all(isinstance(sample, SkippedImage) for sample in samples)
+# Of the run that this process belongs to. Shared memory cannot be sent with a job.
+_progress = WorkerProgress()
 
 
-_shared: tuple[Any, Any] = None, None  # in a worker process of our own
+def join_run(progress: WorkerProgress) -> None:
+    """Make this process, which was just forked, a worker of a run."""
+    global _progress
+    _progress = progress
 
 
-def start_worker(done: Any, stop: Any) -> None:
-    """Keep what the processes of a run share."""
-    global _shared
-    _shared = done, stop
+def run_job(job: ShardJob) -> ShardIndex:
+    """Write the shard of a job as a worker of this process's run; see `write_shard`."""
+    return write_shard(job, _progress)
 
 
-def _count(images: int) -> None:
-    """Tell the parent of images that are done; give up where it says so."""
-    done, stop = _shared
-    if stop is not None and stop.is_set():
-        raise ColabUtilsError(
-            "expected to write all shards, found that it was stopped: run it again, it continues"
-        )
-    if done is not None:
-        with done.get_lock():
-            done.value += images
-
-
-def write_shard(job: ShardJob) -> ShardIndex:
-    """Write one shard, or find it finished; returns an index of it alone.
+def write_shard(job: ShardJob, progress: WorkerProgress) -> ShardIndex:
+    """Write one shard, or find it finished; return an index of it alone.
 
     The arrays come first, whose head holds the tar's checksum, then the tar. A shard whose images
     are all bad has no files.
@@ -93,55 +94,81 @@ def write_shard(job: ShardJob) -> ShardIndex:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    if found := call_on_drive(job.path.parent, _find_shard, job):
-        _count(len(job.dataset))
-        return found
-    tar, arrays = _build_shard(job)
-    index = read_shard_index(arrays)
-    # arrays without a tar are no shard, but a tar without arrays could be anybody's
+    folder = job.path.parent
+    retries = Retries(progress.stop)
+    finished = retries.write(folder, _find_shard, job)
+    if finished is not None:
+        progress.add(len(job.dataset))
+        return finished
+    tar, arrays = _build_shard(job, progress)
+    index = _parse_shard_index(arrays)
+    # Arrays without a tar are no shard, but a tar without arrays could be anybody's.
     if index.images:
-        call_on_drive(job.path.parent, write_file, job.path.with_suffix(".arrays"), arrays)
-        call_on_drive(job.path.parent, write_file, job.path, *tar)
+        retries.write(folder, write_file, job.path.with_suffix(".arrays"), arrays)
+        retries.write(folder, write_file, job.path, *tar)
     return index
 
 
+def read_shard_index(arrays: Path) -> ShardIndex | None:
+    """Return the index of the one shard that an arrays file describes; None where it is damaged."""
+    try:
+        return _parse_shard_index(read_whole(arrays, most_bytes=_MOST_ARRAYS_BYTES))
+    except _DAMAGE:
+        return None
+
+
+def is_complete(index: ShardIndex, folder: Path, images: Path, dataset: CocoDataset) -> bool:
+    """Return whether all files of an index are there, and all images that it skipped still bad."""
+    for name, size, _ in index.files():
+        if not has_size(folder / name, size):
+            return False
+    if not index.skipped:
+        return True
+    names = {image.file_name for image in index.skipped}
+    for i in range(len(dataset)):
+        if dataset.file_name(i) not in names:
+            continue
+        read = partial(read_image, images, dataset, i)
+        if not isinstance(try_sample(read, dataset, i, index.recipe), SkippedImage):
+            return False
+    return True
+
+
 def _find_shard(job: ShardJob) -> ShardIndex | None:
-    """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was
-    repaired.
+    """Return the shard as an earlier run left it.
+
+    None if it is missing or cut short, or a bad image was repaired.
     """
-    with suppress(*DAMAGE):
-        path = job.path.with_suffix(".arrays")
-        index = read_shard_index(read_whole(path, most_bytes=MOST_ARRAYS_BYTES))
-        found = (index.fingerprint, index.recipe)
-        expected = (job.dataset.fingerprint, job.recipe)
-        is_own = found == expected and index.shards[0].name == job.path.name
-        if is_own and is_complete(index, job.path.parent, job.images, job.dataset):
-            return index
-    return None
+    index = read_shard_index(job.path.with_suffix(".arrays"))
+    if index is None or index.shards[0].name != job.path.name:
+        return None
+    if index.fingerprint != job.dataset.fingerprint or index.recipe != job.recipe:
+        return None
+    return index if is_complete(index, job.path.parent, job.images, job.dataset) else None
 
 
-def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
-    """The parts of a tar, and its arrays, in memory."""
-    tar = list[bytes]()
-    size = 0
+def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
+    """Return the parts of a tar, and the content of its arrays file."""
+    # The parts are not joined: images that lie as pixels are megabytes to copy.
+    tar: list[bytes] = []
+    tar_bytes = 0
     builder = ArraysBuilder()
     annotations = 0
     skipped: list[SkippedImage] = []
     faults = Counter[str]()
-    with closing(_read_ahead(job)) as files:
+    with closing(_read_ahead(job, progress)) as files:
         for i, reading in enumerate(files):
-            _count(1)
+            progress.add(1)
             sample = try_sample(reading.result, job.dataset, i, job.recipe)
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
                 continue
-            starts = list[int]()
-            for header, data, padding in sample.members:
-                starts.append(size + len(header))
-                size += len(header) + len(data) + len(padding)
-                # not joined: images that lie as pixels are megabytes to copy
-                tar += header, data, padding
-            builder.add(sample.record, [data for _, data, _ in sample.members], starts)
+            starts = []
+            for member in sample.members:
+                starts.append(tar_bytes + len(member.header))
+                tar_bytes += sum(map(len, member))
+                tar.extend(member)
+            builder.add(sample.record, [member.data for member in sample.members], starts)
             annotations += len(sample.record["annotations"])
             faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
@@ -151,7 +178,7 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
         "name": job.path.name,
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
-        "bytes": size + len(tar[-1]),
+        "bytes": tar_bytes + len(tar[-1]),
         "xxh3_64": hash_bytes(*tar),
         "skipped": [asdict(image) for image in skipped],
     }
@@ -160,13 +187,14 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
     return tar, dump_arrays(head, builder.build())
 
 
-def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
-    """The images' files in their order, each asked for before it is needed: on Drive, reading is
-    waiting.
+def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Future[bytes], None, None]:
+    """Yield the images' files in their order, each asked for before it is needed.
+
+    On Drive, reading is waiting.
     """
-    pending = list[Future[bytes]]()
+    pending: list[Future[bytes]] = []
     pool = ThreadPoolExecutor(READ_STREAMS, "read")
-    retries = Retries(_shared[1])
+    retries = Retries(progress.stop)
     try:
         for i in range(len(job.dataset)):
             pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
@@ -177,18 +205,18 @@ def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def read_shard_index(content: bytes) -> ShardIndex:
-    """The index of the one shard that an arrays file describes; partial, as its run may not have
-    ended.
+def _parse_shard_index(content: bytes) -> ShardIndex:
+    """Return the index of the one shard that an arrays file's content describes.
+
+    It is partial, as its run may not have ended.
     """
     head, shard = describe_shard(content)
-    skipped = tuple(SkippedImage(**image) for image in head["skipped"])
     return ShardIndex(
-        head["fingerprint"],
-        head["recipe"],
-        (),
-        (shard,),
-        skipped,
+        fingerprint=head["fingerprint"],
+        recipe=head["recipe"],
+        categories=(),
+        shards=(shard,),
+        skipped=tuple(SkippedImage(**image) for image in head["skipped"]),
         partial=True,
         faults=head.get("faults", {}),
     )

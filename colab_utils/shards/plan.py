@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -22,21 +22,17 @@ from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.stored_images import Storage
 from colab_utils.units import format_bytes
 
-_TRIED_IMAGES = 16  # from which the images of a shard, and a plan, are worked out
-
-
+# Images from which the images of a shard, and a plan, are worked out.
+_TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
-
-
 _RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
 
 
 def count_processes(workers: int | Literal["auto"]) -> int:
-    return (
-        count_cores()
-        if workers == "auto"
-        else require_count("workers", workers, most=_MOST_WORKERS)
-    )
+    """Return the number of processes that write: one for each core, unless you choose."""
+    if workers == "auto":
+        return count_cores()
+    return require_count("workers", workers, most=_MOST_WORKERS)
 
 
 def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
@@ -54,8 +50,9 @@ def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
 
 
 def open_annotations(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """The annotations, checked for all that cannot be skipped image by image; where Drive fails it
-    is tried again.
+    """Open the annotations, checked for all that cannot be skipped image by image.
+
+    Where Drive fails it is tried again.
 
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO, are empty, or
@@ -125,69 +122,88 @@ def plan_shards(
         ('keep', 'no image is larger than training needs, every file keeps its bytes')
     """
     processes = count_processes(workers)
-    reason = "you asked for it"
     picked = "keep" if storage == "auto" else storage
     recipe = make_recipe(picked, min_size=min_size, max_size=max_size)
     dataset = open_annotations(images, annotations)
+    reason = "you asked for it"
     if storage == "auto":
-        reason = "no image is larger than training needs, every file keeps its bytes"
-        # by the annotations; 0 where they give none
-        shorter = dataset.sizes.min(1)
-        longer = dataset.sizes.max(1)
-        if larger := int(((shorter > min_size) | (longer > max_size) | (shorter == 0)).sum()):
-            recipe["storage"] = "shrink"
-            reason = (
-                f"{larger:,} of {len(dataset):,} images are larger than training needs and "
-                "are shrunk once"
-            )
-    # loads the libraries, before anything is timed
-    _try_image(Path(images), recipe, dataset.subset(0, 1))
+        recipe["storage"], reason = _pick_storage(dataset, min_size, max_size)
+    images = Path(images)
+    # This loads the libraries, before anything is timed.
+    _try_image(images, recipe, dataset.subset(0, 1))
     with fork_pool(processes) as pool:
-        tried = try_images(Path(images), dataset, recipe, pool.map)
-    tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(tried, axis=0)).tolist()
-    size = round(tar_bytes + arrays_bytes)
-    return ShardPlan(recipe["storage"], reason, size, write_s / processes, len(dataset), len(tried))
+        costs = try_images(images, dataset, recipe, pool.map)
+    tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(costs, axis=0)).tolist()
+    return ShardPlan(
+        storage=recipe["storage"],
+        reason=reason,
+        bytes=round(tar_bytes + arrays_bytes),
+        write_s=write_s / processes,
+        images=len(dataset),
+        sampled_images=len(costs),
+    )
 
 
-# of one image: bytes in the tar, in the arrays, and seconds to write
-_Cost = tuple[int, int, float]
+def _pick_storage(dataset: CocoDataset, min_size: int, max_size: int) -> tuple[Storage, str]:
+    """Return a storage and its reason, by the sizes that the annotations give (0: none)."""
+    shorter = dataset.sizes.min(1)
+    longer = dataset.sizes.max(1)
+    is_larger = (shorter > min_size) | (longer > max_size) | (shorter == 0)
+    count = int(is_larger.sum())
+    if not count:
+        return "keep", "no image is larger than training needs, every file keeps its bytes"
+    return "shrink", (
+        f"{count:,} of {len(dataset):,} images are larger than training needs and are shrunk once"
+    )
+
+
+class ImageCost(NamedTuple):
+    """What one image costs in a shard."""
+
+    tar_bytes: int
+    arrays_bytes: int
+    write_s: float
 
 
 def try_images(
     images: Path, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map
-) -> list[_Cost]:
-    """What images that are spread over the dataset cost; bad ones are left out.
+) -> list[ImageCost]:
+    """Return what images that are spread over the dataset cost; bad ones are left out.
 
     Raises:
         ColabUtilsError: if all are bad.
     """
-    places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int).tolist()
-    found = list(
-        run(partial(_try_image, images, recipe), [dataset.subset(i, i + 1) for i in places])
-    )
-    usable = [one for one in found if not isinstance(one, SkippedImage)]
-    if not usable:
+    places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset)))
+    parts = [dataset.subset(i, i + 1) for i in places.astype(int).tolist()]
+    outcomes = list(run(partial(_try_image, images, recipe), parts))
+    costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
+    if not costs:
+        example = outcomes[0]
         raise ColabUtilsError(
-            f"expected usable images in {images}, found every one that was looked at bad, such as "
-            f"{found[0].file_name}: {found[0].reason}. Name the right image folder, or see `check`."
+            f"expected usable images in {images}, found every one that was looked at bad, "
+            f"such as {example.file_name}: {example.reason}. "
+            "Name the right image folder, or see `check`."
         )
-    return usable
+    return costs
 
 
-def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> _Cost | SkippedImage:
-    """The cost of a dataset's only image, or why it is bad."""
-    began_s = perf_counter()
+def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> ImageCost | SkippedImage:
+    """Return the cost of a dataset's only image, or why it is bad."""
     read = cache(partial(read_image, images, part, 0))
-    with suppress(ColabUtilsError):  # it is met again below
+    started_s = perf_counter()
+    # An error is met again below.
+    with suppress(ColabUtilsError):
         read()
-    # files are read ahead, while others are worked on
-    read_s = (perf_counter() - began_s) / READ_STREAMS
-    began_s = perf_counter()
-    builder = ArraysBuilder()
+    # Files are read ahead, while others are worked on.
+    read_s = (perf_counter() - started_s) / READ_STREAMS
+    started_s = perf_counter()
     sample = try_sample(read, part, 0, recipe)
     if isinstance(sample, SkippedImage):
         return sample
-    builder.add(sample.record, (sample.members[0][1], b""), (0, 0))
-    tar_bytes = sum(len(piece) for member in sample.members for piece in member)
-    arrays_bytes = sum(array.nbytes for array in vars(builder.build()).values())
-    return tar_bytes, arrays_bytes, max(perf_counter() - began_s, read_s)
+    builder = ArraysBuilder()
+    builder.add(sample.record, (sample.members[0].data, b""), (0, 0))
+    return ImageCost(
+        tar_bytes=sum(len(piece) for member in sample.members for piece in member),
+        arrays_bytes=sum(array.nbytes for array in vars(builder.build()).values()),
+        write_s=max(perf_counter() - started_s, read_s),
+    )

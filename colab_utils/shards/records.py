@@ -17,13 +17,21 @@ from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.stored_images import StoredImage, store_image
 
 
+class Member(NamedTuple):
+    """One file in a tar, in the parts that follow one another there."""
+
+    header: bytes
+    data: bytes
+    padding: bytes
+
+
 class Sample(NamedTuple):
     """One image as it goes into a shard."""
 
     record: dict[str, Any]
     """As `make_record` gives it."""
-    members: list[tuple[bytes, bytes, bytes]]
-    """Those of the tar, the image and its record: each as header, data and padding."""
+    members: list[Member]
+    """Files of the tar: the image, and its record."""
     faults: Counter[str]
     """Objects that are trained wrongly, or not at all, by their kind: see `count_faults`."""
 
@@ -141,9 +149,8 @@ def try_sample(
     return Sample(record, members, faults)
 
 
-def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
-    """One tar member as header, data and padding; the same name and data always give the same
-    bytes.
+def split_member(name: str, data: bytes) -> Member:
+    """Return one tar member; the same name and data always give the same bytes.
 
     Example:
         >>> [len(part) for part in split_member("000000000001.json", b"{}")]
@@ -151,4 +158,5 @@ def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
     """
     header = tarfile.TarInfo(name)
     header.size = len(data)
-    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)
+    padding = bytes(-len(data) % tarfile.BLOCKSIZE)
+    return Member(header.tobuf(tarfile.USTAR_FORMAT), data, padding)

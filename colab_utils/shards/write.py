@@ -7,33 +7,28 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Executor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
-
 from colab_utils.data.checks import describe_faults
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import explain_write
+from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import read_whole
 from colab_utils.machine import require_space
 from colab_utils.processes import fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
 from colab_utils.shards.jobs import (
-    DAMAGE,
-    MOST_ARRAYS_BYTES,
     ShardJob,
-    call_on_drive,
+    WorkerProgress,
     is_complete,
+    join_run,
     read_shard_index,
-    start_worker,
-    write_shard,
+    run_job,
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import count_processes, make_recipe, open_annotations, try_images
@@ -65,17 +60,17 @@ class ShardReport:
     """
 
     def __str__(self) -> str:
-        skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
+        text = f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}"
+        if self.skipped:
+            text += f", {len(self.skipped)} bad images skipped"
         if self.crowds:
-            skipped += (
+            text += (
                 f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left "
                 "out of training"
             )
         if self.faults:
-            skipped += f"; bad objects, see check: {describe_faults(self.faults)}"
-        return (
-            f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
-        )
+            text += f"; bad objects, see check: {describe_faults(self.faults)}"
+        return text
 
 
 def write_shards(
@@ -124,7 +119,8 @@ def write_shards(
         >>> from colab_utils.sample_data import make_dataset
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     made = make_dataset(folder + "/data", n=3, width=64, height=64, workers=1)
-        ...     report = write_shards(made.images, made.annotations, shards=folder + "/shards", workers=1)
+        ...     shards = folder + "/shards"
+        ...     report = write_shards(made.images, made.annotations, shards=shards, workers=1)
         >>> report.images, report.shards, report.skipped
         (3, 1, ())
     """
@@ -135,31 +131,23 @@ def write_shards(
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
     dataset = open_annotations(images, annotations)
-    index = call_on_drive(folder, _find_finished, folder, images, dataset, recipe)
+    retries = Retries()
+    index = retries.write(folder, _find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
-            recipe = call_on_drive(folder, _begin_folder, folder, images, dataset, recipe)
-            count = recipe["images_per_shard"]
-            parts = [
-                dataset.subset(i, min(i + count, len(dataset)))
-                for i in range(0, len(dataset), count)
-            ]
-            paths = [folder.absolute() / f"shard-{number:06d}.tar" for number in range(len(parts))]
-            jobs = [
-                ShardJob(path, part, images.absolute(), recipe)
-                for path, part in zip(paths, parts, strict=True)
-            ]
+            recipe = retries.write(folder, _begin_folder, folder, images, dataset, recipe)
+            jobs = _list_jobs(folder, images, dataset, recipe)
             with explain_write(folder):
                 done = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
             index = ShardIndex(
                 fingerprint=dataset.fingerprint,
                 recipe=recipe,
                 categories=dataset.categories,
-                shards=tuple(shard for one in done for shard in one.shards if shard.images),
-                skipped=tuple(image for one in done for image in one.skipped),
+                shards=tuple(shard for part in done for shard in part.shards if shard.images),
+                skipped=_join_skipped(done),
                 faults=dict(_sum_faults(done)),
             )
-            call_on_drive(folder, write_index, folder, index)
+            retries.write(folder, write_index, folder, index)
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
@@ -174,7 +162,7 @@ def write_shards(
 
 
 def find_recipe(folder: str | Path) -> dict[str, Any] | None:
-    """How the shards of a folder were made, finished or not; None if it holds none.
+    """Return how the shards of a folder were made, finished or not; None if it holds none.
 
     Raises:
         ColabUtilsError: if the folder holds something else.
@@ -184,56 +172,53 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         True
     """
     folder = require_local_path(folder)
-    run = call_on_drive(folder, _find_run, folder)
-    return run.recipe if run else None
+    index = Retries().write(folder, _find_run, folder)
+    return None if index is None else index.recipe
 
 
 def _find_run(folder: Path) -> ShardIndex | None:
-    """The index of the shards in a folder; of unfinished ones that of the first; None if there are
-    none.
-    """
+    """Return the index of the shards in a folder; of unfinished ones that of the first."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
-    for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
-        try:
-            content = read_whole(path, most_bytes=MOST_ARRAYS_BYTES)
-        except FileNotFoundError:
-            continue
-        with suppress(ColabUtilsError, *DAMAGE):
-            return read_shard_index(content)
+    # Each shard knows its run.
+    for path in sorted(folder.glob("shard-*.arrays")):
+        index = read_shard_index(path)
+        if index is not None:
+            return index
     if any(folder.glob("shard-*.tar")):
         raise ColabUtilsError(
-            f"expected an empty folder, found shards without an index in {folder}. Name another "
-            "one."
+            f"expected an empty folder, found shards without an index in {folder}. "
+            "Name another one."
         )
     return None
 
 
-def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
-    """The same of shards that must be of this data and these settings."""
-    found = _find_run(folder)
-    if found and (
-        found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()
-    ):
-        what = (
-            "made with other settings"
-            if found.fingerprint == dataset.fingerprint
-            else "of another dataset"
-        )
-        cure = "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
+def _find_own_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
+    """Like `_find_run`, and refuse shards of other data or settings."""
+    index = _find_run(folder)
+    if index is None:
+        return None
+    difference = ""
+    if index.fingerprint != dataset.fingerprint:
+        difference = "of another dataset"
+    elif not index.recipe.items() >= recipe.items():
+        difference = "made with other settings"
+    if difference:
         raise ColabUtilsError(
-            f"expected nothing or the same shards, found shards {what} in {folder}. {cure}"
+            f"expected nothing or the same shards, found shards {difference} in {folder}. "
+            "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
         )
-    return found
+    return index
 
 
 def _find_finished(
     folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> ShardIndex | None:
-    """The index where nothing is to be done: no file is lost, no bad image was repaired, and no
-    writer is left.
+    """Return the index where nothing is to be done.
+
+    No file is lost, no bad image was repaired, and no writer is left.
     """
-    index = _check_run(folder, dataset, recipe)
+    index = _find_own_run(folder, dataset, recipe)
     if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
     return index if is_complete(index, folder, images, dataset) else None
@@ -242,29 +227,40 @@ def _find_finished(
 def _begin_folder(
     folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> dict[str, Any]:
-    """Mark the folder as unfinished; returns the recipe with the number of images in a shard.
+    """Mark the folder as unfinished; return the recipe with the number of images in a shard.
 
     Looks for shards again: another writer may have finished since, with other data.
     """
-    if found := _check_run(folder, dataset, recipe):
-        recipe = found.recipe
+    index = _find_own_run(folder, dataset, recipe)
+    if index is not None:
+        recipe = index.recipe
     else:
-        tried = try_images(images, dataset, recipe)
-        mean = float(
-            np.mean([max(tar_bytes, arrays_bytes) for tar_bytes, arrays_bytes, _ in tried])
-        )
-        require_space(
-            folder, mean * len(dataset), "name another folder, or store smaller images (--min-size)"
-        )
+        costs = try_images(images, dataset, recipe)
+        mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
+        cure = "name another folder, or store smaller images (--min-size)"
+        require_space(folder, mean * len(dataset), cure)
         recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
 
+def _list_jobs(
+    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+) -> list[ShardJob]:
+    """Return one job for each shard, in the order of the dataset."""
+    jobs = []
+    count = recipe["images_per_shard"]
+    for number, first in enumerate(range(0, len(dataset), count)):
+        path = folder.absolute() / f"shard-{number:06d}.tar"
+        part = dataset.subset(first, min(first + count, len(dataset)))
+        jobs.append(ShardJob(path, part, images.absolute(), recipe))
+    return jobs
+
+
 def _run_jobs(
     jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float
 ) -> list[ShardIndex]:
-    """Write every shard, on the executor or on processes of our own; returns an index of each.
+    """Write every shard, on the executor or on processes of our own; return an index of each.
 
     Raises:
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or a
@@ -272,48 +268,62 @@ def _run_jobs(
     """
     total = sum(len(job.dataset) for job in jobs)
     objects = sum(len(job.dataset.ids) - job.dataset.crowds for job in jobs)
-    # 0.29 x 100 is a little less than 29
-    allowed = int(max_bad * total + 1e-6)
-    allowed_objects = int(max_bad * objects + 1e-6)
     context = multiprocessing.get_context("fork")
-    images, stop = shared = context.Value("q", 0), context.Event()
+    images_done = context.Value("q", 0)
+    progress = WorkerProgress(images_done, context.Event())
     with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
         if executor is None:
-            executor = stack.enter_context(
-                fork_pool(min(processes, len(jobs)), start_worker, *shared)
-            )
-        stack.callback(stop.set)  # after an error each worker of our own gives up at its next image
-        futures = [executor.submit(write_shard, job) for job in jobs]
+            pool = fork_pool(min(processes, len(jobs)), join_run, progress)
+            executor = stack.enter_context(pool)
+        # After an error each worker of our own gives up at its next image.
+        stack.callback(progress.stop.set)
+        futures = [executor.submit(run_job, job) for job in jobs]
         for future in futures:
             stack.callback(future.cancel)
         pending = set(futures)
-        done = list[ShardIndex]()
+        done: list[ShardIndex] = []
         while pending:
             pop_done(pending)
             done = [future.result() for future in futures if future not in pending]
-            bad = [image for one in done for image in one.skipped]
-            count = sum(one.images for one in done) + len(bad)
-            # of images in unfinished shards, too; without the lock, which a worker that was killed
-            # may hold
-            bar.update(max(count, images.get_obj().value) - bar.n)
-            if len(bad) > allowed:
-                first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
-                raise ColabUtilsError(
-                    f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far "
-                    f"({first}). Repair "
-                    "them, or their annotations with `check --repair OUT.json`, or allow more "
-                    "with --max-bad SHARE."
-                )
-            faults = _sum_faults(done)
-            if faults.total() > allowed_objects:
-                raise ColabUtilsError(
-                    f"expected at most {allowed_objects:,} bad objects of {objects:,}, found "
-                    f"{faults.total():,} so far "
-                    f"({describe_faults(faults)}). Repair the annotations with `check --repair "
-                    "OUT.json`, or allow "
-                    "more with --max-bad SHARE."
-                )
-        return done
+            count = sum(index.images + len(index.skipped) for index in done)
+            # The workers count images of unfinished shards, too. Their number is read without its
+            # lock, which a worker that was killed may hold.
+            bar.update(max(count, images_done.get_obj().value) - bar.n)
+            _check_images(_join_skipped(done), total, max_bad)
+            _check_objects(_sum_faults(done), objects, max_bad)
+    return done
+
+
+def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:
+    """Refuse more bad images than are allowed."""
+    allowed = _count_allowed(total, max_bad)
+    if len(bad) > allowed:
+        examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
+        raise ColabUtilsError(
+            f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far "
+            f"({examples}). Repair them, or their annotations with `check --repair OUT.json`, "
+            "or allow more with --max-bad SHARE."
+        )
+
+
+def _check_objects(faults: Counter[str], total: int, max_bad: float) -> None:
+    """Refuse more bad objects than are allowed."""
+    allowed = _count_allowed(total, max_bad)
+    if faults.total() > allowed:
+        raise ColabUtilsError(
+            f"expected at most {allowed:,} bad objects of {total:,}, found "
+            f"{faults.total():,} so far ({describe_faults(faults)}). Repair the annotations with "
+            "`check --repair OUT.json`, or allow more with --max-bad SHARE."
+        )
+
+
+def _count_allowed(total: int, share: float) -> int:
+    # 0.29 x 100 is a little less than 29.
+    return int(share * total + 1e-6)
+
+
+def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:
+    return tuple(image for index in indexes for image in index.skipped)
 
 
 def _sum_faults(indexes: Iterable[ShardIndex]) -> Counter[str]:

@@ -200,8 +200,9 @@ def read_slowly(path, *options):
 if __name__ == "__main__":
     module.read_file = read_slowly
     images, annotations, shards, shard_mb, workers = sys.argv[1:]
+    options = {"shards": shards, "shard_mb": float(shard_mb), "workers": int(workers)}
     try:
-        write.write_shards(images, annotations, shards=shards, shard_mb=float(shard_mb), workers=int(workers))
+        write.write_shards(images, annotations, **options)
     except KeyboardInterrupt:
         sys.exit(130)
 """
