@@ -60,8 +60,7 @@ class CopyReport:
 def copy_shards(
     source: str | Path, target: str | Path, *, limit_gb: float | None = None
 ) -> CopyReport:
-    """Copy a folder of shards, file by file, and check each against its checksum while it is
-    copied.
+    """Copy a folder of shards, file by file, and check the checksum of each on the way.
 
     A file that is complete in ``target`` is not copied again, so an interrupted copy continues.
     Each file appears under its name only when it is complete; the index comes last. Where Drive
@@ -181,9 +180,7 @@ class Copying:
         return name
 
     def _transfer_twice(self, name: str, size: int, checksum: str, temporary: Path) -> None:
-        """Copy the bytes under a temporary name; once more where they do not match their
-        checksum.
-        """
+        """Copy the bytes under a temporary name; once more if their checksum is wrong."""
         for _ in range(2):
             if self._transfer(name, size, temporary) == (size, checksum):
                 return
@@ -291,9 +288,7 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
 def _merge(
     index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path
 ) -> ShardIndex:
-    """Return the target's new index: what was copied, and what lay there before and was not asked
-    for now.
-    """
+    """Return the target's new index: what was copied, and what lay there before."""
     shards = list(chosen)
     full = index
     if previous is not None:
