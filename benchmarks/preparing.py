@@ -33,9 +33,11 @@ from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, PIECE_BYTES, copy_shards
-from colab_utils.shards.format import read_index
-from colab_utils.shards.records import Storage, StoredImage, read_image, store_image
-from colab_utils.shards.write import plan_shards, write_shards
+from colab_utils.shards.index import read_index
+from colab_utils.shards.plan import plan_shards
+from colab_utils.shards.records import read_image
+from colab_utils.shards.stored_images import Storage, StoredImage, store_image
+from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
 from colab_utils.slow_drive import DRIVE_PROFILES
 

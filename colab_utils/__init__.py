@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from colab_utils.loading.arriving import ArrivingShards
     from colab_utils.loading.dataset import CocoFolder, ShardDataset
     from colab_utils.loading.loader import make_loader
-    from colab_utils.shards.copy import copy_shards, verify_shards
+    from colab_utils.shards.copy import copy_shards
+    from colab_utils.shards.verify import verify_shards
     from colab_utils.shards.write import write_shards
     from colab_utils.training.model import build_mask_rcnn, load_trained_model
     from colab_utils.training.train import train
@@ -68,7 +69,7 @@ _MODULES = {
     "make_loader": "colab_utils.loading.loader",
     "simulate": "colab_utils.diagnosis.simulator",
     "train": "colab_utils.training.train",
-    "verify_shards": "colab_utils.shards.copy",
+    "verify_shards": "colab_utils.shards.verify",
     "watch": "colab_utils.diagnosis.watch",
     "write_shards": "colab_utils.shards.write",
 }

@@ -259,7 +259,8 @@ def _preprocess(
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
-    from colab_utils.shards.write import find_recipe, plan_shards
+    from colab_utils.shards.plan import plan_shards
+    from colab_utils.shards.write import find_recipe
 
     begun = find_recipe(shards) if storage == "auto" else None
     if begun:

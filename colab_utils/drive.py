@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,8 @@ import psutil
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import COLAB_ROOT, is_colab
 
-RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
+# A burst of errors lasts seconds, a remount about a minute.
+RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)
 _Result = TypeVar("_Result")
 
 
@@ -26,8 +28,9 @@ class ShortReadError(DriveLostError):
 
 
 def is_on_drive(path: str | Path) -> bool:
-    """Whether a path lies on a mounted Google Drive; on Colab also in ``/content/drive`` before
-    that is mounted.
+    """Return whether a path lies on a mounted Google Drive.
+
+    On Colab ``/content/drive`` counts before it is mounted, too.
 
     Example:
         >>> is_on_drive("/tmp")
@@ -37,7 +40,7 @@ def is_on_drive(path: str | Path) -> bool:
 
 
 def find_mount(path: str | Path) -> Path | None:
-    """Where the Google Drive that a path lies on is mounted; None of any other path.
+    """Return where the Google Drive that a path lies on is mounted; None of any other path.
 
     The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount``
     in google/colab/drive.py knows Drive by its type there.
@@ -46,14 +49,17 @@ def find_mount(path: str | Path) -> Path | None:
         >>> find_mount("/tmp") is None
         True
     """
-    kinds = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     if is_colab():
-        kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"  # before it is mounted, too
-    for find in (os.path.abspath, os.path.realpath):  # the second asks the mounts on its way
-        place = Path(find(path))
-        mount = next((folder for folder in (place, *place.parents) if str(folder) in kinds), place)
-        if kinds.get(str(mount)) == "fuse.drive":
-            return mount
+        kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
+    # The second asks the mounts on its way.
+    for resolve in (os.path.abspath, os.path.realpath):
+        place = Path(resolve(path))
+        for folder in (place, *place.parents):
+            if str(folder) in kinds:
+                if kinds[str(folder)] == "fuse.drive":
+                    return folder
+                break
     return None
 
 
@@ -75,17 +81,12 @@ def guard_drive(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOTCONN and not (error.errno == errno.EIO and is_on_drive(path)):
             raise
-        found = (
-            "Drive got disconnected or refuses, for its quota or too full a folder (errno "
-            f"{error.errno})"
-        )
         mount = find_mount(path) or COLAB_ROOT / "drive"
-        cure = (
-            f"remount it with drive.mount('{mount}', force_remount=True), or restart the "
-            "session; then run again"
-        )
         raise DriveLostError(
-            f"expected to read {path}, found that {found}: {cure}: what is done is safe"
+            f"expected to read {path}, found that Drive got disconnected or refuses, "
+            f"for its quota or too full a folder (errno {error.errno}): "
+            f"remount it with drive.mount('{mount}', force_remount=True), or restart the session; "
+            "then run again: what is done is safe"
         ) from error
 
 
@@ -98,22 +99,24 @@ def explain_write(folder: Path) -> Iterator[None]:
         >>> with explain_write(Path("shards")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device: ...
+        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left ...
     """
     try:
         with guard_drive(folder):
             yield
-    except (OSError, ValueError) as error:  # the latter of a name that is none
-        found = getattr(error, "strerror", None) or error
-        cure = (
-            "free some space, or make it a folder that you may write to, and run the same "
-            "again: it continues there"
-        )
-        raise ColabUtilsError(f"expected to write into {folder}, found: {found}: {cure}") from None
+    except (OSError, ValueError) as error:
+        # A ValueError: the path is not a valid file name.
+        reason = getattr(error, "strerror", None) or error
+        raise ColabUtilsError(
+            f"expected to write into {folder}, found: {reason}: "
+            "free some space, or make it a folder that you may write to, "
+            "and run the same again: it continues there"
+        ) from None
 
 
 class Retries:
-    """Calls again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds.
+    """Call again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds.
+
     Threads may share it.
 
     Attributes:
@@ -131,7 +134,7 @@ class Retries:
         self.stop = stop or threading.Event()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
-        """What ``call`` returns.
+        """Return what ``call`` returns.
 
         Raises:
             DriveLostError: it failed every time; any other error comes through at once.
@@ -146,12 +149,21 @@ class Retries:
                 self.stop.wait(wait_s)
         return call()
 
+    def write(self, folder: Path, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Return what ``call(*arguments)`` returns; errors of writing into ``folder`` get a cure.
+
+        Raises:
+            DriveLostError: it failed every time.
+            ColabUtilsError: the folder cannot be written to.
+        """
+        return self.run(partial(explain_write(folder)(call), *arguments))
+
     def __reduce__(self) -> "tuple[type[Retries], tuple[()]]":
-        return Retries, ()  # another process counts its own
+        # Another process counts its own.
+        return Retries, ()
 
     def __str__(self) -> str:
-        return (
-            f"Drive failed {self.count} time{'s' * (self.count != 1)} and was tried again"
-            if self.count
-            else ""
-        )
+        if not self.count:
+            return ""
+        times = "1 time" if self.count == 1 else f"{self.count} times"
+        return f"Drive failed {times} and was tried again"

@@ -1,39 +1,39 @@
-"""The error and the warning of this package: every error that a user can cause is a
-`ColabUtilsError`.
+"""The error and the warning of this package.
+
+Every error that a user can cause is a `ColabUtilsError`.
 """
 
 import re
 
-# control characters, what breaks a line, what turns the direction of a text, and halves of
-# characters
+# Control characters, what breaks a line, what turns the direction of a text, and halves of
+# characters.
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff]"
 )
 
 
 def escape(text: str) -> str:
-    r"""A name or a message as a terminal may show it: in one line, and without characters that
-    steer the terminal.
+    r"""Return a name or a message as a terminal may show it.
+
+    It is one line, without characters that steer the terminal.
 
     Example:
         >>> escape("café 猫.jpg\n\x1b[2Jok")
         'café 猫.jpg\\n\\x1b[2Jok'
     """
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _OneLine:
-    """An exception whose message is escaped as it is shown; torch's report of a worker's error
-    keeps its lines.
-    """
+    """An exception whose message is escaped as it is shown."""
 
     def __str__(self) -> str:
-        lines = super().__str__().split("\n")
-        return (
-            "\n".join(map(escape, lines))
-            if lines[0].startswith("Caught ")
-            else escape("\n".join(lines))
-        )
+        text = super().__str__()
+        lines = text.split("\n")
+        # Torch's report of a worker's error keeps its lines.
+        if lines[0].startswith("Caught "):
+            return "\n".join(map(escape, lines))
+        return escape(text)
 
 
 class ColabUtilsError(_OneLine, Exception):
@@ -46,7 +46,7 @@ class ColabUtilsError(_OneLine, Exception):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the line alone; ``%tb`` shows where it comes from."""
+        """Return what a notebook shows: the line alone; ``%tb`` shows where it comes from."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -55,8 +55,7 @@ class ColabUtilsWarning(_OneLine, UserWarning):
 
 
 def describe_error(error: BaseException) -> str:
-    """Kind and message in one line; of an error that a DataLoader worker raised, the worker's own
-    last line.
+    """Return kind and message in one line; of a DataLoader worker's error its own last line.
 
     Example:
         >>> describe_error(ValueError("not an image"))
@@ -65,6 +64,9 @@ def describe_error(error: BaseException) -> str:
     kind = type(error).__name__
     lines = str(error).strip().splitlines() or [""]
     message = lines[0]
-    if message.startswith("Caught ") and len(lines) > 1:  # torch wraps the worker's whole traceback
+    # Torch wraps the worker's whole traceback.
+    if message.startswith("Caught ") and len(lines) > 1:
         kind, _, message = lines[-1].partition(": ")
-    return escape(message if isinstance(error, ColabUtilsError) else f"{kind}: {message}")
+    if isinstance(error, ColabUtilsError):
+        return escape(message)
+    return escape(f"{kind}: {message}")

@@ -24,7 +24,10 @@ from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
 
-MOST_BYTES = 4e8  # of a file that is read as a whole: no photo is larger
+MOST_BYTES = 4e8
+"""Bytes of the largest file that is read as a whole: no photo is larger."""
+# Of a file that is hashed, so many bytes are read at once.
+_PIECE_BYTES = 1 << 20
 
 
 def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
@@ -37,24 +40,29 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     Example:
         >>> open_file("/dev/zero")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, found a device ...
+        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, ...
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    if not os.path.isfile(file.fileno()):
-        found = "a device or a pipe: put the file there"
-    elif (size := os.path.getsize(file.fileno())) > most_bytes:
-        found = (
-            f"{format_bytes(size)}, more than {format_bytes(most_bytes)}: split it, or save "
-            "it smaller"
-        )
-    else:
-        return file
-    file.close()
-    raise ColabUtilsError(f"expected a file at {path} that memory holds, found {found}")
+    try:
+        if not os.path.isfile(file.fileno()):
+            raise ColabUtilsError(
+                f"expected a file at {path} that memory holds, found a device or a pipe: "
+                "put the file there"
+            )
+        size = os.path.getsize(file.fileno())
+        if size > most_bytes:
+            raise ColabUtilsError(
+                f"expected a file at {path} that memory holds, found {format_bytes(size)}, "
+                f"more than {format_bytes(most_bytes)}: split it, or save it smaller"
+            )
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # else a named pipe waits for its writer
+    # Otherwise a named pipe waits for its writer.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -107,8 +115,7 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
     if len(content) < size:
         raise ShortReadError(
             f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: "
-            "what is "
-            "done is safe. If it stays so, put the file there again."
+            "what is done is safe. If it stays so, put the file there again."
         )
     return content
 
@@ -143,9 +150,8 @@ def parse_file(
             refused = checksum
         sleep(wait_s)
     raise DriveLostError(
-        f"Each time that {path} was read, other bytes came: Drive fails. Run the same again "
-        "later: what "
-        "is done is safe."
+        f"Each time that {path} was read, other bytes came: Drive fails. "
+        "Run the same again later: what is done is safe."
     )
 
 
@@ -163,14 +169,18 @@ class DriveFile(io.IOBase):
     """
 
     def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
-        # the last one is read, the others belong to a mount that was lost
+        # The last one is read, the others belong to a mount that was lost.
         self._descriptors: list[int] = []
         require_linux("read files in pieces")
         self.path = Path(path)
         self.profile = find_profile(path)
         self.retries = retries
-        retries.run(self._open) if retries else self._open()
-        self._next: int | None = None  # where a contiguous read would start
+        # Where a contiguous read would start.
+        self._next: int | None = None
+        # Bytes that the latest read has got so far, and whether its latest try failed.
+        self._got = 0
+        self._is_lost = False
+        self._run(self._open)
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -178,39 +188,47 @@ class DriveFile(io.IOBase):
         return bytes(memoryview(content)[: self.readinto(content, offset)])
 
     def readinto(self, buffer: Any, offset: int) -> int:
-        """Fill a writable buffer of bytes from ``offset``; returns how many came, fewer only at the
-        end of the file.
+        """Fill a writable buffer of bytes from ``offset``; return how many came.
+
+        Fewer come only at the end of the file.
         """
         started = perf_counter()
-        view = memoryview(buffer).cast("B")
-        got = 0
-        failed = False
-
-        def fill() -> None:
-            nonlocal got, failed
-            if failed:
-                self._open()  # a descriptor of a mount that was lost stays lost
-            failed = True
-            with guard_drive(self.path):
-                # a network file may give less than was asked for
-                while got < len(view) and (
-                    count := os.preadv(self._descriptors[-1], [view[got:]], offset + got)
-                ):
-                    got += count
-
-        self.retries.run(fill) if self.retries else fill()
-        wait_as_drive(
-            self.profile, self.path, None if offset == self._next else offset, got, started
-        )
-        self._next = offset + got
-        return got
+        self._got = 0
+        self._run(partial(self._fill, memoryview(buffer).cast("B"), offset))
+        place = None if offset == self._next else offset
+        wait_as_drive(self.profile, self.path, place, self._got, started)
+        self._next = offset + self._got
+        return self._got
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         while self._descriptors:
-            with suppress(OSError):  # of a mount that was lost; the descriptor is gone all the same
+            # On a mount that was lost it fails, and the descriptor is gone all the same.
+            with suppress(OSError):
                 os.close(self._descriptors.pop())
         super().close()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        if self.retries is None:
+            call()
+        else:
+            self.retries.run(call)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        """Read until the view is full or the file ends, from where the last try failed."""
+        if self._is_lost:
+            # A descriptor of a mount that was lost stays lost.
+            self._open()
+        self._is_lost = True
+        with guard_drive(self.path):
+            while self._got < len(view):
+                # A network file may give less than was asked for.
+                rest = view[self._got :]
+                count = os.preadv(self._descriptors[-1], [rest], offset + self._got)
+                if not count:
+                    break
+                self._got += count
+        self._is_lost = False
 
     def _open(self) -> None:
         with guard_drive(self.path):
@@ -218,8 +236,9 @@ class DriveFile(io.IOBase):
 
 
 def name_temporary(path: Path) -> Path:
-    """The name under which this thread writes a file until the file is complete; it tells the
-    process and the thread.
+    """Return the name under which this thread writes a file until the file is complete.
+
+    It tells the process and the thread.
 
     Example:
         >>> name_temporary(Path("index.json"))
@@ -229,10 +248,9 @@ def name_temporary(path: Path) -> Path:
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file under a temporary name, read it back, then rename it; a failure leaves nothing
-    behind.
+    """Write a file of these parts under a temporary name, read it back, then rename it.
 
-    The file is the parts, one after the other.
+    A failure leaves nothing behind.
 
     Raises:
         OSError: what Python raised, or EIO where the file reads back differently.
@@ -243,7 +261,8 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        drop_cached(temporary)  # or it would be read from memory, which proves nothing
+        # Otherwise it would be read from memory, which proves nothing.
+        drop_cached(temporary)
         with open(temporary, "rb", buffering=0) as file:
             if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
                 raise OSError(errno.EIO, "what was written reads back differently")
@@ -253,13 +272,17 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def require_new(path: Path, mark: bytes = b"") -> Path:
-    """The path of a file to write: nothing is there yet, or an earlier result, which holds
-    ``mark``, or an empty file.
+    """Return the path of a file to write, and refuse to overwrite what is there.
+
+    An empty file may be overwritten, and an earlier result, which holds ``mark``.
 
     Raises:
         ColabUtilsError: something else is there.
     """
-    is_ours = mark and path.is_file() and mark in (path.read_bytes() or mark)
+    is_ours = False
+    if mark and path.is_file():
+        content = path.read_bytes()
+        is_ours = not content or mark in content
     if path.exists() and not is_ours:
         raise ColabUtilsError(
             f"expected a new file, found {path}: name another: nothing of yours is overwritten"
@@ -268,7 +291,7 @@ def require_new(path: Path, mark: bytes = b"") -> Path:
 
 
 def hash_bytes(*parts: Any) -> str:
-    """XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
+    """Return the XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
 
     Example:
         >>> hash_bytes(b"")
@@ -281,9 +304,26 @@ def hash_bytes(*parts: Any) -> str:
 
 
 def drop_cached(path: Path) -> None:
-    """Drop what Linux keeps of a written file in memory; elsewhere, and where there is no file, do
-    nothing.
-    """
-    # reading it will say what is wrong
+    """Drop what Linux keeps of a written file in memory; do nothing elsewhere."""
+    # Where there is no file, reading it will say what is wrong.
     with suppress(OSError, AttributeError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def has_size(path: Path, size: int) -> bool:
+    """Return whether there is a file of this size in bytes."""
+    return path.is_file() and path.stat().st_size == size
+
+
+def hash_file(path: str | Path) -> tuple[int, str]:
+    """Return the size of a file in bytes, and its XXH3-64 in hexadecimal."""
+    state = xxhash.xxh3_64()
+    size = 0
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    with DriveFile(path) as file:
+        while True:
+            count = file.readinto(piece, size)
+            if not count:
+                return size, state.hexdigest()
+            state.update(piece[:count])
+            size += count

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -18,23 +19,25 @@ COLAB_ROOT = Path("/content")
 
 
 def count_cores() -> int:
-    """Cores this process may use: its affinity mask, cut to the container's CPU quota where there
-    is one.
+    """Return the cores that this process may use.
+
+    This is its affinity mask, cut to the container's CPU quota where there is one.
 
     Example:
         >>> count_cores() >= 1
         True
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     quota, _, period = _read_limit("cpu.max").partition(" ")
-    return min(cores, max(1, round(int(quota) / int(period)))) if quota.isdigit() else cores
+    if quota.isdigit():
+        cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
 
 
 def find_free_memory() -> int:
-    """Bytes of memory that can be had now without swapping, in this container if it has a limit of
-    its own.
+    """Return the bytes of memory that can be had now without swapping, within a container's limit.
 
     Example:
         >>> find_free_memory() > 0
@@ -44,21 +47,20 @@ def find_free_memory() -> int:
     limit = _read_limit("memory.max")
     if limit.isdigit():
         stat = dict(line.split() for line in _read_limit("memory.stat").splitlines())
-        # the cache can be dropped
-        free = min(
-            free, int(limit) - int(_read_limit("memory.current")) + int(stat["inactive_file"])
-        )
+        # The cache can be dropped.
+        used = int(_read_limit("memory.current")) - int(stat["inactive_file"])
+        free = min(free, int(limit) - used)
     return max(0, free)
 
 
 def _read_limit(name: str) -> str:
-    """A file of the container's limits; "" without cgroup v2."""
+    """Return a file of the container's limits; "" without cgroup v2."""
     path = Path("/sys/fs/cgroup", name)
     return path.read_text().strip() if path.is_file() else ""
 
 
 def is_colab() -> bool:
-    """Whether this runs on a hosted Colab virtual machine."""
+    """Return whether this runs on a hosted Colab virtual machine."""
     return "google.colab" in sys.modules or Path("/var/colab/hostname").exists()
 
 
@@ -108,30 +110,44 @@ def describe_machine() -> Machine:
     """
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    cpu = next(
-        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    cpu = platform.machine()
+    if sys.platform == "linux":
+        model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if model:
+            cpu = model[1]
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     torchvision = metadata.version("torchvision")
-    software = (
-        f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision}"
+    return Machine(
+        cpu=cpu,
+        cores=count_cores(),
+        ram_bytes=psutil.virtual_memory().total,
+        gpu=gpu,
+        software=(
+            f"Python {platform.python_version()}, torch {torch.__version__}, "
+            f"torchvision {torchvision}"
+        ),
     )
-    return Machine(cpu, count_cores(), psutil.virtual_memory().total, gpu, software)
 
 
 def find_free_space(folder: Path) -> int:
-    """Free bytes of the disk that a folder lies on, or will lie on once it is made."""
-    path = folder.absolute()
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    """Return the free bytes of the disk that a folder lies on, or will lie on once it is made."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
 
 
 def require_space(folder: Path, needed: float, cure: str) -> None:
-    """Refuse what the disk of a folder cannot hold, before its first byte; ``cure``: what helps
-    beside freeing some.
+    """Refuse what the disk of a folder cannot hold, before its first byte.
+
+    ``cure`` says what helps beside freeing some.
+
+    Raises:
+        ColabUtilsError: less than ``needed`` bytes are free.
     """
     free = find_free_space(folder)
     if needed > free:
-        found = f"found {format_bytes(free)}: free some, {cure}"
-        raise ColabUtilsError(f"expected {format_bytes(needed)} of free disk for {folder}, {found}")
+        raise ColabUtilsError(
+            f"expected {format_bytes(needed)} of free disk for {folder}, "
+            f"found {format_bytes(free)}: free some, {cure}"
+        )

@@ -20,25 +20,28 @@ from colab_utils.machine import require_linux
 
 
 def list_processes() -> list[psutil.Process]:
-    """This process, and all that it or its children started.
+    """Return this process, and all that it or its children started.
 
     Example:
         >>> list_processes()[0].pid == os.getpid()
         True
     """
     main = psutil.Process()
-    with suppress(OSError, psutil.Error):  # one ended meanwhile, or the system has no such lists
+    # An error: one ended meanwhile, or the system has no such lists.
+    with suppress(OSError, psutil.Error):
+        # The kernel's own lists, which grow here: psutil takes 20 times as long.
         pids = [main.pid]
-        for pid in pids:  # which grow; by the kernel's own lists, as psutil takes 20 times as long
+        for pid in pids:
             for task in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
-        return [*map(psutil.Process, pids)]
+        return [psutil.Process(pid) for pid in pids]
     return [main, *main.children(recursive=True)]
 
 
 def end_with_parent() -> None:
-    """In a worker process: end when the process that started it is killed; nobody would end it
-    then.
+    """End this worker process when the process that started it is killed.
+
+    Nobody would end it then.
     """
 
     def wait(parent: Any) -> None:
@@ -52,21 +55,20 @@ class _ForkPool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
-            found = (
-                "found one that the system ended, most often for want of memory: use fewer "
-                "workers (--workers 1)"
-            )
-            raise ColabUtilsError(f"expected every process to finish, {found}") from None
+            raise ColabUtilsError(
+                "expected every process to finish, found one that the system ended, "
+                "most often for want of memory: use fewer workers (--workers 1)"
+            ) from None
 
 
 def fork_pool(
     workers: int, initializer: Callable[..., object] = int, *arguments: Any
 ) -> ProcessPoolExecutor:
-    """A pool of forked processes that end with this one and that Ctrl-C does not reach: it is the
-    parent's to answer.
+    """Start a pool of forked processes that end with this one.
 
-    Each calls ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends
-    with an error that says so.
+    Ctrl-C does not reach them: it is the parent's to answer. Each calls
+    ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends with an
+    error that says so.
 
     Example:
         >>> with fork_pool(2) as pool:
@@ -76,17 +78,18 @@ def fork_pool(
     require_linux("start worker processes")
 
     def begin() -> None:
-        # what the parent has left to collect, such as tensors on a GPU, is not collected here
+        # What the parent has left to collect, such as tensors on a GPU, is not collected here.
         gc.freeze()
         end_with_parent()
         initializer(*arguments)
 
     pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
-    # blocked from the first moment on: a handler is set too late for a process that has only begun
+    # Blocked from the first moment on: a handler is set too late for a process that has only begun.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with quiet_fork():
-            pool.submit(int)  # forked processes all start with the first job
+            # Forked processes all start with the first job.
+            pool.submit(int)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
@@ -113,11 +116,11 @@ def quiet_fork() -> Iterator[None]:
     """Start worker processes without two warnings that tell you nothing here."""
     with warnings.catch_warnings():
         # Python 3.12 warns that a process with threads forks; what runs in our workers touches none
-        # of them
+        # of them.
         warnings.filterwarnings(
             "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
         )
-        # the number of workers is chosen already; torch warns of more than it counts cores
+        # The number of workers is chosen already; torch warns of more than it counts cores.
         warnings.filterwarnings(
             "ignore", message="This DataLoader will create", category=UserWarning
         )

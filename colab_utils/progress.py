@@ -11,10 +11,10 @@ from tqdm import tqdm
 def show_progress(
     label: str, items: Any = None, *, total: Any = None, unit: str = "it", scale: bool = False
 ) -> Any:
-    """A tqdm bar on a terminal or in a notebook, silent elsewhere, or where one runs already;
-    ``scale`` counts bytes.
+    """Return a tqdm bar, silent where nobody sees it, or where one runs already.
 
-    It gives ``items`` one after the other, if there are any, and counts them.
+    It gives ``items`` one after the other, if there are any, and counts them; ``scale`` counts
+    bytes.
 
     Example:
         >>> with show_progress("copying", total=2) as bar:
@@ -22,7 +22,7 @@ def show_progress(
         >>> list(show_progress("reading", "ab"))
         ['a', 'b']
     """
-    # a bar in a bar leaves stale lines in notebooks
+    # A bar in a bar leaves stale lines in notebooks.
     silent = not is_watched() or len(tqdm._instances) > 0
     return _Bar(
         items,
@@ -37,21 +37,22 @@ def show_progress(
 
 class _Bar(tqdm):
     # tqdm's own lock is shared with forked processes: one that is killed while it draws would stop
-    # every later bar
+    # every later bar.
     _lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # a thread that held the lock is not in the forked process
+# A thread that held the lock is not in the forked process.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 
 
 def is_watched() -> bool:
-    """Whether somebody sees a progress bar: on a terminal, or in a notebook's kernel."""
+    """Return whether somebody sees a progress bar: on a terminal, or in a notebook's kernel."""
     return sys.stderr.isatty() or is_notebook()
 
 
 def is_notebook() -> bool:
-    """Whether this runs in a notebook's kernel.
+    """Return whether this runs in a notebook's kernel.
 
     Example:
         >>> is_notebook()

@@ -114,12 +114,9 @@ def require_local_path(path: str | os.PathLike[str]) -> Path:
         colab_utils.errors.ColabUtilsError: expected a folder or file of this machine, found the ...
     """
     if _URL.match(os.fspath(path)):
-        cure = (
-            "Mount it (with gcsfuse or rclone, say) and name that folder, or copy it to a "
-            "folder first"
-        )
         raise ColabUtilsError(
-            f"expected a folder or file of this machine, found the URL {path}. {cure}."
+            f"expected a folder or file of this machine, found the URL {path}. Mount it "
+            "(with gcsfuse or rclone, say) and name that folder, or copy it to a folder first."
         )
     return Path(path)
 

@@ -16,10 +16,13 @@ import xxhash
 
 from colab_utils.require import require_choice, require_local_path
 
-_SLOWED = "COLAB_UTILS_SLOWED"  # the slowed folders as JSON, where child processes find them
-# when the link to Drive is free again, in a file: all that this user runs on this machine shares
-# one link
-_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else '/tmp'}/colab_utils-drive-{getattr(os, 'getuid', int)()}"
+# The slowed folders as JSON, where child processes find them.
+_SLOWED = "COLAB_UTILS_SLOWED"
+# A file that says when the link to Drive is free again: all that this user runs on this machine
+# shares one link.
+_LINK_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
+_USER = os.getuid() if hasattr(os, "getuid") else 0
+_LINK = f"{_LINK_FOLDER}/colab_utils-drive-{_USER}"
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class DriveProfile:
     """
 
     def draw_open_s(self, path: str | Path, offset: int = 0) -> float:
-        """Seconds to reach this place in a file: always the same for a folder's name, a file's name
-        and an offset.
+        """Return the seconds to reach this place in a file.
+
+        They are always the same for a folder's name, a file's name and an offset.
 
         Example:
             >>> slow = DRIVE_PROFILES["bad"]
@@ -74,11 +78,10 @@ DRIVE_PROFILES = {
 
 
 def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
-    """Read all that lies below ``folder`` at the speed of a profile from now on; ``None`` reads it
-    at full speed.
+    """Read all that lies below ``folder`` at the speed of a profile from now on.
 
-    This holds for this process and for those that it starts from now on. Of a folder in another the
-    inner one counts.
+    ``None`` reads it at full speed. This holds for this process and for those that it starts from
+    now on. Of a folder in another the inner one counts.
 
     Example:
         >>> slow_down("no/such/folder", "typical")
@@ -168,13 +171,14 @@ def wait_as_drive(
     with open(_LINK, "a+") as link:
         fcntl.flock(link, fcntl.LOCK_EX)
         link.seek(0)
-        free = max(float(link.read() or 0), started) + sends_s  # every process has the same clock
+        # Every process has the same clock.
+        free_s = max(float(link.read() or 0), started) + sends_s
         link.truncate(0)
-        link.write(str(free))
+        link.write(str(free_s))
         link.flush()
-        # closing is not enough: a process that was forked meanwhile has it open, too
+        # Closing is not enough: a process that was forked meanwhile has it open, too.
         fcntl.flock(link, fcntl.LOCK_UN)
-    rest_s = max(started + opens_s + sends_s, free) - perf_counter()
+    rest_s = max(started + opens_s + sends_s, free_s) - perf_counter()
     if rest_s > 0:
         sleep(rest_s)
 

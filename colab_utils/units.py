@@ -2,7 +2,7 @@
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as people read them.
+    """Return bytes as people read them.
 
     Example:
         >>> format_bytes(13_300_000_000)
@@ -10,21 +10,26 @@ def format_bytes(count: float) -> str:
     """
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+            digits = 0 if unit == "B" else 1
+            return f"{count:.{digits}f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 
 
 def format_seconds(seconds: float) -> str:
-    """A time as people read it.
+    """Return a time as people read it.
 
     Example:
         >>> format_seconds(5.25), format_seconds(600)
         ('5.2 s', '10 minutes')
     """
-    size, unit = (
-        (1, "s") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
-    )
-    return (
-        f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:,.0f} {unit}"
-    )
+    amount = seconds
+    unit = "s"
+    if seconds >= 5400:
+        amount = seconds / 3600
+        unit = "hours"
+    elif seconds >= 90:
+        amount = seconds / 60
+        unit = "minutes"
+    number = f"{amount:.2g}" if amount < 10 else f"{amount:,.0f}"
+    return f"{number} {unit}"

@@ -15,8 +15,9 @@ from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_local_path
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.format import read_index
-from colab_utils.shards.write import find_recipe, plan_shards, write_shards
+from colab_utils.shards.index import read_index
+from colab_utils.shards.plan import plan_shards
+from colab_utils.shards.write import find_recipe, write_shards
 from colab_utils.show.receipts import read_receipts
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt, write_summary
 from colab_utils.slow_drive import slow_down

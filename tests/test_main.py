@@ -20,7 +20,7 @@ import pytest
 from colab_utils.__main__ import main
 from colab_utils.comparison import compare as comparison
 from colab_utils.diagnosis import diagnose as layers
-from colab_utils.shards.format import read_index
+from colab_utils.shards.index import read_index
 from colab_utils.training import train as loop
 from tests.tiny_model import TINY_MODEL
 
@@ -624,7 +624,7 @@ def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch,
     before = hash_tree(world / "new")
     if lost:
         (world / "new" / lost).unlink()
-    monkeypatch.setattr("colab_utils.shards.write.plan_shards", None)
+    monkeypatch.setattr("colab_utils.shards.plan.plan_shards", None)
     for options in ((), ("--storage", "pixels")):
         status, _, err = preprocess(*options)
         assert (status, err) == (0, "")

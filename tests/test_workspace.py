@@ -25,8 +25,9 @@ from colab_utils.data.checks import check_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards.copy import copy_shards, verify_shards
-from colab_utils.shards.format import read_index
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.index import read_index
+from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DRIVE_PROFILES, find_profile, slow_down
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards

@@ -17,8 +17,8 @@ from benchmarks.systems.base import BATCH_SIZE, Crew, Sample, System
 from benchmarks.systems.ours import Packed
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks, unpack_masks
-from colab_utils.shards.format import read_index
-from colab_utils.shards.records import load_arrays
+from colab_utils.shards.arrays import load_arrays
+from colab_utils.shards.index import read_index
 
 __all__ = ["BareDecode", "Ceiling"]
 

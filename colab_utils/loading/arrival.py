@@ -16,9 +16,9 @@ import numpy as np
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes, read_file, write_file
+from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
-from colab_utils.shards.format import ShardIndex, has_size, write_index
+from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import remove_leftovers
 from colab_utils.units import format_bytes
 

@@ -18,7 +18,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
 from colab_utils.require import require_local_path
-from colab_utils.shards.format import read_index
+from colab_utils.shards.index import read_index
 
 _READERS = 32  # of the tables, which lie at the start of a small file beside each shard
 

@@ -32,8 +32,8 @@ from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.require import require_local_path
-from colab_utils.shards.format import ShardIndex, read_index
-from colab_utils.shards.records import ShardArrays, convert_boxes
+from colab_utils.shards.arrays import ShardArrays, convert_boxes
+from colab_utils.shards.index import ShardIndex, read_index
 
 
 class CocoFolder(CocoSamples):

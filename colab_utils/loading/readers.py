@@ -8,9 +8,9 @@ from typing import Any
 
 from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import DriveFile
-from colab_utils.shards.format import ShardInfo, has_size
-from colab_utils.shards.records import ShardArrays, load_arrays, rebuild_arrays
+from colab_utils.files import DriveFile, has_size
+from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
+from colab_utils.shards.index import ShardInfo
 from colab_utils.slow_drive import find_profile
 
 OPEN_FILES = 512

@@ -1,41 +1,34 @@
-"""Copy shards from Drive to this machine's disk, index last, and verify what lies there: a few big
-reads.
-"""
+"""Copy shards from Drive to this machine's disk, index last."""
 
 import os
-from collections.abc import Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 
 import xxhash
 
-from colab_utils.drive import Retries, explain_write, guard_drive, is_on_drive
+from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, name_temporary
+from colab_utils.files import DriveFile, has_size, name_temporary
 from colab_utils.machine import require_space
 from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
-from colab_utils.shards.format import (
-    INDEX_NAME,
-    ShardIndex,
-    ShardInfo,
-    has_size,
-    hash_file,
-    read_index,
-    write_index,
-)
+from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
+from colab_utils.shards.verify import find_fault
 from colab_utils.units import format_bytes
 
 COPY_STREAMS = 4
 """Files that are copied at the same time."""
+
+
 PIECE_BYTES = 1 << 20
 """Bytes of a file between two looks at whether to stop."""
+
+
 # More of the disk than the files alone take.
 _DISK_MARGIN = 1.02
 
@@ -64,32 +57,10 @@ class CopyReport:
         return text
 
 
-@dataclass(frozen=True)
-class BadShard:
-    """A shard that differs from its entry in the index, and why."""
-
-    shard: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """Report of :func:`verify_shards`; the shards are complete when ``bad`` is empty."""
-
-    shards: int
-    images: int
-    bad: tuple[BadShard, ...]
-
-    def __str__(self) -> str:
-        state = f"{len(self.bad)} bad" if self.bad else "all complete"
-        return f"{self.shards} shards, {self.images:,} images: {state}"
-
-
 def copy_shards(
     source: str | Path, target: str | Path, *, limit_gb: float | None = None
 ) -> CopyReport:
-    """Copy a folder of shards, file by file, and check each against its checksum while it is
-    copied.
+    """Copy a folder of shards, file by file, and check the checksum of each on the way.
 
     A file that is complete in ``target`` is not copied again, so an interrupted copy continues.
     Each file appears under its name only when it is complete; the index comes last. Where Drive
@@ -137,32 +108,6 @@ def copy_shards(
         skipped_shards=len(skipped),
         left_out_shards=len(index.shards) - len(chosen),
     )
-
-
-def verify_shards(folder: str | Path) -> VerifyReport:
-    """Read every file of a folder of shards and compare its size and checksum with the index.
-
-    Raises:
-        ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
-        DriveLostError: if Drive went away and did not come back; nothing was changed.
-
-    Example:
-        >>> verify_shards("no/such/folder")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
-    """
-    folder = require_local_path(folder)
-    retries = Retries()
-    index = read_index(folder, retries)
-    bad = []
-    with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
-        for shard in index.shards:
-            reason = retries.run(partial(_find_fault, folder, shard.files()))
-            if reason:
-                bad.append(BadShard(shard.name, reason))
-            bar.set_postfix_str(str(retries), refresh=False)
-            bar.update(shard.bytes + shard.arrays_bytes)
-    return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 
 class Copying:
@@ -218,7 +163,7 @@ class Copying:
         """Copy one file unless it is there; return its name if it was copied, else ""."""
         path = self.target / name
         with explain_write(self.target):
-            if not _find_fault(self.target, [(name, size, checksum)]):
+            if not find_fault(self.target, [(name, size, checksum)]):
                 self._bytes_done[name] = size
                 return ""
             if path.exists() and not self.overwrite:
@@ -235,9 +180,7 @@ class Copying:
         return name
 
     def _transfer_twice(self, name: str, size: int, checksum: str, temporary: Path) -> None:
-        """Copy the bytes under a temporary name; once more where they do not match their
-        checksum.
-        """
+        """Copy the bytes under a temporary name; once more if their checksum is wrong."""
         for _ in range(2):
             if self._transfer(name, size, temporary) == (size, checksum):
                 return
@@ -253,8 +196,7 @@ class Copying:
         except OSError as error:
             raise ColabUtilsError(
                 f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: "
-                f"{error.strerror}. "
-                "Run verify on it, then preprocess again what it names"
+                f"{error.strerror}. Run verify on it, then preprocess again what it names"
             ) from error
         state = xxhash.xxh3_64()
         offset = 0
@@ -343,36 +285,15 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     )
 
 
-def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
-    """Name the first of these files that is not what was written, and why; "" if there is none."""
-    for name, size, checksum in files:
-        path = folder / name
-        try:
-            with guard_drive(path):
-                if not has_size(path, size):
-                    count = path.stat().st_size
-                    difference = f"{count:,} bytes where {size:,} were written"
-                    return f"{name} has {difference}: it was cut short or changed"
-            if hash_file(path)[1] != checksum:
-                return f"{name} has another checksum than when it was written: its content changed"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    return ""
-
-
 def _merge(
     index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path
 ) -> ShardIndex:
-    """Return the target's new index: what was copied, and what lay there before and was not asked
-    for now.
-    """
+    """Return the target's new index: what was copied, and what lay there before."""
     shards = list(chosen)
     full = index
     if previous is not None:
         rest = [shard for shard in previous.shards if shard not in chosen]
-        shards += [shard for shard in rest if not _find_fault(target, shard.files())]
+        shards += [shard for shard in rest if not find_fault(target, shard.files())]
         if not previous.partial:
             full = previous
     shards.sort(key=lambda shard: shard.name)

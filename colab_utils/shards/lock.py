@@ -15,7 +15,7 @@ from time import time
 
 import psutil
 
-from colab_utils.drive import Retries, explain_write
+from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, open_file, write_file
 from colab_utils.machine import require_linux
@@ -25,16 +25,15 @@ _OURS = (
     r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|(?:checkpoint|best)-\d{8,}\.pt"
 )
 _PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
-_marks: set[str] = set()  # of the folders that this process holds
-# how often a writer touches its lock, and after how long it is gone
+# Marks of the folders that this process holds.
+_marks: set[str] = set()
+# So often a writer touches its lock, and after so long without it is gone.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed, here or on a machine that is
-    gone.
-    """
+    """Remove what killed processes wrote in part, here or on a machine that is gone."""
     for path in folder.glob(".*.part"):
         match = _PART.fullmatch(path.name)
         if match and not _is_running(int(match[1])):
@@ -67,10 +66,9 @@ def hold_folder(folder: Path) -> Iterator[None]:
     """
     require_linux("lock a folder")
     path = folder / WRITER_NAME
-    done = threading.Event()
     retries = Retries()
-    call = explain_write(folder)
     mark = token_hex(8)
+    ended = threading.Event()
 
     def begin() -> None:
         pid = os.getpid()
@@ -79,37 +77,39 @@ def hold_folder(folder: Path) -> Iterator[None]:
         remove_leftovers(folder)
 
     def touch() -> None:
-        while not done.wait(_TOUCH_S):
-            with suppress(OSError):  # the work itself meets the error too
+        while not ended.wait(_TOUCH_S):
+            # The work itself meets the error too.
+            with suppress(OSError):
                 os.utime(path)
 
-    made = not retries.run(call(folder.exists))
-    retries.run(partial(call(folder.mkdir), parents=True, exist_ok=True))
+    is_new = not retries.write(folder, folder.exists)
+    retries.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
     with _lock_here(folder) as is_free:
-        retries.run(partial(call(_refuse_writer), path, is_locked=not is_free))
+        retries.write(folder, partial(_refuse_writer, path, is_locked=not is_free))
         _marks.add(mark)
         try:
-            retries.run(call(begin))
+            retries.write(folder, begin)
             threading.Thread(target=touch, name="writer", daemon=True).start()
             yield
         finally:
-            done.set()
+            ended.set()
             _marks.discard(mark)
             with suppress(OSError):
                 remove_leftovers(folder)
                 path.unlink(missing_ok=True)
-                if made:
-                    folder.rmdir()  # if it stayed empty
+                if is_new:
+                    # This fails where the folder is not empty.
+                    folder.rmdir()
 
 
 @contextmanager
 def _lock_here(folder: Path) -> Iterator[bool]:
-    """The lock of a folder among the processes of this machine; gives whether it was to be had."""
+    """Lock a folder among the processes of this machine; yield whether it was to be had."""
     import fcntl
 
     place = hash_bytes(os.fsencode(os.path.realpath(folder)))
     with open(Path(gettempdir(), f"colab_utils-{os.getuid()}-{place}.lock"), "ab") as file:
-        # or the workers of a killed process would go on holding it
+        # The workers of a killed process would go on holding it.
         register_after_fork(file, type(file).close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,32 +126,32 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
     Raises:
         ColabUtilsError: if there is a writer, which it names.
     """
-    writer = ""
-    host = ""
-    pid = ""
-    mark = ""
+    lines = ""
     silent_s = math.inf
     with suppress(FileNotFoundError), open_file(path) as file:
-        lines = file.read(200).decode(errors="replace") + "\n\n\n"
-        writer, host, pid, mark, *_ = lines.split("\n")
+        lines = file.read(200).decode(errors="replace")
         silent_s = time() - os.fstat(file.fileno()).st_mtime
-    # The lock is found by the folder's path; the same folder may be mounted at two of them.
-    is_alive = host != _find_host() or (pid.isdecimal() and _is_running(int(pid[:9])))
-    if host == _find_host() and pid == str(os.getpid()):
+    writer, host, pid, mark, *_ = (lines + "\n\n\n").split("\n")
+    if host != _find_host():
+        is_alive = True
+    elif pid == str(os.getpid()):
         # A Drive that was gone when this process ended its writing has kept the mark.
         is_alive = mark in _marks
+    else:
+        # The lock is found by the folder's path; the same folder may be mounted at two of them.
+        is_alive = pid.isdecimal() and _is_running(int(pid[:9]))
     if is_locked or (silent_s < _SILENT_S and is_alive):
         raise ColabUtilsError(
             f"expected no other writer in {path.parent}, found one at work there ({writer!r}). "
-            "Let it end, or stop it "
-            "and run the same: it continues. (On another machine it counts as gone after "
-            f"{_SILENT_S:.0f} seconds.)"
+            "Let it end, or stop it and run the same: it continues. "
+            f"(On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
         )
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is a process of this number that has not ended; nobody may have asked how it
-    ended yet.
+    """Return whether there is a process of this number that has not ended.
+
+    A zombie has ended: nobody has asked yet how.
     """
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
@@ -160,5 +160,6 @@ def _is_running(pid: int) -> bool:
 
 
 def _find_host() -> str:
-    """This machine since it was started, and this user: Colab gives many machines one name."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.getuid()}"
+    """Return this machine since it was started, and this user: Colab gives many one name."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.getuid()}"

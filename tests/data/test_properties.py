@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles, unpack_masks
-from colab_utils.shards.records import convert_boxes
+from colab_utils.shards.arrays import convert_boxes
 
 SEEDED = settings(max_examples=150, deadline=None, derandomize=True)
 side = st.integers(1, 40)

@@ -15,7 +15,8 @@ import torch
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards.copy import copy_shards, verify_shards
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.verify import verify_shards
 from tests.fuzz import mutate
 from tests.fuzz.originals import Originals, Tree, read_tree, write_tree
 from tests.fuzz.pool import Case

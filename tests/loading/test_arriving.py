@@ -25,8 +25,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import arrival, arriving
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards.copy import Copying, copy_shards, verify_shards
-from colab_utils.shards.format import read_index
+from colab_utils.shards.copy import Copying, copy_shards
+from colab_utils.shards.index import read_index
+from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.drive_mount import mount_or_skip

@@ -38,8 +38,9 @@ from colab_utils.loading import readers
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards.copy import copy_shards, verify_shards
-from colab_utils.shards.format import read_index, write_index
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.index import read_index, write_index
+from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 

@@ -33,8 +33,9 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.loading.prefetcher import WorkerDiedError
 from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
 from colab_utils.loading.targets import apply_transforms
-from colab_utils.shards.format import read_index, split_member, write_index
-from colab_utils.shards.records import ArraysBuilder, describe_shard, dump_arrays, load_record
+from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
+from colab_utils.shards.index import read_index, write_index
+from colab_utils.shards.records import load_record, split_member
 
 from .test_loader import (
     TENSORS,

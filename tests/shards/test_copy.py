@@ -1,6 +1,4 @@
-"""Copying shards: what arrives, what is not copied twice, what stays behind when it goes wrong; and
-verifying them.
-"""
+"""Copying shards: what arrives, what is not copied twice, what stays behind when it goes wrong."""
 
 from __future__ import annotations
 
@@ -22,17 +20,10 @@ import pytest
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile
+from colab_utils.files import DriveFile, hash_file
 from colab_utils.shards import copy as module
-from colab_utils.shards.copy import copy_shards, verify_shards
-from colab_utils.shards.format import (
-    INDEX_NAME,
-    ShardIndex,
-    ShardInfo,
-    hash_file,
-    read_index,
-    write_index,
-)
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME
 from colab_utils.slow_drive import DriveProfile, slow_down
 
@@ -51,12 +42,22 @@ def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
     rng = random.Random(seed)
     infos = []
     for i in range(shards):
-        names = f"shard-{i:06d}.tar", f"shard-{i:06d}.arrays"
-        for name, size in zip(names, (tar_bytes + i, arrays_bytes), strict=True):
-            (folder / name).write_bytes(rng.randbytes(size))
-        tar, arrays = (hash_file(folder / name)[1] for name in names)
+        tar = folder / f"shard-{i:06d}.tar"
+        arrays = folder / f"shard-{i:06d}.arrays"
+        tar.write_bytes(rng.randbytes(tar_bytes + i))
+        arrays.write_bytes(rng.randbytes(arrays_bytes))
         infos.append(
-            ShardInfo(names[0], 2, 5, tar_bytes + i, tar, names[1], arrays_bytes, arrays, "0" * 16)
+            ShardInfo(
+                name=tar.name,
+                images=2,
+                annotations=5,
+                bytes=tar_bytes + i,
+                xxh3_64=hash_file(tar)[1],
+                arrays_name=arrays.name,
+                arrays_bytes=arrays_bytes,
+                arrays_xxh3_64=hash_file(arrays)[1],
+                tables_xxh3_64="0" * 16,
+            )
         )
     index = ShardIndex(f"dataset-{seed}", RECIPE, ({"id": 1, "name": "leaf"},), tuple(infos))
     write_index(folder, index)
@@ -488,70 +489,3 @@ def test_the_profile_may_be_of_your_own(source, tmp_path):
     slow_down(source, DriveProfile("mine", open_s=0.0, bytes_per_s=1e9, source=""))
     copy_shards(source, tmp_path / "ssd")
     assert_same(source, tmp_path / "ssd")
-
-
-# verify
-
-
-@pytest.fixture
-def shards(tiny_shards, tmp_path):
-    return shutil.copytree(tiny_shards, tmp_path / "shards")
-
-
-def test_whole_shards(tiny_shards):
-    report = verify_shards(tiny_shards)
-    assert report.bad == ()
-    assert (report.images, report.shards) == (12, len(read_index(tiny_shards).shards))
-    assert "all complete" in str(report)
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("which", [0, 1])  # the tar, the arrays
-@pytest.mark.parametrize(
-    ("damage", "found"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut short or changed"),
-        (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.unlink() or path.symlink_to("/dev/zero"), "has 0 bytes"),
-        (lambda path: path.unlink() or path.symlink_to(path.name), "cannot be read"),
-        (flip, "another checksum"),
-    ],
-)
-def test_each_damage_is_named(shards, which, damage, found):
-    shard = read_index(shards).shards[1]
-    name = (shard.name, shard.arrays_name)[which]
-    damage(shards / name)
-    report = verify_shards(shards)
-    assert [bad.shard for bad in report.bad] == [shard.name]
-    assert found in report.bad[0].reason
-    assert name in report.bad[0].reason
-    assert "1 bad" in str(report)
-
-
-def test_a_newer_version_and_no_shards(shards, tmp_path):
-    raw = json.loads((shards / "index.json").read_text())
-    (shards / "index.json").write_text(json.dumps({**raw, "format_version": 3}))
-    with pytest.raises(ColabUtilsError, match="Update colab_utils"):
-        verify_shards(shards)
-    with pytest.raises(ColabUtilsError, match="found nothing at"):
-        verify_shards(tmp_path / "no")
-
-
-@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EACCES])
-def test_a_lost_drive_stops_and_a_locked_file_is_named(shards, monkeypatch, number):
-    def fail(*_, **__):
-        raise OSError(number, "no")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    if number == errno.ENOTCONN:
-        with pytest.raises(DriveLostError):
-            verify_shards(shards)
-    else:
-        assert "cannot be read" in verify_shards(shards).bad[0].reason

@@ -11,9 +11,10 @@ import pytest
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards import write as module
+from colab_utils.shards import plan as module
+from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.records import read_image
-from colab_utils.shards.write import plan_shards, write_shards
+from colab_utils.shards.write import write_shards
 
 SMALL = {"min_size": 64, "max_size": 200}  # every image of the tiny dataset is larger
 

@@ -20,7 +20,7 @@ from pycocotools import mask as coco_mask
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.shards.format import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
+from colab_utils.shards.index import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
 from tests.fuzz.originals import store
 from tests.fuzz.truth import Truth, compare_record, compare_sample, shrink
 

@@ -26,8 +26,8 @@ import psutil
 from PIL import Image
 
 from colab_utils import ShardDataset, make_loader
-from colab_utils.shards.format import read_index, write_index
-from colab_utils.shards.records import describe_shard, dump_arrays, load_arrays
+from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays
+from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.write import write_shards
 
 IMAGES = 1000

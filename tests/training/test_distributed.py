@@ -26,7 +26,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.format import read_index, write_index
+from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.write import write_shards
 from colab_utils.training import train as train_module
 from colab_utils.training import trainer

@@ -24,7 +24,9 @@ from colab_utils.data.masks import encode_segmentation
 from colab_utils.data.sizes import plan_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.records import convert_boxes, dump_record, make_record, store_image
+from colab_utils.shards.arrays import convert_boxes
+from colab_utils.shards.records import dump_record, make_record
+from colab_utils.shards.stored_images import store_image
 
 SIZES = {"min_size": 800, "max_size": 1333}
 ROWS, COLUMNS = np.mgrid[:48, :64]
@@ -44,43 +46,37 @@ def resize_with_torchvision(image, target, min_size, max_size):
 
 
 def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
-    """Size, masks and boxes of the record against torchvision's own transform of the dense
-    target.
-    """
+    """Compare size, masks and boxes of the record with torchvision's transform of the target."""
     image = dataset.image(i)
     annotations = dataset.annotations(i)
-    size = image["height"], image["width"]
-    stored = store_image(
-        (folder / image["file_name"]).read_bytes(), size, min_size=min_size, max_size=max_size
-    )
+    size = (image["height"], image["width"])
+    data = (folder / image["file_name"]).read_bytes()
+    stored = store_image(data, size, min_size=min_size, max_size=max_size)
     record = make_record(image, annotations, stored)
-    masks = [
-        coco_mask.decode(encode_segmentation(one["segmentation"], *size)) for one in annotations
-    ]
-    boxes, _ = convert_boxes([one["bbox"] for one in annotations], *size)
-    target = {
-        "boxes": torch.from_numpy(boxes),
-        "masks": torch.from_numpy(np.array(masks).reshape(-1, *size)),
-    }
+    rles = []
+    for annotation in annotations:
+        rles.append(encode_segmentation(annotation["segmentation"], *size))
+    target = make_target(annotations, rles, size)
     picture = torch.zeros(3, *size)
     expected, target = resize_with_torchvision(picture, target, min_size, max_size)
-    shrunk = max(expected.shape) < max(size)
-    if not shrunk:  # never larger on disk than it was
+    if max(expected.shape) >= max(size):
+        # It is never larger on disk than it was.
         assert stored.size == size
         return 0
-    assert (record["height"], record["width"]) == stored.size == tuple(expected.shape[-2:])
-    assert tuple(decode(stored.data).shape[-2:]) == size_of(record)
-    found = [coco_mask.decode(one["segmentation"]) for one in record["annotations"]]
-    assert torch.equal(
-        torch.from_numpy(np.array(found).reshape(-1, *size_of(record))), target["masks"]
-    )
-    boxes, _ = convert_boxes([one["bbox"] for one in record["annotations"]], *size_of(record))
-    torch.testing.assert_close(torch.from_numpy(boxes), target["boxes"], rtol=0, atol=2e-4)
+    assert stored.size == tuple(expected.shape[-2:])
+    assert stored.size == (record["height"], record["width"])
+    assert stored.size == tuple(decode(stored.data).shape[-2:])
+    rles = [annotation["segmentation"] for annotation in record["annotations"]]
+    stored_target = make_target(record["annotations"], rles, stored.size)
+    assert torch.equal(stored_target["masks"], target["masks"])
+    torch.testing.assert_close(stored_target["boxes"], target["boxes"], rtol=0, atol=2e-4)
     return len(annotations)
 
 
-def size_of(record):
-    return record["height"], record["width"]
+def make_target(annotations, rles, size):
+    boxes, _ = convert_boxes([annotation["bbox"] for annotation in annotations], *size)
+    masks = np.array([coco_mask.decode(rle) for rle in rles]).reshape(-1, *size)
+    return {"boxes": torch.from_numpy(boxes), "masks": torch.from_numpy(masks)}
 
 
 @pytest.mark.parametrize(("min_size", "max_size"), [(200, 260), (127, 1000)])
@@ -106,19 +102,23 @@ def test_planned_sizes_are_torchvisions():
     sizes += rng.integers(800, 7000, (200, 2)).tolist()
     transforms = {}
     for i, (height, width) in enumerate(sizes):
-        min_size, max_size = (
-            [(50, 80), (100, 120), (64, 10_000)][i % 3] if max(height, width) < 800 else (800, 1333)
-        )
-        transform = transforms.setdefault(
-            min_size, GeneralizedRCNNTransform(min_size, max_size, [0.0] * 3, [1.0] * 3)
-        )
+        min_size = 800
+        max_size = 1333
+        if max(height, width) < 800:
+            min_size, max_size = [(50, 80), (100, 120), (64, 10_000)][i % 3]
+        if min_size not in transforms:
+            transforms[min_size] = GeneralizedRCNNTransform(
+                min_size, max_size, [0.0] * 3, [1.0] * 3
+            )
         scale = min(min_size / min(height, width), max_size / max(height, width))
         planned = plan_size(height, width, min_size=min_size, max_size=max_size)
         if scale >= 1:
             assert planned == (height, width)
-        elif min(height, width) * scale >= 1:  # torchvision itself fails below one pixel
+        elif min(height, width) * scale >= 1:
+            # Torchvision itself fails below one pixel.
             picture = torch.zeros(1).expand(1, height, width)
-            assert planned == tuple(transform.resize(picture)[0].shape[-2:])
+            resized, _ = transforms[min_size].resize(picture)
+            assert planned == tuple(resized.shape[-2:])
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 3000), st.integers(1, 3000))
@@ -188,17 +188,19 @@ KINDS = [
 def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
     stored = store_image(data, (48, 64), **SIZES)
     assert (stored.data == data) is kept
-    assert stored.extension == ("jpg" if kept and not name.endswith("png") else "png")
+    is_jpeg = kept and not name.endswith("png")
+    assert stored.extension == ("jpg" if is_jpeg else "png")
     decoded = decode(stored.data)
-    assert (decoded.dtype, tuple(decoded.shape)) == (torch.uint8, (3, 48, 64))
+    assert decoded.dtype == torch.uint8
+    assert tuple(decoded.shape) == (3, 48, 64)
     if name == "16 bits grey.png":
         expected = np.repeat(PIXELS[..., :1], 3, axis=2)
     else:
-        expected = np.array(Image.open(io.BytesIO(data)).convert("RGBA").convert("RGB"))
+        image = Image.open(io.BytesIO(data))
+        expected = np.array(image.convert("RGBA").convert("RGB"))
     difference = np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - expected)
-    assert difference.max() <= (
-        2 if kept and "grey" not in name and stored.extension == "jpg" else 0
-    )
+    allowed = 2 if is_jpeg and "grey" not in name else 0
+    assert difference.max() <= allowed
     if name == "16 bits.png":
         assert np.array_equal(expected, PIXELS)
 
@@ -206,16 +208,18 @@ def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
 @pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
 def test_every_kind_of_image_is_shrunk(name, data, kept):
     stored = store_image(data, (48, 64), min_size=24, max_size=100)
-    assert (stored.size, stored.original) == ((24, 32), (48, 64))
-    lossy = name.endswith(("jpg", "mpo", "webp"))
-    assert stored.extension == ("jpg" if lossy else "png")
+    assert stored.size == (24, 32)
+    assert stored.original == (48, 64)
+    is_lossy = name.endswith(("jpg", "mpo", "webp"))
+    assert stored.extension == ("jpg" if is_lossy else "png")
     decoded = decode(stored.data)
-    assert (decoded.dtype, tuple(decoded.shape)) == (torch.uint8, (3, 24, 32))
+    assert decoded.dtype == torch.uint8
+    assert tuple(decoded.shape) == (3, 24, 32)
     if name not in ("16 bits grey.png", "one bit.png", "palette.png", "transparent palette.png"):
-        expected = (
-            Image.open(io.BytesIO(data)).convert("RGB").resize((32, 24), Image.Resampling.BILINEAR)
-        )
-        assert np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - np.array(expected)).mean() < 3
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        expected = np.array(image.resize((32, 24), Image.Resampling.BILINEAR))
+        pixels = decoded.permute(1, 2, 0).numpy().astype(int)
+        assert np.abs(pixels - expected).mean() < 3
 
 
 @pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
@@ -229,19 +233,21 @@ def test_keep_shrinks_nothing(name, data, kept):
 @pytest.mark.parametrize("min_size", [800, 24])  # as large as it is, and shrunk
 def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
     stored = store_image(data, (48, 64), min_size=min_size, max_size=1333, storage="pixels")
-    height, width = (48, 64) if min_size == 800 else (24, 32)
-    assert (stored.extension, stored.size, stored.original[0]) == ("npy", (height, width), 48)
+    size = (48, 64) if min_size == 800 else (24, 32)
+    assert stored.extension == "npy"
+    assert stored.size == size
+    assert stored.original[0] == 48
     assert np.lib.format.read_magic(io.BytesIO(stored.data)) == (1, 0)
     pixels = np.load(io.BytesIO(stored.data), allow_pickle=False)
-    assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (
-        np.uint8,
-        (height, width, 3),
-        True,
-    )
+    assert pixels.dtype == np.uint8
+    assert pixels.shape == (*size, 3)
+    assert pixels.flags.c_contiguous
     other = store_image(data, (48, 64), min_size=min_size, max_size=1333)
     expected = np.array(Image.open(io.BytesIO(other.data)).convert("RGB"))
-    lossy = other.extension == "jpg" and min_size == 24  # encoded after it was shrunk
-    assert np.abs(pixels.astype(int) - expected).mean() <= (4 if lossy else 0)
+    # A JPEG is encoded after it was shrunk.
+    is_lossy = other.extension == "jpg" and min_size == 24
+    allowed = 4 if is_lossy else 0
+    assert np.abs(pixels.astype(int) - expected).mean() <= allowed
 
 
 def turn(orientation, size=(48, 64)):

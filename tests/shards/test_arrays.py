@@ -9,21 +9,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import PackedMasks, encode_segmentation, unpack_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
-from colab_utils.shards.format import read_index, split_member
-from colab_utils.shards.records import (
+from colab_utils.shards.arrays import (
     ArraysBuilder,
     convert_boxes,
     describe_shard,
     dump_arrays,
-    dump_record,
     load_arrays,
     rebuild_arrays,
 )
+from colab_utils.shards.index import read_index
+from colab_utils.shards.records import dump_record, split_member
 from colab_utils.shards.write import write_shards
 
 HEAD = {
@@ -75,11 +76,9 @@ def test_arrays_are_made_again_from_the_tars(coco_shards):
         loaded = load_bits(path, shard)
         assert_equal(loaded, rebuild_arrays(coco_shards / shard.name, shard))
         head, info = describe_shard(path.read_bytes())
-        assert (head["images"], head["bytes"], head["xxh3_64"]) == (
-            shard.images,
-            shard.bytes,
-            shard.xxh3_64,
-        )
+        assert head["images"] == shard.images
+        assert head["bytes"] == shard.bytes
+        assert head["xxh3_64"] == shard.xxh3_64
         assert info == shard
 
 
@@ -99,35 +98,32 @@ def test_spans_boxes_and_masks_are_those_of_the_records(coco_shards):
             assert record["image_id"] == arrays.image_ids[i]
             rows = slice(first, first + arrays.counts[i])
             first += arrays.counts[i]
-            kept = [one for one in record["annotations"] if not one["iscrowd"]]
-            kept = [one for one in kept if one["bbox"][2] > 0 and one["bbox"][3] > 0]
-            assert arrays.labels[rows].tolist() == [one["category_id"] for one in kept]
+            kept = []
+            for annotation in record["annotations"]:
+                _, _, width, height = annotation["bbox"]
+                if not annotation["iscrowd"] and width > 0 and height > 0:
+                    kept.append(annotation)
+            assert arrays.labels[rows].tolist() == [row["category_id"] for row in kept]
             ends = arrays.mask_ends[rows.start : rows.stop + 1]
-            packed = PackedMasks(
-                arrays.bits[ends[0] : ends[-1]], arrays.crops[rows], ends - ends[0]
-            )
-            size = record["height"], record["width"]
+            bits = arrays.bits[ends[0] : ends[-1]]
+            packed = PackedMasks(bits, arrays.crops[rows], ends - ends[0])
+            size = (record["height"], record["width"])
             assert arrays.sizes[i].tolist() == list(size)
-            from pycocotools import mask as coco_mask
-
-            expected = [
-                coco_mask.decode({**r, "counts": r["counts"].encode()})
-                for r in (k["segmentation"] for k in kept)
-            ]
-            assert np.array_equal(
-                unpack_masks(packed, *size), np.array(expected, np.uint8).reshape(-1, *size)
-            )
+            masks = []
+            for annotation in kept:
+                rle = annotation["segmentation"]
+                counts = rle["counts"].encode()
+                masks.append(coco_mask.decode({**rle, "counts": counts}))
+            expected = np.array(masks, np.uint8).reshape(-1, *size)
+            assert np.array_equal(unpack_masks(packed, *size), expected)
 
 
 def test_boxes_are_those_of_torchvisions_references(coco_mini):
     """ConvertCocoPolysToMask: float32 corners, clamped, boxes without area dropped."""
     dataset = read_coco(coco_mini.annotations)
+    added = [[5, 5, 0, 9], [-9, -9, 5, 5], [1, 1, 1e6, 1e6]]
     for i in range(len(dataset)):
-        boxes = [one["bbox"] for one in dataset.annotations(i)] + [
-            [5, 5, 0, 9],
-            [-9, -9, 5, 5],
-            [1, 1, 1e6, 1e6],
-        ]
+        boxes = [annotation["bbox"] for annotation in dataset.annotations(i)] + added
         height, width = dataset.sizes[i].tolist()
         expected = torch.as_tensor(boxes, dtype=torch.float32).reshape(-1, 4)
         expected[:, 2:] += expected[:, :2]

@@ -1,26 +1,27 @@
-"""The folder of shards: its index, the members of its tars, and checksums."""
+"""The index of a folder of shards: what it holds, read and written."""
 
 import dataclasses
 import json
 import re
-import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, hash_bytes, parse_file, read_file, write_file
+from colab_utils.files import hash_bytes, parse_file, read_file, write_file
 from colab_utils.require import require_local_path
 
 FORMAT_NAME = "colab_utils shards"
+
+
 FORMAT_VERSION = 2
+
+
 INDEX_NAME = "index.json"
-_PIECE_BYTES = 1 << 20  # of a file that is hashed
+
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
 
@@ -51,12 +52,10 @@ class ShardInfo:
     """
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
-        """(file name, bytes, checksum) of the tar and of its arrays."""
-        return (self.name, self.bytes, self.xxh3_64), (
-            self.arrays_name,
-            self.arrays_bytes,
-            self.arrays_xxh3_64,
-        )
+        """Return (file name, bytes, checksum) of the tar and of its arrays."""
+        tar = (self.name, self.bytes, self.xxh3_64)
+        arrays = (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64)
+        return tar, arrays
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,16 @@ class ShardIndex:
 
     @property
     def images(self) -> int:
-        """Images in all shards."""
+        """Return the number of images in all shards."""
         return sum(shard.images for shard in self.shards)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files but the index."""
+        """Return the bytes of all files but the index."""
         return sum(shard.bytes + shard.arrays_bytes for shard in self.shards)
 
     def files(self) -> Iterator[tuple[str, int, str]]:
-        """(file name, bytes, checksum) of every data file, shard by shard."""
+        """Yield (file name, bytes, checksum) of every data file, shard by shard."""
         for shard in self.shards:
             yield from shard.files()
 
@@ -112,14 +111,13 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     try:
         return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:
-        found = f"{INDEX_NAME} in {folder}, found none"
-        if not folder.exists():
-            found = f"a folder of shards, found nothing at {folder}"
-        cure = (
-            "Run preprocess (or copy) first: where it was interrupted, it continues where it "
-            "stopped."
-        )
-        raise ColabUtilsError(f"expected {found}. {cure}") from None
+        problem = f"expected a folder of shards, found nothing at {folder}"
+        if folder.exists():
+            problem = f"expected {INDEX_NAME} in {folder}, found none"
+        raise ColabUtilsError(
+            f"{problem}. Run preprocess (or copy) first: "
+            "where it was interrupted, it continues where it stopped."
+        ) from None
     except OSError as error:
         raise ColabUtilsError(
             f"expected to read {path}, found: {error.strerror}. Make the file readable."
@@ -127,8 +125,8 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
             f"expected the index that was written in {path}, found one that was changed since: "
-            f"{error!s:.100}. Copy "
-            "the folder again, or delete it and run preprocess again: finished shards stay."
+            f"{error!s:.100}. Copy the folder again, or delete it and run preprocess again: "
+            "finished shards stay."
         ) from None
 
 
@@ -147,8 +145,8 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {folder}, found version "
-            f"{version!s:.20}. "
+            f"expected shards of format version {FORMAT_VERSION} in {folder}, "
+            f"found version {version!s:.20}. "
             "Update colab_utils, or run preprocess again, into another folder."
         )
     checksum = raw.pop("xxh3_64")
@@ -165,9 +163,8 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     )
     # A name of another kind could lead out of the folder, or to a file of the user.
     for shard in index.shards:
-        if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != shard.name.replace(
-            ".tar", ".arrays"
-        ):
+        arrays_name = shard.name.replace(".tar", ".arrays")
+        if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != arrays_name:
             raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
     return index
 
@@ -183,34 +180,5 @@ def write_index(folder: Path, index: ShardIndex) -> None:
 
 
 def _to_text(content: dict[str, Any]) -> bytes:
-    """The one form of an index that its checksum is made of."""
+    """Return the one form of an index that its checksum is made of."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def has_size(path: Path, size: int) -> bool:
-    """Whether there is a file of this size in bytes."""
-    return path.is_file() and path.stat().st_size == size
-
-
-def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
-    """One tar member as header, data and padding; the same name and data always give the same
-    bytes.
-
-    Example:
-        >>> [len(part) for part in split_member("000000000001.json", b"{}")]
-        [512, 2, 510]
-    """
-    header = tarfile.TarInfo(name)
-    header.size = len(data)
-    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)
-
-
-def hash_file(path: str | Path) -> tuple[int, str]:
-    """The size of a file in bytes, and its XXH3-64 in hexadecimal."""
-    state = xxhash.xxh3_64()
-    offset = 0
-    with DriveFile(path) as file:
-        while piece := file.pread(_PIECE_BYTES, offset):
-            state.update(piece)
-            offset += len(piece)
-    return offset, state.hexdigest()

@@ -11,16 +11,9 @@ import pytest
 
 from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes, write_file
-from colab_utils.shards.format import (
-    ShardIndex,
-    ShardInfo,
-    SkippedImage,
-    hash_file,
-    read_index,
-    split_member,
-    write_index,
-)
+from colab_utils.files import hash_bytes, hash_file, write_file
+from colab_utils.shards.index import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
+from colab_utils.shards.records import split_member
 from tests.bad_reads import BadReads, alter, cut
 
 INFO = ShardInfo(

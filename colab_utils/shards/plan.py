@@ -1,0 +1,209 @@
+"""What shards of a dataset will cost, tried on a few of its images; and the settings of a run."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from colab_utils.data.coco import CocoDataset, open_coco
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.machine import count_cores
+from colab_utils.processes import fork_pool
+from colab_utils.require import require_choice, require_count, require_number
+from colab_utils.shards.arrays import ArraysBuilder
+from colab_utils.shards.index import SkippedImage
+from colab_utils.shards.jobs import READ_STREAMS
+from colab_utils.shards.records import read_image, try_sample
+from colab_utils.shards.stored_images import Storage
+from colab_utils.units import format_bytes
+
+# Images from which the images of a shard, and a plan, are worked out.
+_TRIED_IMAGES = 16
+_MOST_WORKERS = 2**16
+_RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
+
+
+def count_processes(workers: int | Literal["auto"]) -> int:
+    """Return the number of processes that write: one for each core, unless you choose."""
+    if workers == "auto":
+        return count_cores()
+    return require_count("workers", workers, most=_MOST_WORKERS)
+
+
+def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
+    """Return the recipe of these settings, each of a type that JSON knows.
+
+    Raises:
+        ColabUtilsError: if a setting is out of range.
+    """
+    require_choice("storage", storage, get_args(Storage))
+    recipe: dict[str, Any] = {"storage": storage}
+    for name, value in numbers.items():
+        least, most = _RANGES[name]
+        recipe[name] = require_number(name, value, least=least, most=most)
+    return recipe
+
+
+def open_annotations(images: str | Path, annotations: str | Path) -> CocoDataset:
+    """Open the annotations, checked for all that cannot be skipped image by image.
+
+    Where Drive fails it is tried again.
+
+    Raises:
+        ColabUtilsError: if there is no image folder, or the annotations are not COCO, are empty, or
+            refer to what is not there.
+    """
+    dataset = Retries().run(partial(open_coco, images, annotations))
+    if not len(dataset):
+        raise ColabUtilsError(
+            f"expected images in {annotations}, found an empty list. Name another file."
+        )
+    return dataset
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What :func:`plan_shards` picked, and what it costs on this machine."""
+
+    storage: Storage
+    reason: str
+    bytes: int
+    """Of the complete dataset, in the shards and their arrays."""
+    write_s: float
+    """Seconds to write the complete dataset."""
+    images: int
+    sampled_images: int
+    """Those that it was measured on."""
+
+    def __str__(self) -> str:
+        cost = f"{format_bytes(self.bytes)} and {self.write_s / 60:.1f} minutes to write"
+        measured = f"measured on {self.sampled_images:,} of {self.images:,} images"
+        return f"{self.storage}: {self.reason}. About {cost} ({measured})."
+
+
+def plan_shards(
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    storage: Storage | Literal["auto"] = "auto",
+    min_size: int = 800,
+    max_size: int = 1333,
+    workers: int | Literal["auto"] = "auto",
+) -> ShardPlan:
+    """Pick a storage for `write_shards`, and try it on a few images; nothing is written.
+
+    Where no image is larger than training needs, every file keeps its bytes; else the larger ones
+    are shrunk. Raw pixels are taken only where you ask for them.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        storage: "auto" picks; any other is taken.
+        min_size: the shorter side that training needs, in pixels.
+        max_size: the longer side that training needs, in pixels.
+        workers: processes that will write; "auto" is one for each core.
+
+    Raises:
+        ColabUtilsError: if the input is missing or not COCO, no image is usable, or a setting is
+            out of range.
+
+    Example:
+        >>> import tempfile
+        >>> from colab_utils.sample_data import make_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = make_dataset(folder, n=4, width=64, height=64, workers=1)
+        ...     plan = plan_shards(made.images, made.annotations, workers=1)
+        >>> plan.storage, plan.reason
+        ('keep', 'no image is larger than training needs, every file keeps its bytes')
+    """
+    processes = count_processes(workers)
+    picked = "keep" if storage == "auto" else storage
+    recipe = make_recipe(picked, min_size=min_size, max_size=max_size)
+    dataset = open_annotations(images, annotations)
+    reason = "you asked for it"
+    if storage == "auto":
+        recipe["storage"], reason = _pick_storage(dataset, min_size, max_size)
+    images = Path(images)
+    # This loads the libraries, before anything is timed.
+    _try_image(images, recipe, dataset.subset(0, 1))
+    with fork_pool(processes) as pool:
+        costs = try_images(images, dataset, recipe, pool.map)
+    tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(costs, axis=0)).tolist()
+    return ShardPlan(
+        storage=recipe["storage"],
+        reason=reason,
+        bytes=round(tar_bytes + arrays_bytes),
+        write_s=write_s / processes,
+        images=len(dataset),
+        sampled_images=len(costs),
+    )
+
+
+def _pick_storage(dataset: CocoDataset, min_size: int, max_size: int) -> tuple[Storage, str]:
+    """Return a storage and its reason, by the sizes that the annotations give (0: none)."""
+    shorter = dataset.sizes.min(1)
+    longer = dataset.sizes.max(1)
+    is_larger = (shorter > min_size) | (longer > max_size) | (shorter == 0)
+    count = int(is_larger.sum())
+    if not count:
+        return "keep", "no image is larger than training needs, every file keeps its bytes"
+    return "shrink", (
+        f"{count:,} of {len(dataset):,} images are larger than training needs and are shrunk once"
+    )
+
+
+class ImageCost(NamedTuple):
+    """What one image costs in a shard."""
+
+    tar_bytes: int
+    arrays_bytes: int
+    write_s: float
+
+
+def try_images(
+    images: Path, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map
+) -> list[ImageCost]:
+    """Return what images that are spread over the dataset cost; bad ones are left out.
+
+    Raises:
+        ColabUtilsError: if all are bad.
+    """
+    places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset)))
+    parts = [dataset.subset(i, i + 1) for i in places.astype(int).tolist()]
+    outcomes = list(run(partial(_try_image, images, recipe), parts))
+    costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
+    if not costs:
+        example = outcomes[0]
+        raise ColabUtilsError(
+            f"expected usable images in {images}, found every one that was looked at bad, "
+            f"such as {example.file_name}: {example.reason}. "
+            "Name the right image folder, or see `check`."
+        )
+    return costs
+
+
+def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> ImageCost | SkippedImage:
+    """Return the cost of a dataset's only image, or why it is bad."""
+    read = cache(partial(read_image, images, part, 0))
+    started_s = perf_counter()
+    # An error is met again below.
+    with suppress(ColabUtilsError):
+        read()
+    # Files are read ahead, while others are worked on.
+    read_s = (perf_counter() - started_s) / READ_STREAMS
+    started_s = perf_counter()
+    sample = try_sample(read, part, 0, recipe)
+    if isinstance(sample, SkippedImage):
+        return sample
+    builder = ArraysBuilder()
+    builder.add(sample.record, (sample.members[0].data, b""), (0, 0))
+    return ImageCost(
+        tar_bytes=sum(len(piece) for member in sample.members for piece in member),
+        arrays_bytes=sum(array.nbytes for array in vars(builder.build()).values()),
+        write_s=max(perf_counter() - started_s, read_s),
+    )

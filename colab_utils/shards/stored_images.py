@@ -1,0 +1,93 @@
+"""Images as a shard stores them: kept as they are where possible, shrunk once where too large."""
+
+import io
+from typing import Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from colab_utils.data.decoding import open_image, to_rgb, turn_upright
+from colab_utils.data.sizes import plan_size
+
+Storage = Literal["keep", "shrink", "pixels"]
+"""How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw
+pixels.
+"""
+
+
+_JPEG_QUALITY = 95
+
+
+_KEPT_KINDS = ("JPEG", "MPO", "PNG")
+
+
+_KEPT_MODES = ("RGB", "L")
+
+
+# The byte of a PNG that holds its bits a channel.
+_PNG_DEPTH = 24
+
+
+class StoredImage(NamedTuple):
+    """An image as it goes into a shard; sizes are height and width in pixels."""
+
+    extension: str
+    data: bytes
+    size: tuple[int, int]
+    original: tuple[int, int]
+
+
+def store_image(
+    data: bytes, size: tuple[int, int], *, min_size: int, max_size: int, storage: Storage = "shrink"
+) -> StoredImage:
+    """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store
+    its pixels.
+
+    JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become 8-bit RGB PNG; what is
+    larger than training needs is shrunk with an antialiased filter (to JPEG, or PNG if it was PNG).
+
+    Args:
+        data: the file's bytes.
+        size: height and width that the annotations give; 0 where they give none.
+        min_size: shorter side that training needs, in pixels.
+        max_size: longer side that training needs, in pixels.
+        storage: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as
+            ``.npy``.
+
+    Raises:
+        ColabUtilsError: if the data is not a complete image, or its size is not what the
+            annotations say.
+    """
+    image = open_image(data)
+    kind = image.format or ""
+    mode = image.mode
+    upright = turn_upright(image, *size)
+    original = (upright.height, upright.width)
+    stored = original
+    if storage != "keep":
+        stored = plan_size(*original, min_size=min_size, max_size=max_size)
+    # Pillow reads 16 bits a channel as 8, torchvision does not.
+    is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
+    is_kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not is_deep
+    if is_kept and stored == original and storage != "pixels":
+        return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original)
+    rgb = to_rgb(upright)
+    extension = "npy" if storage == "pixels" else "png"
+    if stored != original:
+        rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
+        if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
+            extension = "jpg"
+    return StoredImage(extension, _encode(rgb, extension), stored, original)
+
+
+def _encode(image: Image.Image, extension: str) -> bytes:
+    file = io.BytesIO()
+    # Pillow would write what the original file held beside its pixels.
+    image.info = {}
+    if extension == "npy":
+        np.save(file, np.asarray(image))
+    elif extension == "jpg":
+        image.save(file, "JPEG", quality=_JPEG_QUALITY)
+    else:
+        image.save(file, "PNG", compress_level=1)
+    return file.getvalue()

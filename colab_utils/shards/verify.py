@@ -1,0 +1,78 @@
+"""Compare the files of a folder of shards with its index."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from colab_utils.drive import Retries, guard_drive
+from colab_utils.files import has_size, hash_file
+from colab_utils.progress import show_progress
+from colab_utils.require import require_local_path
+from colab_utils.shards.index import read_index
+
+
+@dataclass(frozen=True)
+class BadShard:
+    """A shard that differs from its entry in the index, and why."""
+
+    shard: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Report of :func:`verify_shards`; the shards are complete when ``bad`` is empty."""
+
+    shards: int
+    images: int
+    bad: tuple[BadShard, ...]
+
+    def __str__(self) -> str:
+        state = f"{len(self.bad)} bad" if self.bad else "all complete"
+        return f"{self.shards} shards, {self.images:,} images: {state}"
+
+
+def verify_shards(folder: str | Path) -> VerifyReport:
+    """Read every file of a folder of shards and compare its size and checksum with the index.
+
+    Raises:
+        ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
+        DriveLostError: if Drive went away and did not come back; nothing was changed.
+
+    Example:
+        >>> verify_shards("no/such/folder")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
+    """
+    folder = require_local_path(folder)
+    retries = Retries()
+    index = read_index(folder, retries)
+    bad = []
+    with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
+        for shard in index.shards:
+            reason = retries.run(partial(find_fault, folder, shard.files()))
+            if reason:
+                bad.append(BadShard(shard.name, reason))
+            bar.set_postfix_str(str(retries), refresh=False)
+            bar.update(shard.bytes + shard.arrays_bytes)
+    return VerifyReport(len(index.shards), index.images, tuple(bad))
+
+
+def find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
+    """Name the first of these files that is not what was written, and why; "" if there is none."""
+    for name, size, checksum in files:
+        path = folder / name
+        try:
+            with guard_drive(path):
+                if not has_size(path, size):
+                    count = path.stat().st_size
+                    difference = f"{count:,} bytes where {size:,} were written"
+                    return f"{name} has {difference}: it was cut short or changed"
+            if hash_file(path)[1] != checksum:
+                return f"{name} has another checksum than when it was written: its content changed"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return ""

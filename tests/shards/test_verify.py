@@ -1,0 +1,79 @@
+"""Verifying shards: each damage is named, and a lost Drive is none."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.index import read_index
+from colab_utils.shards.verify import verify_shards
+
+
+@pytest.fixture
+def shards(tiny_shards, tmp_path):
+    return shutil.copytree(tiny_shards, tmp_path / "shards")
+
+
+def test_whole_shards(tiny_shards):
+    report = verify_shards(tiny_shards)
+    assert report.bad == ()
+    assert (report.images, report.shards) == (12, len(read_index(tiny_shards).shards))
+    assert "all complete" in str(report)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("which", [0, 1])  # the tar, the arrays
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut short or changed"),
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.unlink() or path.symlink_to("/dev/zero"), "has 0 bytes"),
+        (lambda path: path.unlink() or path.symlink_to(path.name), "cannot be read"),
+        (flip, "another checksum"),
+    ],
+)
+def test_each_damage_is_named(shards, which, damage, found):
+    shard = read_index(shards).shards[1]
+    name = (shard.name, shard.arrays_name)[which]
+    damage(shards / name)
+    report = verify_shards(shards)
+    assert [bad.shard for bad in report.bad] == [shard.name]
+    assert found in report.bad[0].reason
+    assert name in report.bad[0].reason
+    assert "1 bad" in str(report)
+
+
+def test_a_newer_version_and_no_shards(shards, tmp_path):
+    raw = json.loads((shards / "index.json").read_text())
+    (shards / "index.json").write_text(json.dumps({**raw, "format_version": 3}))
+    with pytest.raises(ColabUtilsError, match="Update colab_utils"):
+        verify_shards(shards)
+    with pytest.raises(ColabUtilsError, match="found nothing at"):
+        verify_shards(tmp_path / "no")
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EACCES])
+def test_a_lost_drive_stops_and_a_locked_file_is_named(shards, monkeypatch, number):
+    def fail(*_, **__):
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    if number == errno.ENOTCONN:
+        with pytest.raises(DriveLostError):
+            verify_shards(shards)
+    else:
+        assert "cannot be read" in verify_shards(shards).bad[0].reason
