@@ -16,7 +16,6 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
-from tests.data.test_sources import write_zip
 
 from colab_utils import ShardDataset, drive, files, slow_drive
 from colab_utils import workspace as module
@@ -32,6 +31,7 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DRIVE_PROFILES, find_profile, slow_down
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
+from tests.data.test_archives import write_zip
 
 REAL = "my Drive, my GPU"
 

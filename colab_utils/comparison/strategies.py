@@ -178,7 +178,6 @@ _FILES = "files_on_drive"
 _ALONE = partial(_by_workers, workers=0)
 _AHEAD = partial(_by_workers, workers=1, ahead=_QUEUED)
 
-
 _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _ALONE),
     ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _by_thread),
@@ -254,7 +253,6 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
         ArrivingLoader,
     ),
 )
-
 
 STRATEGIES = {
     name: Strategy(

@@ -16,14 +16,14 @@ from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
 
 _Array = NDArray[Any]
-# of the loop, and of all of it: less is not worth a cure
+# A share of the loop, and seconds of all of it, below which a cause is not worth a cure.
 _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
 _RARE = 0.25  # of the batches
 _HOLDS = 0.6  # of what a part of the loop takes, by rare batches
 _TIMES_SLOWER = 8  # than the mean of the others: a slow sample
 _LEAST_SLOW_S = 0.05
-# a third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`)
+# A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`)
 _SENDS_MB_PER_S = 20
 _ALL_CORES = 0.85  # of the cores are busy
 _SLOWER = 1.3  # times, for a step beside a loader

@@ -29,7 +29,7 @@ from colab_utils.require import require_number
 
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
-# images that the fixes for the data are forecast on, and measured on
+# Images that the fixes for the data are forecast on, and measured on.
 _SAMPLED = 16
 _VERIFIED = 64
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %

@@ -45,7 +45,7 @@ FIXES = {  # the name of each fix, and what it is; those that cost you least com
     "data_and_workers": ("other data, with more workers", "Both together"),
 }
 _Prepare = partial[dict[str, Any]]  # gives the options of `open_like`
-# in pixels: what training needs, as `write_shards` has it
+# What training needs, in pixels, as `write_shards` has it.
 _SIDES = {"min_size": 800, "max_size": 1333}
 _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
 _SAME = 0.95  # of the best rate: as good
@@ -55,10 +55,10 @@ _MANY = 1_000_000
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
 _LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
-# of the seconds of a diagnosis, for each fix
+# Shares of the seconds of a diagnosis, for each fix.
 _TRIAL_SHARE = 0.3
 _VERIFY_SHARE = 0.5
-# batches, or of the seconds: until the memory of each process has grown
+# Batches, or a share of the seconds, until the memory of each process has grown.
 _WARMUP = 150
 _WARMUP_SHARE = 0.15
 

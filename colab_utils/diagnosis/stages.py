@@ -23,7 +23,7 @@ from colab_utils.loading.loader import Loader
 _IMAGES = 64  # that are timed at most
 _HANDED_BATCHES = 40
 _TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
-# attributes of torchvision's datasets
+# Attributes of torchvision's datasets.
 _TRANSFORMS = ("transforms", "transform", "target_transform")
 
 

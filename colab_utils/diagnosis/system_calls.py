@@ -18,7 +18,6 @@ _NUMBERS = (
 )
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
 
-
 _CALLS_WITH_PATH = ("openat", "newfstatat", "statx")
 _CALLS_OF_FILE = ("read", "pread64", "readv", "preadv", "preadv2", "fstat", "getdents64")
 _PATH_BYTES = 4096

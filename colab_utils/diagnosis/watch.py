@@ -1,4 +1,4 @@
-"""The batch that never comes: which worker, sample and file it is waited for, and why."""
+"""A loader under watch: its batches come unchanged, and at the end it says where the time went."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,6 @@ from colab_utils.machine import require_linux
 from colab_utils.require import require_choice, require_number
 
 OnStall = Literal["report", "raise"]
-
 
 # Attributes of a WatchedLoader itself. All others are those of the loader.
 _OWN = ("timeout_s", "on_stall", "stalls")

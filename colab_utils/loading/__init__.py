@@ -5,12 +5,12 @@ device:
    flat arrays; an annotation stays JSON text until its image is asked for.
 2. **Masks** (`colab_utils.data.masks`): `encode_segmentation` turns each polygon into RLE,
    `pack_masks` the RLE into packed masks: each cropped to its own box, one bit a pixel.
-3. **Image** (`colab_utils.shards.records`): `store_image` keeps the original bytes, or shrinks what
-   is larger than training needs, once. `make_record` gives what the image's JSON in the shard
-   holds.
-4. **Shard** (`colab_utils.shards.write`, `records`, `format`): `write_shards` puts image and record
-   into a tar that WebDataset reads. Beside it lies the file of arrays: offsets, boxes, labels and
-   packed masks. `index.json` comes last.
+3. **Image** (`colab_utils.shards.stored_images`): `store_image` keeps the original bytes, or
+   shrinks what is larger than training needs, once. `make_record` (`colab_utils.shards.records`)
+   gives what the image's JSON in the shard holds.
+4. **Shard** (`colab_utils.shards.write`, `jobs`, `arrays`, `index`): `write_shards` puts image and
+   record into a tar that WebDataset reads. Beside it lies the file of arrays: offsets, boxes,
+   labels and packed masks. `index.json` comes last.
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` brings the shards from Drive to the SSD,
    checked on the way. `Arrival` (`colab_utils.loading.arrival`) does it in a thread while training
    has begun, and lets the shards take turns on a small disk; the readers of `ArrivingShards`

@@ -22,11 +22,10 @@ from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import remove_leftovers
 from colab_utils.units import format_bytes
 
-# in the target: marks the folder, and tells all processes what has arrived
+# The file lies in the target: it marks the folder, and tells all processes what has arrived.
 STATUS_NAME = "arriving.json"
-
-
-POLL_S = 0.02  # between two looks for shards that arrive
+# Seconds between two looks for shards that arrive.
+POLL_S = 0.02
 
 
 class Arrival:

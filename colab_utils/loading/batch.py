@@ -19,9 +19,7 @@ from colab_utils.loading.targets import PackedSample, PackedSamples, Target, bla
 
 _PARTS = ("boxes", "labels", "areas", "iscrowd")  # of objects
 
-
 _ALIGNMENT = 64
-
 
 _FLIPPED_ROWS = 64
 

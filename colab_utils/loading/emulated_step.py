@@ -8,7 +8,7 @@ from typing import Any
 from colab_utils.require import require_number
 
 _BUSY = 0.9  # of a core: what a training process takes to launch kernels
-# a few microseconds of work that releases Python's lock, as launching kernels does
+# A few microseconds of work that releases Python's lock, as launching kernels does.
 _BLOCK = bytes(32_768)
 
 

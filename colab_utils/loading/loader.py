@@ -23,7 +23,6 @@ from colab_utils.require import require_choice, require_count
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 
-
 Delivery = Literal["dense", "packed"]
 
 

@@ -126,9 +126,9 @@ def _tabulate(
     images = np.repeat(np.arange(len(counts)), counts)[numbers]
     stored = np.asarray(sizes, np.int64)[images, ::-1]
     limits = np.asarray(to_sizes, np.int64)[images, ::-1]
-    # as nearest_indices works it out
+    # As `nearest_indices` works it out.
     shrinks = stored.astype(np.float32) / limits.astype(np.float32)
-    # as roi_align works it out, in float32, so that the samples lie where its own do
+    # As `roi_align` works it out, in float32, so that the samples lie where its own do.
     starts = corners[:, :2]
     sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
     steps = sides / np.float32(size)

@@ -19,11 +19,9 @@ from colab_utils.data.masks import number_within
 
 Ints = NDArray[np.int64]
 
-
-CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}  # of memory for what is worked on at once
-
-
-# that a pixel takes then
+# Bytes of memory for what is worked on at once.
+CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}
+# Bytes that a pixel takes then.
 DRAWN_BYTES = 64
 
 

@@ -17,7 +17,6 @@ Target = dict[str, Any]
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks
 uint8 [N, H, W], image_id int, area float32 [N], iscrowd int64 [N]."""
 
-
 Transforms = Callable[..., Any]
 """(image, target) to (image, target): one of ``torchvision.transforms.v2``, or any callable."""
 

@@ -14,18 +14,13 @@ from colab_utils.progress import show_progress
 
 _TRIAL_S = 0.8
 
-
 _HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
-
 
 _RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
 
-
 _SPARE = 1.25  # other batches may be larger than the one looked at; and buffers grow by steps
 
-
 _SLOW_S = 0.25  # a batch that waits longer for its files is not held up by the cores
-
 
 _CLOSE = 0.95  # rates that differ by less are the same, and the fewest workers win
 

@@ -34,7 +34,6 @@ from colab_utils.shards.records import load_record
 # What lies before the head of an arrays file: its length, and a checksum.
 _START_BYTES = 16
 
-
 # Enough of a table to hold its header.
 _NPY_HEADER_BYTES = 256
 
@@ -82,7 +81,6 @@ _IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "image_spans": (np.int64, (2,)),
     "record_spans": (np.int64, (2,)),
 }
-
 
 # The same of the tables of objects.
 _OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {

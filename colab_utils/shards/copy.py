@@ -24,10 +24,8 @@ from colab_utils.units import format_bytes
 COPY_STREAMS = 4
 """Files that are copied at the same time."""
 
-
 PIECE_BYTES = 1 << 20
 """Bytes of a file between two looks at whether to stop."""
-
 
 # More of the disk than the files alone take.
 _DISK_MARGIN = 1.02

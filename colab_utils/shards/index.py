@@ -16,12 +16,9 @@ from colab_utils.require import require_local_path
 
 FORMAT_NAME = "colab_utils shards"
 
-
 FORMAT_VERSION = 2
 
-
 INDEX_NAME = "index.json"
-
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
 

@@ -14,15 +14,11 @@ Storage = Literal["keep", "shrink", "pixels"]
 pixels.
 """
 
-
 _JPEG_QUALITY = 95
-
 
 _KEPT_KINDS = ("JPEG", "MPO", "PNG")
 
-
 _KEPT_MODES = ("RGB", "L")
-
 
 # The byte of a PNG that holds its bits a channel.
 _PNG_DEPTH = 24

@@ -20,10 +20,10 @@ from colab_utils.units import format_bytes
 
 _DRAWING_S = 1.0  # between two drawings of a run; one takes about a millisecond
 _POINTS = 240  # of a curve, at most: as many as it has pixels
-# which show on white and on Colab's dark grey
+# Colours that show on white and on Colab's dark grey.
 _GREEN = PALETTE[2]
 _RED = PALETTE[3]
-# more would be too small to see, and heavy
+# More would be too small to see, and heavy.
 _CHART_STEPS = 25
 _MAX_STEPS = 1500
 _MAX_BOXES = 16

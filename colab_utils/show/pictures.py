@@ -29,7 +29,7 @@ from colab_utils.files import read_file
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
-# of an image's objects, the largest
+# The largest objects of an image are named, and drawn, so many.
 _NAMED = 5
 _DRAWN = 100
 _UNKNOWN_SIDE = 480

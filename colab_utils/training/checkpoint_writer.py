@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 
-# The least seconds between two checkpoints; the latter at the end of an epoch.
+# The least seconds between two checkpoints, and before the one at the end of an epoch.
 _PAUSES_S = (60.0, 10.0)
 
 

@@ -229,7 +229,6 @@ def _decode_ahead(
 # pycocotools' COCO of the dataset.
 _truth: list[Any] = []
 
-
 _results: list[dict[str, Any]] = []
 
 

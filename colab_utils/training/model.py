@@ -33,16 +33,12 @@ from colab_utils.training.small_models import assemble_light, assemble_tiny
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 
-
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
-
 
 TINY_MODEL = "maskrcnn_tiny_fpn"
 
-
 LARGEST_SIDE = 10_000
 """In pixels: an image of 100 megapixels alone takes 1.2 GB."""
-
 
 _WEIGHTS = {
     GPU_MODEL: get_weight("MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1"),
@@ -50,9 +46,7 @@ _WEIGHTS = {
     LIGHT_MODEL: get_weight("MobileNet_V3_Large_Weights.IMAGENET1K_V1"),
 }
 
-
 MODEL_NAMES = (*_WEIGHTS, TINY_MODEL)
-
 
 # By label.
 _COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))
