@@ -263,6 +263,8 @@ def _draw_objects(
     shown = _list_objects(objects, names, each)
     shown.sort(key=lambda item: -np.prod(item.box[2:] - item.box[:2]))
     for place, item in enumerate(shown):
+        # One mask at a time: a page may have thousands of objects.
+        item = item._replace(inside=item.inside.astype(bool))
         if item.inside.any():
             tint = np.array(colors.to_rgb(item.colour), np.float32)
             canvas[item.inside] = 0.6 * canvas[item.inside] + 0.4 * tint
@@ -292,20 +294,20 @@ def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: in
         name = textwrap.shorten(names.get(label, f"label {label}"), 28)
         if len(scores):
             name += f" {scores[n]:.2f}"
-        inside = masks[n, ::each, ::each].astype(bool)
-        shown.append(_Object(inside, boxes[n], name, colour, thick))
+        shown.append(_Object(masks[n, ::each, ::each], boxes[n], name, colour, thick))
     return shown
 
 
 def _draw_outline(axis: Axes, item: _Object) -> None:
     """Draw the edge of a mask, in its colour on white."""
-    height, width = item.inside.shape
+    top, bottom = np.flatnonzero(item.inside.any(1))[[0, -1]]
+    left, right = np.flatnonzero(item.inside.any(0))[[0, -1]]
+    crop = item.inside[top : bottom + 1, left : right + 1]
     # The border closes the edges of masks that reach beyond the image.
-    padded = np.pad(item.inside, 1)
     lines = axis.contour(
-        padded,
+        np.pad(crop, 1),
         [0.5],
-        extent=(-1, width, -1, height),
+        extent=(left - 1, right + 1, top - 1, bottom + 1),
         colors=[item.colour],
     )
     halo = withStroke(linewidth=item.thick + 1.5, foreground="white")
