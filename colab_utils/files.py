@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -155,6 +156,18 @@ def parse_file(
     )
 
 
+@dataclass
+class _Piece:
+    """What one call reads. Threads share a `DriveFile`, so that its state is not theirs."""
+
+    view: memoryview
+    offset: int
+    got: int = 0
+    """Bytes that came so far."""
+    is_lost: bool = False
+    """Whether the last try failed."""
+
+
 class DriveFile(io.IOBase):
     """A file read in pieces, no faster than the slowed folder that it lies in allows; Linux only.
 
@@ -177,9 +190,6 @@ class DriveFile(io.IOBase):
         self.retries = retries
         # Where a contiguous read would start.
         self._next: int | None = None
-        # Bytes that the latest read has got so far, and whether its latest try failed.
-        self._got = 0
-        self._is_lost = False
         self._run(self._open)
 
     def pread(self, n: int, offset: int) -> bytes:
@@ -193,12 +203,12 @@ class DriveFile(io.IOBase):
         Fewer come only at the end of the file.
         """
         started = perf_counter()
-        self._got = 0
-        self._run(partial(self._fill, memoryview(buffer).cast("B"), offset))
+        piece = _Piece(memoryview(buffer).cast("B"), offset)
+        self._run(partial(self._fill, piece))
         place = None if offset == self._next else offset
-        wait_as_drive(self.profile, self.path, place, self._got, started)
-        self._next = offset + self._got
-        return self._got
+        wait_as_drive(self.profile, self.path, place, piece.got, started)
+        self._next = offset + piece.got
+        return piece.got
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
@@ -214,21 +224,20 @@ class DriveFile(io.IOBase):
         else:
             self.retries.run(call)
 
-    def _fill(self, view: memoryview, offset: int) -> None:
+    def _fill(self, piece: "_Piece") -> None:
         """Read until the view is full or the file ends, from where the last try failed."""
-        if self._is_lost:
+        if piece.is_lost:
             # A descriptor of a mount that was lost stays lost.
             self._open()
-        self._is_lost = True
+        piece.is_lost = True
         with guard_drive(self.path):
-            while self._got < len(view):
+            while piece.got < len(piece.view):
                 # A network file may give less than was asked for.
-                rest = view[self._got :]
-                count = os.preadv(self._descriptors[-1], [rest], offset + self._got)
+                rest = piece.view[piece.got :]
+                count = os.preadv(self._descriptors[-1], [rest], piece.offset + piece.got)
                 if not count:
                     break
-                self._got += count
-        self._is_lost = False
+                piece.got += count
 
     def _open(self) -> None:
         with guard_drive(self.path):

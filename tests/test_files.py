@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -113,3 +115,20 @@ def test_what_is_refused_is_read_again_until_the_same_bytes_came_twice(photo):
     ):
         parse_file(photo, read, int)
     assert parse_file(photo, read, int) == 5
+
+
+def test_threads_share_an_open_file(tmp_path, monkeypatch):
+    content = os.urandom(300_000)
+    (tmp_path / "shard.tar").write_bytes(content)
+    preadv = os.preadv
+
+    def give_less(descriptor, buffers, offset):
+        # A network file gives less than was asked for, and other threads run meanwhile.
+        time.sleep(0)
+        return preadv(descriptor, [buffers[0][:997]], offset)
+
+    monkeypatch.setattr(os, "preadv", give_less)
+    with DriveFile(tmp_path / "shard.tar") as file, ThreadPoolExecutor(8) as pool:
+        offsets = range(0, 290_000, 1_450)
+        pieces = pool.map(lambda offset: file.pread(10_000, offset), offsets)
+        assert list(pieces) == [content[offset : offset + 10_000] for offset in offsets]
