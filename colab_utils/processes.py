@@ -49,7 +49,6 @@ def end_with_parent() -> None:
     parent: Any = multiprocessing.parent_process()
     # A signal that ends a process comes when the parent's end of this pipe closes. A thread that
     # waits for that would need one more of what a limit counts.
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
     if not parent.is_alive():
