@@ -118,14 +118,15 @@ def start_thread(call: Callable[[], object], name: str) -> Thread:
 class _ForkPool(ProcessPoolExecutor):
     def begin(self) -> None:
         """Start every process and thread that the pool will need; where one fails, none is left."""
+        queue: Any = vars(self)["_call_queue"]
         try:
             with quiet_fork():
                 # The pool's own thread would start this one, and end without a word if it cannot.
-                self._call_queue._start_thread()
+                queue._start_thread()
                 # Forked processes all start with the first job.
                 self.submit(int)
         except BaseException:
-            self._call_queue.close()
+            queue.close()
             for process in self._processes.values():
                 process.kill()
                 process.join()
