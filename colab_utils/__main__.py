@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 import colab_utils
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.files import require_new, write_file
+from colab_utils.processes import explain_limits
 from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             _check_json(target)
             # Standard output is the result's: torch would announce a download there.
-            with redirect_stdout(sys.stderr):
+            with redirect_stdout(sys.stderr), explain_limits():
                 report = run(**options)
             return 0 if report is None else _finish(report, command, target)
         except ColabUtilsError as error:

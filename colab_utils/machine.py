@@ -1,5 +1,6 @@
 """The machine that this runs on: its cores, its memory, its disk, and whether it is a Colab."""
 
+import math
 import os
 import platform
 import re
@@ -30,10 +31,7 @@ def count_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    quota, _, period = _read_limit("cpu.max").partition(" ")
-    if quota.isdigit():
-        cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
+    return max(1, round(min(cores, find_group_cores())))
 
 
 def find_free_memory() -> int:
@@ -43,20 +41,68 @@ def find_free_memory() -> int:
         >>> find_free_memory() > 0
         True
     """
-    free: int = psutil.virtual_memory().available
-    limit = _read_limit("memory.max")
-    if limit.isdigit():
-        stat = dict(line.split() for line in _read_limit("memory.stat").splitlines())
-        # The cache can be dropped.
-        used = int(_read_limit("memory.current")) - int(stat["inactive_file"])
-        free = min(free, int(limit) - used)
-    return max(0, free)
+    return max(0, int(min(psutil.virtual_memory().available, find_group_memory())))
 
 
-def _read_limit(name: str) -> str:
-    """Return a file of the container's limits; "" without cgroup v2."""
-    path = Path("/sys/fs/cgroup", name)
-    return path.read_text().strip() if path.is_file() else ""
+def find_group_cores(root: Path = Path("/")) -> float:
+    """Return the cores of the tightest CPU quota of this process's control groups, or infinity.
+
+    Args:
+        root: Folder that holds ``proc`` and ``sys``.
+    """
+    cores = math.inf
+    for text in _read_groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        quota, period = text.split()
+        cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def find_group_memory(root: Path = Path("/")) -> float:
+    """Return the bytes that the tightest of this process's control groups leaves, or infinity.
+
+    Args:
+        root: Folder that holds ``proc`` and ``sys``.
+    """
+    free = math.inf
+    for text in _read_groups(
+        root,
+        "memory",
+        "memory.max",
+        "memory.limit_in_bytes",
+        "memory.current",
+        "memory.usage_in_bytes",
+        "memory.stat",
+    ):
+        limit, used, stat = text.split(maxsplit=2)
+        # The cache can be dropped. Version 1 counts a group's own first, then that of all in it.
+        cache = re.findall(r"inactive_file (\d+)", stat)[-1]
+        free = min(free, int(limit) - int(used) + int(cache))
+    return free
+
+
+def _read_groups(root: Path, controller: str, *names: str) -> list[str]:
+    """Return the text of these files, of each control group that limits this process.
+
+    These are its own and those around it. Version 1 has a tree of groups for each controller,
+    version 2 has one for all, and a machine may have both. Within a container the inner folders
+    may not be seen: its own group is then the top of the tree.
+    """
+    texts: list[str] = []
+    table = root / "proc/self/cgroup"
+    lines = table.read_text().splitlines() if table.is_file() else []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for tree in [controller] if controllers else ["", "unified"]:
+            folder = root / "sys/fs/cgroup" / tree / group.strip("/")
+            for place in (folder, *folder.parents):
+                paths = [place / name for name in names]
+                text = "".join(path.read_text() for path in paths if path.is_file())
+                # "max" and -1 are no limit.
+                if text[:1].isdigit():
+                    texts.append(text)
+    return texts
 
 
 def is_colab() -> bool:

@@ -1,15 +1,16 @@
-"""Processes that this one starts: forked pools, and who of them is there."""
+"""Processes and threads that this one starts: forked pools, and who of them is there."""
 
+import errno
 import gc
 import multiprocessing
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -43,15 +44,94 @@ def end_with_parent() -> None:
 
     Nobody would end it then.
     """
+    import fcntl
 
-    def wait(parent: Any) -> None:
-        parent.join()
+    parent: Any = multiprocessing.parent_process()
+    # A signal that ends a process comes when the parent's end of this pipe closes. A thread that
+    # waits for that would need one more of what a limit counts.
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    if not parent.is_alive():
         os._exit(1)
 
-    threading.Thread(target=wait, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+_CURES = {
+    errno.EAGAIN: "Close other programs, use fewer workers, or raise the limit of processes: "
+    "`ulimit -u`, or pids.max of a container.",
+    errno.ENOMEM: "Free some memory, or use fewer workers.",
+    errno.EMFILE: "Raise the limit of open files (`ulimit -n 4096`), or use fewer workers.",
+}
+
+
+@contextmanager
+def explain_limits() -> Iterator[None]:
+    """Explain why the system starts no further process or thread, or opens no further file.
+
+    Raises:
+        ColabUtilsError: A limit of this machine is reached; the message names it.
+
+    Example:
+        >>> with explain_limits():
+        ...     raise RuntimeError("can't start new thread")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected to start what this work needs, found: can't ...
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        number = getattr(error, "errno", None)
+        if str(error) == "can't start new thread":
+            number = errno.EAGAIN
+        if number not in _CURES:
+            raise
+        text = f"expected to start what this work needs, found: {error}. {_CURES[number]}"
+        raise ColabUtilsError(text) from None
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """Threads; where the system starts no more of them, those that there are do all the work.
+
+    Without a single one `submit` and `map` raise a `ColabUtilsError`.
+    """
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            with explain_limits():
+                super()._adjust_thread_count()
+        except ColabUtilsError:
+            if not self._threads:
+                raise
+
+
+def start_thread(call: Callable[[], object], name: str) -> Thread:
+    """Start a thread that does not keep the program from ending.
+
+    Raises:
+        ColabUtilsError: The system starts no more threads.
+    """
+    thread = Thread(target=call, name=name, daemon=True)
+    with explain_limits():
+        thread.start()
+    return thread
 
 
 class _ForkPool(ProcessPoolExecutor):
+    def begin(self) -> None:
+        """Start every process and thread that the pool will need; where one fails, none is left."""
+        queue: Any = vars(self)["_call_queue"]
+        try:
+            with quiet_fork():
+                # The pool's own thread would start this one, and end without a word if it cannot.
+                queue._start_thread()
+                # Forked processes all start with the first job.
+                self.submit(int)
+        except BaseException:
+            queue.close()
+            for process in self._processes.values():
+                process.kill()
+                process.join()
+            raise
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
@@ -70,6 +150,9 @@ def fork_pool(
     ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends with an
     error that says so.
 
+    Raises:
+        ColabUtilsError: The system starts no more processes or threads; none of the pool is left.
+
     Example:
         >>> with fork_pool(2) as pool:
         ...     list(pool.map(abs, (-1, 2)))
@@ -87,9 +170,7 @@ def fork_pool(
     # Blocked from the first moment on: a handler is set too late for a process that has only begun.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with quiet_fork():
-            # Forked processes all start with the first job.
-            pool.submit(int)
+        pool.begin()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
@@ -113,8 +194,12 @@ def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
 
 @contextmanager
 def quiet_fork() -> Iterator[None]:
-    """Start worker processes without two warnings that tell you nothing here."""
-    with warnings.catch_warnings():
+    """Start worker processes without two warnings that tell you nothing here.
+
+    Raises:
+        ColabUtilsError: See `explain_limits`.
+    """
+    with warnings.catch_warnings(), explain_limits():
         # Python 3.12 warns that a process with threads forks; what runs in our workers touches none
         # of them.
         warnings.filterwarnings(

@@ -1,14 +1,214 @@
-"""Pools and their futures."""
+"""Pools, threads and their futures, and what is said where the system starts no more of them."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing import active_children
 
-from colab_utils.processes import pop_done
+import psutil
+import pytest
+
+from colab_utils import processes
+from colab_utils.errors import ColabUtilsError
+from colab_utils.processes import ThreadPool, explain_limits, fork_pool, pop_done, start_thread
+
+CHECK = ["check"]
+PREPROCESS = ["preprocess", "--shards", "new", "--workers", "2"]
 
 
 def test_futures_are_asked_without_their_lock():
     future = Future()
     # Ctrl-C while this thread has it would leave it held
-    with ThreadPoolExecutor(1) as pool, future._condition:
+    with ThreadPool(1) as pool, future._condition:
         assert pool.submit(pop_done, {future}).result(timeout=30) == set()
+
+
+@pytest.fixture
+def user():
+    """A user of our own without processes, as no limit of them binds root."""
+    if os.getuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("only root can run a command as a user who may start few processes")
+    return 40_000 + os.getpid() % 20_000
+
+
+def run_limited(command, folder, *, kind, value, user=None):
+    """Run a command with few processes, as another user who can read what root can."""
+    prefix = []
+    if user is not None:
+        powers = "-all,+dac_override"
+        prefix = [
+            "setpriv",
+            f"--reuid={user}",
+            f"--inh-caps={powers}",
+            f"--ambient-caps={powers}",
+            f"--bounding-set={powers}",
+        ]
+    # The libraries' own threads would take what is left.
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", "colab_utils", *command],
+        cwd=folder,
+        env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def find_lines(done):
+    """Return the lines that a command showed, without its notes, and those of Matplotlib, which
+    finds no folder of this user.
+    """
+    lines = []
+    for line in done.stderr.splitlines():
+        if not line.startswith("note: ") and "matplotlib" not in line.lower():
+            lines.append(line)
+    return lines
+
+
+def list_processes_of(user):
+    ids = []
+    for process in psutil.process_iter(["uids"]):
+        if process.info["uids"] and process.info["uids"].real == user:
+            ids.append(process.pid)
+    return ids
+
+
+# With two, the second process of a pool cannot be forked; with the others, a thread of it.
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        (CHECK, 2),
+        (CHECK, 4),
+        (PREPROCESS, 1),
+        (PREPROCESS, 3),
+        (PREPROCESS, 4),
+    ],
+)
+def test_too_few_processes_are_said_in_one_line(command, value, user, tiny_dataset, tmp_path):
+    data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
+    done = run_limited(
+        [*command, *data], tmp_path, kind=resource.RLIMIT_NPROC, value=value, user=user
+    )
+    [line] = find_lines(done)
+    assert line.startswith("error: expected to start what this work needs, found: ")
+    assert "`ulimit -u`" in line
+    assert done.returncode == 2
+    assert list_processes_of(user) == []
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_copy_goes_on_with_the_threads_that_it_gets(user, tiny_shards, tmp_path):
+    command = ["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "copy")]
+    done = run_limited(command, tmp_path, kind=resource.RLIMIT_NPROC, value=3, user=user)
+    assert done.returncode == 0, done.stderr
+    for path in tiny_shards.iterdir():
+        assert (tmp_path / "copy" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("command", [CHECK, PREPROCESS])
+def test_too_few_open_files_are_said_in_one_line(command, tiny_dataset, tmp_path):
+    data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
+    done = run_limited([*command, *data], tmp_path, kind=resource.RLIMIT_NOFILE, value=10)
+    [line] = find_lines(done)
+    assert line.startswith("error: expected to start what this work needs, found: [Errno 24] ")
+    assert "`ulimit -n 4096`" in line
+    assert done.returncode == 2
+
+
+def refuse_thread(self):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("place", ["_feed", "run"])
+def test_a_pool_that_starts_in_part_is_taken_down(place, monkeypatch):
+    """The limit above strikes one thread or the other; here it is each in turn."""
+    start = threading.Thread.start
+
+    def refuse_one(thread):
+        is_feeder = thread.name == "QueueFeederThread"
+        if is_feeder == (place == "_feed"):
+            refuse_thread(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_one)
+    with pytest.raises(ColabUtilsError, match=r"can't start new thread\. .*pids\.max"):
+        fork_pool(3)
+    assert active_children() == []
+    monkeypatch.undo()
+    with fork_pool(2) as pool:
+        assert list(pool.map(abs, (-1, 2))) == [1, 2]
+
+
+def test_threads_that_cannot_start_are_said(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    with pytest.raises(ColabUtilsError, match="`ulimit -u`"):
+        start_thread(print, "a name")
+    with ThreadPool(2) as pool, pytest.raises(ColabUtilsError, match="`ulimit -u`"):
+        pool.submit(print)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stop"), OSError(2, "No such file"), ValueError()])
+def test_other_errors_pass(error):
+    with pytest.raises(type(error)) as caught, explain_limits():
+        raise error
+    assert caught.value is error
+
+
+def wait_until(is_true):
+    end_s = time.monotonic() + 30
+    while not is_true() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert is_true()
+
+
+def is_alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_workers_end_when_their_parent_is_killed():
+    code = """
+import os, time
+from colab_utils.processes import fork_pool
+pool = fork_pool(3)
+print(*[process.pid for process in pool._processes.values()], flush=True)
+pool.submit(time.sleep, 600)
+time.sleep(600)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    with parent:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(is_alive, pids))
+        parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_worker_whose_parent_died_before_it_looked_ends(monkeypatch):
+    class Dead:
+        def __init__(self):
+            self.sentinel, self.other = os.pipe()
+
+        def is_alive(self):
+            return False
+
+    monkeypatch.setattr(processes.multiprocessing, "parent_process", Dead)
+    pid = os.fork()
+    if pid == 0:
+        processes.end_with_parent()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

@@ -3,7 +3,7 @@
 import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -20,7 +20,7 @@ from colab_utils.data.decoding import guard_pillow
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.sampler import BatchSampler
-from colab_utils.processes import quiet_fork
+from colab_utils.processes import ThreadPool, quiet_fork
 
 # An image, uint8 [3, H, W], and torchvision's target.
 Sample = tuple[Tensor, dict[str, Any]]
@@ -141,7 +141,7 @@ class ThreadLoading:
     ) -> None:
         self._load = lru_cache(cached)(dataset.__getitem__)
         self._order = batch_sampler
-        self._pool = ThreadPoolExecutor(threads)
+        self._pool = ThreadPool(threads)
         self._ahead = ahead
         self._most = most
 

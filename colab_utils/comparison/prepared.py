@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.machine import require_space
+from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 from colab_utils.shards.copy import copy_shards
@@ -192,7 +192,7 @@ class PreparedData:
 
 def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """What a call gives for each item, in order, by as many threads as `copy_shards` reads with."""
-    with ThreadPoolExecutor(_STREAMS) as pool:
+    with ThreadPool(_STREAMS) as pool:
         return list(show_progress(label, pool.map(call, items), total=len(items), unit="file"))
 
 

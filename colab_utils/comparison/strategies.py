@@ -5,7 +5,6 @@
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import find_free_memory
+from colab_utils.processes import ThreadPool
 from colab_utils.require import require_choice
 from colab_utils.slow_drive import read_at_full_speed
 from colab_utils.units import format_bytes
@@ -143,7 +143,7 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
             f"{format_bytes(needed)} of samples and {format_bytes(free)} free: leave this "
             "strategy out"
         )
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPool(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
     return EpochLoader(setting, samples, DataLoader, collate_fn=collate)
 

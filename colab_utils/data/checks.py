@@ -4,7 +4,6 @@ data in numbers.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import count_cores
-from colab_utils.processes import fork_pool
+from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 
@@ -142,7 +141,7 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
 
 def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
     read = partial(read_header, images, part, retries=Retries(), deep=deep)
-    with ThreadPoolExecutor(_STREAMS) as pool:
+    with ThreadPool(_STREAMS) as pool:
         headers = pool.map(read, range(len(part)))
         return [check_image(part, i, header) for i, header in enumerate(headers)]
 
@@ -249,5 +248,5 @@ def _find_shared(
                     return "image in validation, too", text
         return None
 
-    with ThreadPoolExecutor(_STREAMS) as pool:
+    with ThreadPool(_STREAMS) as pool:
         return [*filter(None, pool.map(compare, range(len(other))))]

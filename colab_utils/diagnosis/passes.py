@@ -18,7 +18,7 @@ from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
-from colab_utils.processes import quiet_fork
+from colab_utils.processes import quiet_fork, start_thread
 
 # Seconds between two looks at the clock; less where timeout_s is short.
 _PAUSE_S = 0.5
@@ -67,8 +67,7 @@ class Pass:
     def run(self) -> Iterator[Any]:
         """Yield the batches."""
         self._monitor.forget_ended()
-        thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        thread.start()
+        thread = start_thread(self._watch, "watch")
         try:
             with self._record.measure_pass() as clock:
                 while True:

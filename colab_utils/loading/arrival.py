@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
+from colab_utils.processes import ThreadPool, start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
 from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import remove_leftovers
@@ -106,8 +107,13 @@ class Arrival:
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
             self._write_status()
-        self._thread = threading.Thread(target=self._run, name="arrival", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._run, "arrival")
+        except ColabUtilsError as error:
+            # Else who reads along would wait for shards for ever.
+            self._error = error
+            self._write_status()
+            raise
 
     def stop(self) -> None:
         """End at the next piece; what has arrived stays, and a copy made anew continues there."""
@@ -207,7 +213,7 @@ class Arrival:
         """
         if self.rolls:
             self._keep_what_fits()
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
+        with ThreadPool(self._workers, thread_name_prefix="arrival") as pool:
             try:
                 while not self._job.stop.is_set() and not self.is_complete:
                     self._start_moves(pool)
@@ -228,7 +234,7 @@ class Arrival:
             else:
                 self._remove(number)
 
-    def _start_moves(self, pool: ThreadPoolExecutor) -> None:
+    def _start_moves(self, pool: ThreadPool) -> None:
         while len(self._moves) < self._workers:
             choice = self._choose()
             if choice is None:

@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -17,6 +16,7 @@ from colab_utils.loading.arrival import POLL_S, Arrival, read_status
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
+from colab_utils.processes import ThreadPool
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
 
@@ -126,7 +126,7 @@ class ArrivingShards(ShardDataset):
         )
         load = partial(load_shard, source, retries=retries)
         # one after the other, 150 shards take Drive 10 to 90 seconds
-        with ThreadPoolExecutor(_READERS) as pool:
+        with ThreadPool(_READERS) as pool:
             try:
                 shards = list(pool.map(load, index.shards))
             except BaseException:

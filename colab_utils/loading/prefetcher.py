@@ -127,7 +127,6 @@ class Prefetcher:
     def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
         self._fetcher = fetcher
         self._ahead = max(1, workers * prefetch)
-        self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
         # by the batch's number, with that of its buffer
         self._sent: dict[int, tuple[WorkerJob, int]] = {}
         self._done: dict[int, Result] = {}
@@ -135,21 +134,20 @@ class Prefetcher:
         self._connections: list[Any] = []
         context = multiprocessing.get_context("fork")
         try:
-            for _ in range(workers):
-                here, there = context.Pipe()
-                self._connections.append(here)
-                process = context.Process(
-                    target=_serve, args=(there, fetcher, self._buffers.buffers), daemon=True
-                )
-                with there, quiet_fork():
-                    process.start()
-                self._processes.append(process)
-        except OSError as error:  # no more processes
+            with quiet_fork():
+                self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
+                for _ in range(workers):
+                    here, there = context.Pipe()
+                    self._connections.append(here)
+                    process = context.Process(
+                        target=_serve, args=(there, fetcher, self._buffers.buffers), daemon=True
+                    )
+                    with there:
+                        process.start()
+                    self._processes.append(process)
+        except BaseException:
             self.close()
-            raise ColabUtilsError(
-                f"expected {workers} worker processes, found that they cannot be started "
-                f"({error}): close what you do not need, or use workers=0"
-            ) from None
+            raise
 
     def run(
         self,

@@ -1,7 +1,7 @@
 """How many workers: as many as short trials of the real loader find best."""
 
+from functools import partial
 from itertools import chain, islice, repeat
-from threading import Thread
 from time import perf_counter, thread_time
 
 import numpy as np
@@ -10,6 +10,7 @@ from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, Prefetcher
 from colab_utils.machine import count_cores, find_free_memory
+from colab_utils.processes import start_thread
 from colab_utils.progress import show_progress
 
 _TRIAL_S = 0.8
@@ -69,7 +70,6 @@ def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> f
     its core.
     """
     prefetcher = Prefetcher(fetcher, workers, PREFETCH)
-    step = Thread(target=EmulatedStep(1000 * _TRIAL_S), args=(None,), daemon=True)
     try:
         loaded = prefetcher.run(
             enumerate(chain.from_iterable(repeat(batches))), seed=(0,), skips_bad=True
@@ -77,7 +77,7 @@ def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> f
         # the workers start, and touch their memory for the first time
         for _ in islice(loaded, workers * PREFETCH + 1):
             pass
-        step.start()
+        step = start_thread(partial(EmulatedStep(1000 * _TRIAL_S), None), "step")
         images = 0
         began_s = perf_counter()
         for _, batch, _ in loaded:

@@ -1,7 +1,7 @@
 """Copy shards from Drive to this machine's disk, index last."""
 
 import os
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +13,7 @@ from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, has_size, name_temporary
 from colab_utils.machine import require_space
-from colab_utils.processes import pop_done
+from colab_utils.processes import ThreadPool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
@@ -142,10 +142,10 @@ class Copying:
         copied: set[str] = set()
         with (
             show_progress("copying shards", total=total, unit="B", scale=True) as bar,
-            ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="copy") as pool,
+            ThreadPool(COPY_STREAMS, thread_name_prefix="copy") as pool,
         ):
-            pending = {pool.submit(self.copy_file, *file) for file in files}
             try:
+                pending = {pool.submit(self.copy_file, *file) for file in files}
                 while pending:
                     names = {future.result() for future in pop_done(pending)}
                     copied |= names - {""}

@@ -3,7 +3,7 @@
 import tarfile
 from collections import Counter
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
+from colab_utils.processes import ThreadPool
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.records import read_image, try_sample
@@ -193,7 +194,7 @@ def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Future[byt
     On Drive, reading is waiting.
     """
     pending: list[Future[bytes]] = []
-    pool = ThreadPoolExecutor(READ_STREAMS, "read")
+    pool = ThreadPool(READ_STREAMS, "read")
     retries = Retries(progress.stop)
     try:
         for i in range(len(job.dataset)):

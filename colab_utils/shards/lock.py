@@ -19,6 +19,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, open_file, write_file
 from colab_utils.machine import require_linux
+from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
@@ -89,7 +90,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
         _marks.add(mark)
         try:
             retries.write(folder, begin)
-            threading.Thread(target=touch, name="writer", daemon=True).start()
+            start_thread(touch, "writer")
             yield
         finally:
             ended.set()

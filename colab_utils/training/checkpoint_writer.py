@@ -1,7 +1,7 @@
 """Checkpoints that are written in a thread while training goes on."""
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from colab_utils.processes import ThreadPool
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 
 # The least seconds between two checkpoints, and before the one at the end of an epoch.
@@ -35,7 +36,7 @@ class CheckpointWriter:
         self._folder = folder
         self._every_steps = every_steps
         self._saved_s = perf_counter()
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = ThreadPool(1, "checkpoint")
         self._job: Future[Path] | None = None
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:

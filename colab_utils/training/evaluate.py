@@ -7,7 +7,7 @@ masks and computes COCO's sums meanwhile.
 import io
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.processes import fork_pool
+from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.precision import keep_boxes_exact
@@ -220,7 +220,7 @@ def _decode_ahead(
         image: Tensor = dataset.decode(dataset.read(i))
         return image
 
-    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
+    with ThreadPool(_DECODING_THREADS) as pool:
         jobs = ((batch, pool.map(decode, batch)) for batch in [*batches, []])
         for (batch, images), _ in pairwise(jobs):
             yield batch, [*images]

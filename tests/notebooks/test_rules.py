@@ -24,7 +24,10 @@ NAMES = [
 BADGE = re.compile(
     r"\[!\[Open In Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"
     r"\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)"
-    r"/blob/main/(notebooks/\w+\.ipynb)\)"
+    r"/blob/([\w.-]+)/(notebooks/\w+\.ipynb)\)"
+)
+INSTALL = re.compile(
+    r"git\+https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?(?:@([\w.-]+))?(?=[\s\"'\\])"
 )
 
 
@@ -106,18 +109,26 @@ def test_one_heading_of_the_first_level_in_the_first_cell(sources):
 def test_the_badge_opens_this_very_notebook(name, sources):
     match = BADGE.search(sources[0][1])
     assert match
-    assert match[2] == f"notebooks/{name}.ipynb"
+    assert match[3] == f"notebooks/{name}.ipynb"
 
 
-def test_all_badges_and_installs_name_one_repository():
+def test_the_badge_opens_what_is_installed(sources):
+    text = "\n".join(source for _, source, _ in sources)
+    [badge] = BADGE.finditer(text)
+    [install] = INSTALL.finditer(text)
+    assert badge[1] == install[1]
+    # An install line without a tag takes the branch that a badge names by default.
+    assert badge[2] == (install[2] or "main")
+
+
+def test_all_badges_and_installs_name_one_repository_and_one_tag():
     texts = [(FOLDER / f"{name}.ipynb").read_text(encoding="utf-8") for name in NAMES]
-    repositories = {match[1] for text in texts for match in BADGE.finditer(text)}
-    repositories |= {
-        match[1]
-        for text in texts
-        for match in re.finditer(r"git\+https://github\.com/([\w./-]+)", text)
-    }
-    assert len(repositories) == 1
+    badges = [match for text in texts for match in BADGE.finditer(text)]
+    installs = [match for text in texts for match in INSTALL.finditer(text)]
+    assert len(badges) == len(NAMES)
+    assert len(installs) == len(NAMES)
+    assert len({match[1] for match in badges + installs}) == 1
+    assert len({match[2] for match in badges}) == 1
 
 
 def test_the_order_of_the_parts(sources):
