@@ -11,13 +11,12 @@ from time import perf_counter
 from typing import Any
 
 from colab_utils.drive import DriveLostError, Retries
-from colab_utils.require import require_count
 from colab_utils.streams import (
-    MOST_STREAMS,
     StreamTrial,
     StreamTuner,
     guess_streams,
     remember_streams,
+    require_streams,
 )
 
 AHEAD_BYTES = 64_000_000
@@ -87,10 +86,10 @@ class Reader:
         most_bytes: int = AHEAD_BYTES,
     ) -> None:
         self.tuner: StreamTuner | None = None
-        if streams == "auto":
+        if require_streams(streams) == "auto":
             self.tuner = StreamTuner(guess_streams(place))
         else:
-            self._streams = require_count("streams", streams, most=MOST_STREAMS)
+            self._streams = int(streams)
         self._read = read
         self._place = place
         self._retries = retries or Retries()
@@ -98,6 +97,7 @@ class Reader:
         self._lock = threading.Lock()
         self._waiting: deque[Reading] = deque()
         self._tasks: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._ahead: dict[Hashable, deque[Reading]] = {}
         self._threads = 0
         self._busy = 0
         # Readings in flight, and the bytes of those that came and were not taken.
@@ -142,6 +142,43 @@ class Reader:
         finally:
             for reading in pending:
                 reading.drop()
+
+    def prefetch(self, names: Iterable[Hashable]) -> None:
+        """Begin to read files for later calls of `take`, once for each time that they are named."""
+        for reading in self.ask(names):
+            self._ahead.setdefault(reading.name, deque()).append(reading)
+
+    def is_ahead(self, name: Hashable) -> bool:
+        """Return whether `prefetch` began to read a file that nobody took yet."""
+        return name in self._ahead
+
+    def take(self, name: Hashable) -> Any:
+        """Return a file's content: as `prefetch` began to read it, or read now, in this thread.
+
+        Raises:
+            DriveLostError: Drive failed, and went on failing for 81 seconds.
+            Exception: what ``read`` raised.
+        """
+        if not self.is_ahead(name):
+            return self._retries.run(partial(self._read, name))
+        return self._pop_ahead(name).take()
+
+    def forget(self, names: Iterable[Hashable]) -> None:
+        """Give up what `prefetch` began to read of these files."""
+        for name in names:
+            while self.is_ahead(name):
+                self._pop_ahead(name).drop()
+
+    def forget_all(self) -> None:
+        """Give up all that `prefetch` began to read and nobody took."""
+        self.forget(list(self._ahead))
+
+    def _pop_ahead(self, name: Hashable) -> Reading:
+        readings = self._ahead[name]
+        reading = readings.popleft()
+        if not readings:
+            del self._ahead[name]
+        return reading
 
     def close(self) -> None:
         """Let go of all files, and end the threads that wait; reads in flight end by themselves."""

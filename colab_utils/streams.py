@@ -10,6 +10,7 @@ import psutil
 import xxhash
 
 from colab_utils.drive import find_mount
+from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
 
 MOST_STREAMS = 256
@@ -154,6 +155,21 @@ class StreamTuner:
         wider = min(MOST_STREAMS, max(self.streams + 1, round(self.streams * self._factor)))
         self._is_trial = wider > self.streams
         self.streams = wider
+
+
+def require_streams(streams: int | str) -> int | str:
+    """Return a number of streams, or "auto", and refuse all else.
+
+    Raises:
+        ColabUtilsError: it is neither.
+
+    Example:
+        >>> require_streams("auto"), require_streams(32)
+        ('auto', 32)
+    """
+    if isinstance(streams, str) and streams == "auto":
+        return streams
+    return require_count("streams", streams, most=MOST_STREAMS)
 
 
 def guess_streams(place: str | Path) -> int:

@@ -7,7 +7,8 @@ torchvision's ``references/detection`` does.
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.reader import Reader
 from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
 from colab_utils.shards.index import ShardIndex, read_index
+from colab_utils.streams import require_streams
 
 
 class CocoFolder(CocoSamples):
@@ -51,6 +54,7 @@ class CocoFolder(CocoSamples):
         images: the image folder.
         annotations: COCO instance JSON.
         contiguous_labels: map category ids to 1 to K.
+        streams: files that each process reads at the same time, for a batch; "auto" measures.
 
     Raises:
         ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image
@@ -64,15 +68,37 @@ class CocoFolder(CocoSamples):
     """
 
     def __init__(
-        self, images: str | Path, annotations: str | Path, *, contiguous_labels: bool = False
+        self,
+        images: str | Path,
+        annotations: str | Path,
+        *,
+        contiguous_labels: bool = False,
+        streams: int | str = "auto",
     ) -> None:
         self.folder = require_local_path(images)
+        self.streams = require_streams(streams)
         self.retries = Retries()
+        self._reader: Reader | None = None
+        self._reader_process = 0
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.image_ids = self.coco.image_ids
         self.sizes = self.coco.sizes
         self.fingerprint = self.coco.fingerprint
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Target]]:
+        """Return the samples of a batch, whose files are read at the same time.
+
+        PyTorch's ``DataLoader`` calls this for each batch.
+        """
+        reader = self._open_reader()
+        numbers = [self._check(index) for index in indices]
+        reader.prefetch(number for number in numbers if not reader.is_ahead(number))
+        try:
+            return [self[number] for number in numbers]
+        except BaseException:
+            reader.forget(numbers)
+            raise
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
@@ -93,16 +119,42 @@ class CocoFolder(CocoSamples):
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
+    def read_ahead(self, indices: Iterable[int]) -> None:
+        """Begin to read the files of these images, many at the same time.
+
+        ``read`` takes them from memory later. Call it once for each time that an image is needed.
+        """
+        self._open_reader().prefetch([self._check(index) for index in indices])
+
+    def drop_ahead(self) -> None:
+        """Give up the files that ``read_ahead`` began to read and nobody took."""
+        self._open_reader().forget_all()
+
     def read(self, index: int) -> bytes:
         """The image file's bytes."""
+        return bytes(self._open_reader().take(self._check(index)))
+
+    def _read_file(self, index: int) -> bytes:
         path = self.find_path(index)
         try:
-            return read_file(path, self.retries)
+            return read_file(path)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected an image file, found none at {path} ({error.strerror}). "
                 "Run check on the dataset."
             ) from None
+
+    def _open_reader(self) -> Reader:
+        """Return this process's reader: threads and locks of another process are of no use."""
+        if self._reader is None or self._reader_process != os.getpid():
+            self._reader = Reader(
+                self._read_file, place=self.folder, streams=self.streams, retries=self.retries
+            )
+            self._reader_process = os.getpid()
+        return self._reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reader": None}
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the
