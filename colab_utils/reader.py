@@ -5,12 +5,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import Retries
 from colab_utils.streams import (
     StreamTrial,
     StreamTuner,
@@ -60,7 +59,8 @@ class Reader:
         place: a folder that the files lie in; what was found for its mount is kept for the
             session.
         streams: reads at the same time, up to 256. "auto" measures: see `StreamTuner`.
-        retries: tries again where Drive fails; also tells the reader to read less at once.
+        retries: those of ``read``, if it has any: they tell where Drive refuses, so that less is
+            read at once.
         most_bytes: bytes that may wait to be taken; one file may always be in flight.
 
     Attributes:
@@ -92,7 +92,8 @@ class Reader:
             self._streams = int(streams)
         self._read = read
         self._place = place
-        self._retries = retries or Retries()
+        if retries is not None:
+            retries.on_failure = self._refuse
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._waiting: deque[Reading] = deque()
@@ -160,7 +161,7 @@ class Reader:
             Exception: what ``read`` raised.
         """
         if not self.is_ahead(name):
-            return self._retries.run(partial(self._read, name))
+            return self._read(name)
         return self._pop_ahead(name).take()
 
     def forget(self, names: Iterable[Hashable]) -> None:
@@ -230,19 +231,15 @@ class Reader:
             content = None
             error: BaseException | None = None
             try:
-                content = self._retries.run(partial(self._read_once, reading))
+                content = self._read(reading.name)
             except BaseException as failure:
                 error = failure
             self._finish(reading, content, error)
 
-    def _read_once(self, reading: Reading) -> Any:
-        try:
-            return self._read(reading.name)
-        except DriveLostError:
-            with self._lock:
-                if self.tuner:
-                    self.tuner.refuse()
-            raise
+    def _refuse(self) -> None:
+        with self._lock:
+            if self.tuner is not None:
+                self.tuner.refuse()
 
     def _finish(self, reading: Reading, content: Any, error: BaseException | None) -> None:
         count = len(content) if isinstance(content, bytes | bytearray) else 0

@@ -24,7 +24,7 @@ _SLOWED = "COLAB_UTILS_SLOWED"
 # shares one link.
 _LINK_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
 _USER = os.getuid() if hasattr(os, "getuid") else 0
-_LINK = f"{_LINK_FOLDER}/colab_utils-drive-{_USER}"
+_LINK = f"{_LINK_FOLDER}/colab_utils-drive-reads-{_USER}"
 
 
 @dataclass(frozen=True)

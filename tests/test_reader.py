@@ -2,10 +2,11 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from colab_utils.drive import DriveLostError
+from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.reader import Reader
 
@@ -133,14 +134,18 @@ def test_an_error_is_raised_where_the_file_is_taken(tmp_path):
 def test_a_refused_read_is_tried_again_with_fewer_streams(tmp_path, monkeypatch):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01))
     refused = set()
+    retries = Retries()
 
-    def read(name):
+    def read_once(name):
         if name == 3 and name not in refused:
             refused.add(name)
             raise DriveLostError("refused")
         return name
 
-    reader = Reader(read, place=tmp_path)
+    def read(name):
+        return retries.run(partial(read_once, name))
+
+    reader = Reader(read, place=tmp_path, retries=retries)
     before = reader.streams
     assert [reading.take() for reading in reader.ask(range(6))] == list(range(6))
     assert reader.streams < before

@@ -9,6 +9,7 @@ torchvision's ``references/detection`` does.
 import json
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class CocoFolder(CocoSamples):
     def _read_file(self, index: int) -> bytes:
         path = self.find_path(index)
         try:
-            return read_file(path)
+            return read_file(path, self.retries)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected an image file, found none at {path} ({error.strerror}). "
@@ -194,6 +195,15 @@ class CocoFolder(CocoSamples):
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
+def _load_shards(folder: Path, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
+    """Return the arrays of all shards, several of which are read at the same time."""
+    load = partial(load_shard, folder, retries=retries)
+    reader = Reader(load, place=folder, retries=retries)
+    shards = [reading.take() for reading in reader.ask(index.shards)]
+    reader.close()
+    return shards
+
+
 class ShardDataset(CocoSamples):
     """A folder of shards as a map-style dataset with torchvision's detection contract.
 
@@ -241,7 +251,7 @@ class ShardDataset(CocoSamples):
         folder = require_local_path(folder)
         retries = Retries()
         index = read_index(folder, retries)
-        shards = [load_shard(folder, shard, retries=retries) for shard in index.shards]
+        shards = _load_shards(folder, index, retries)
         self._open(
             ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
         )
