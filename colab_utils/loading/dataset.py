@@ -55,7 +55,8 @@ class CocoFolder(CocoSamples):
         images: the image folder.
         annotations: COCO instance JSON.
         contiguous_labels: map category ids to 1 to K.
-        streams: files that each process reads at the same time, for a batch; "auto" measures.
+        streams: files that each process reads at the same time, for a batch; "auto" measures, 1
+            reads one after the other.
 
     Raises:
         ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image
@@ -92,6 +93,8 @@ class CocoFolder(CocoSamples):
 
         PyTorch's ``DataLoader`` calls this for each batch.
         """
+        if self.streams == 1:
+            return [self[index] for index in indices]
         reader = self._open_reader()
         numbers = [self._check(index) for index in indices]
         reader.prefetch(number for number in numbers if not reader.is_ahead(number))
