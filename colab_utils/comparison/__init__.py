@@ -12,6 +12,10 @@ COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd"
 """The steps of the course in its order, each on top of the one before."""
 
 
+LEAST_NOISE = 0.05
+"""Closer than this, or than the spread of their repeats, the order of two bars means nothing."""
+
+
 def measure_spread(repeats: Sequence[float]) -> float:
     """Return by how much repeats differ, as a share of their median; 0 of fewer than two.
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from colab_utils.comparison import measure_spread
+from colab_utils.comparison import LEAST_NOISE, measure_spread
 from colab_utils.comparison.loaders import Setting, deliver
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Strategy, choose_strategies
@@ -34,8 +34,6 @@ from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed
 
 # A run ends by its seconds.
 _MOST_BATCHES = 10_000
-# Repeats that differ by more say little about smaller differences.
-_NARROW_SPREAD = 0.05
 # So many images of an epoch are compared with the reference.
 _CHECKED_IMAGES = 32
 # Of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes, and the same after one
@@ -104,7 +102,7 @@ class StrategyTiming:
             f"{self.title}: {self.images_per_second:.1f} images/s ({min(repeats):.1f} to "
             f"{max(repeats):.1f}), waiting {self.wait_share:.0%}"
         )
-        if self.spread > _NARROW_SPREAD:
+        if self.spread > LEAST_NOISE:
             text += f"; its repeats differ by {self.spread:.0%}"
         return text if self.comparable else f"{text}; NOT COMPARABLE: {self.difference}"
 
@@ -135,6 +133,14 @@ class Comparison:
     """What is missing, and images that were left out."""
     busy: str = ""
     """That this machine was busy with other work, where the emulated step took too long."""
+
+    def describe_steps(self) -> list[str]:
+        """Return what each strategy wins over the one before it, as far as their repeats tell.
+
+        What is within the spread of either's repeats, or within 5%, is called equal.
+        """
+        timed = [row for row in self.strategies if row.images_per_second is not None]
+        return [_describe_step(before, after) for before, after in pairwise(timed)]
 
     def __str__(self) -> str:
         head = (
@@ -390,6 +396,18 @@ class _Row:
             cold_s = 1 / median(run.images_per_second for run in self.times)
         # What keeps its samples reads all of them while it opens: more images take longer.
         return cold_s + self.opened_s / count if self.strategy.keeps else cold_s
+
+
+def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
+    gain = (after.images_per_second or 0) / (before.images_per_second or 1)
+    noise = max(LEAST_NOISE, before.spread, after.spread)
+    if gain >= 1 + noise:
+        words = f"trains {gain:.1f} times as many images/s as"
+    elif gain <= 1 - noise:
+        words = f"trains {1 - gain:.0%} fewer images/s than"
+    else:
+        words = f"is as fast as, within {noise:.0%},"
+    return f"{after.title} {words} {before.title}"
 
 
 def _describe_busy(step: Callable[..., Any], rows: Sequence[_Row]) -> str:

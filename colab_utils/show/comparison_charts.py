@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from colab_utils.comparison import COURSE_STRATEGIES, measure_spread
+from colab_utils.comparison import COURSE_STRATEGIES, LEAST_NOISE, measure_spread
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
     BLUE,
@@ -32,8 +31,6 @@ COCO_IMAGES = 118_287
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
 _EPOCHS = _SESSIONS * _SESSION_EPOCHS
-# Closer than this, or than the spread of their repeats, the order of two bars means nothing.
-_NOISE = 0.05
 # What a receipt's ``comparison.json`` holds, or one of its rows.
 Content = Mapping[str, Any]
 
@@ -60,7 +57,7 @@ def plot_comparison(comparison: "Comparison | Content") -> Figure:
         if not row["comparable"]:
             note += ", NOT the same data"
         repeats = row["repeats_images_per_second"]
-        if measure_spread(repeats) > _NOISE:
+        if measure_spread(repeats) > LEAST_NOISE:
             note += f", repeats differ by {measure_spread(repeats):.0%}"
         notes[row["label"]] = note
         spread[row["label"]] = (min(repeats), max(repeats))
@@ -197,39 +194,13 @@ def _describe_gain(now: Content, best: Content) -> str:
     return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
 
 
-def compare_rows(comparison: "Comparison | Content") -> list[str]:
-    """Say of each strategy what it wins over the one before it, as far as their repeats tell.
-
-    What is within the spread of either's repeats, or within 5%, is called equal.
-
-    Raises:
-        ColabUtilsError: no strategy was timed.
-    """
-    rows = list(read_comparison(comparison)["timed"].values())
-    return [_compare_rows(before, after) for before, after in pairwise(rows)]
-
-
-def _compare_rows(before: Content, after: Content) -> str:
-    gain = after["images_per_second"] / before["images_per_second"]
-    noise = max(
-        _NOISE, *(measure_spread(row["repeats_images_per_second"]) for row in (before, after))
-    )
-    if gain >= 1 + noise:
-        words = f"trains {format_figure(gain)} times as many images/s as"
-    elif gain <= 1 - noise:
-        words = f"trains {1 - gain:.0%} fewer images/s than"
-    else:
-        words = f"is as fast as, within {noise:.0%},"
-    return f"{after['title']} {words} {before['title']}"
-
-
 def find_gain(content: Content) -> tuple[Content, Content]:
     """The first way that delivers the same samples, and the best; of those that tie, `make_loader`
     or the last.
     """
     fair = content["fair"]
     fastest = max(fair.values(), key=lambda row: row["images_per_second"])
-    noise = max(_NOISE, measure_spread(fastest["repeats_images_per_second"]))
+    noise = max(LEAST_NOISE, measure_spread(fastest["repeats_images_per_second"]))
     least = (1 - noise) * fastest["images_per_second"]
     best = [name for name, row in fair.items() if row["images_per_second"] >= least]
     return next(iter(fair.values())), fair["packed" if "packed" in best else best[-1]]

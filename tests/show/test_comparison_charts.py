@@ -14,7 +14,6 @@ from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import describe_busy
 from colab_utils.show.comparison_charts import (
-    compare_rows,
     describe_gain,
     plot_cold_start,
     plot_comparison,
@@ -234,13 +233,13 @@ def test_a_difference_within_the_spread_of_the_repeats_is_called_equal(
             replace(slow, repeats_images_per_second=(29.9, 30.0, 30.1)),
             replace(close, repeats_images_per_second=repeats),
         )
-        assert words in compare_rows(rows)[0]
+        assert words in rows.describe_steps()[0]
 
 
 @pytest.mark.parametrize(
     ("rate", "words"),
     [
-        (60.0, "make_loader trains 2 times as many images/s as 2 workers"),
+        (60.0, "make_loader trains 2.0 times as many images/s as 2 workers"),
         (24.0, "make_loader trains 20% fewer images/s than 2 workers"),
     ],
 )
@@ -253,7 +252,7 @@ def test_a_difference_beyond_the_spread_is_told(make_timing, make_comparison, ra
         )
         for name, median in (("dataloader", 30.0), ("packed", rate))
     ]
-    assert compare_rows(make_comparison(*rows)) == [words]
+    assert make_comparison(*rows).describe_steps() == [words]
 
 
 def test_a_wide_spread_is_written_on_the_bar(make_timing, make_comparison):
