@@ -110,17 +110,22 @@ class BatchSampler(Sampler[list[int]]):
         sampler: Any = None,
         drop_last: bool = False,
     ) -> None:
-        self.size = size
         self.batch_size = batch_size
         self.seed = seed
         self.sampler = sampler
         self.drop_last = drop_last
+        self.epoch = 0
+        self.set_images(size, sizes, shard_of)
+
+    def set_images(self, size: int, sizes: NDArray[np.int32] | None, shard_of: Any) -> None:
+        """Begin the epoch anew with so many images, of these sizes and shards."""
+        self.size = size
         self._shard_of = shard_of
-        if sizes is None or seed is None:
+        if sizes is None or self.seed is None:
             self._wide = np.zeros(size, bool)
         else:
             self._wide = sizes[:, 1] >= sizes[:, 0]
-        self.start_epoch(0)
+        self.start_epoch(self.epoch)
 
     def start_epoch(self, epoch: int) -> None:
         """The next pass runs this epoch, with all images."""
