@@ -26,8 +26,8 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def digest_dataset(dataset: Any) -> str | None:
-    """Return a digest of all that a dataset holds, or None where it cannot be compared.
+def digest_dataset(dataset: Any) -> str:
+    """Return a digest of all that a dataset holds, or "" where it cannot be compared.
 
     It sees what the dataset's pickle has: its attributes and those of what it holds, such as
     another dataset, transforms, lists and arrays; no globals, and no attributes of classes. What
@@ -50,7 +50,7 @@ def digest_dataset(dataset: Any) -> str | None:
             _Pickler(file, 5, buffer_callback=arrays.append).dump(dataset)
             parts = [array.raw() for array in arrays]
         except Exception:  # Somebody's own objects may raise anything.
-            return None
+            return ""
         if sum(map(len, parts)) > _MOST_ARRAY_BYTES:
-            return None
+            return ""
         return hash_bytes(file[: file.tell()], *parts)

@@ -70,7 +70,9 @@ class Fetcher:
             base = base.dataset
         self._base = base
         self._rows = rows
-        self._reads_batches = callable(getattr(base, "__getitems__", None))
+        # A subset of somebody's own that has no more than torch's may have changed its samples.
+        read_batch = getattr(type(base), "__getitems__", None)
+        self._reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         is_plain = (
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )

@@ -5,6 +5,7 @@ device.
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -176,6 +177,7 @@ def _find_flip(transforms: Any) -> float:
     return float(transforms.p)
 
 
+@dataclass(eq=False, repr=False)
 class Loader:
     """Iterates over the batches of one epoch; each new pass is the next epoch, also after one that
     was broken off. Made by :func:`make_loader`, whose arguments it keeps.
@@ -187,43 +189,31 @@ class Loader:
         bad: image index and reason of every image that was left out (``max_bad``).
     """
 
-    def __init__(
-        self,
-        fetcher: Fetcher,
-        order: BatchSampler,
-        *,
-        device: torch.device,
-        workers: int,
-        prefetch: int,
-        deliver: Delivery,
-        image_dtype: torch.dtype,
-        seed: int,
-        transforms: Transforms | None,
-        max_bad: int,
-    ) -> None:
-        self.dataset = fetcher.dataset
-        self.batch_size = order.batch_size
-        self.seed = seed
-        self.device = device
-        self.workers = workers
-        self.prefetch = prefetch
-        self.max_bad = max_bad
-        self.deliver = deliver
-        self.image_dtype = image_dtype
-        self.transforms = transforms
+    _fetcher: Fetcher
+    _order: BatchSampler
+    _: KW_ONLY
+    device: torch.device
+    workers: int
+    prefetch: int
+    deliver: str
+    image_dtype: torch.dtype
+    seed: int
+    transforms: Transforms | None
+    max_bad: int
+
+    def __post_init__(self) -> None:
+        self.dataset = self._fetcher.dataset
+        self.batch_size = self._order.batch_size
         self.rates: dict[int, float] = {}
         self.bad: list[tuple[int, str]] = []
         self.total = 0
-        self._rank = 0
-        self._ranks = 1
-        self._fetcher = fetcher
-        self._order = order
         self._totals: dict[int, int] = {}
         self._delivered = 0
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
-        self._digest: str | None = None
+        self._digest = ""
+        self._look_again()
 
     @property
     def epoch(self) -> int:
@@ -273,14 +263,17 @@ class Loader:
     def _look_again(self) -> None:
         """Take the dataset, and the processes that train together, as they are now."""
         self._fetcher.look_again()
-        size = len(self._fetcher)
-        if size != self._order.size:
-            self._order.set_images(size, self._fetcher.sizes, self._fetcher.shard_of)
+        order = self._order
+        order.sizes = self._fetcher.sizes
+        order.shard_of = self._fetcher.shard_of
+        if order.size != len(self._fetcher):
+            order.size = len(self._fetcher)
+            order.start_epoch(self.epoch)
             self._delivered = 0
         self._rank = 0
         self._ranks = 1
         group = torch.distributed
-        if self._order.sampler is None and group.is_available() and group.is_initialized():
+        if order.sampler is None and group.is_available() and group.is_initialized():
             self._rank = group.get_rank()
             self._ranks = group.get_world_size()
 
@@ -290,8 +283,8 @@ class Loader:
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
-        digest = digest_dataset(self.dataset) if self.workers else ""
-        if self._prefetcher is None or digest is None or digest != self._digest:
+        digest = digest_dataset(self.dataset) if self.workers else "none"
+        if self._prefetcher is None or not digest or digest != self._digest:
             self.close()
             self._digest = digest
             self._prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)

@@ -69,7 +69,7 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
             "Leave out ToTensor."
         )
     if target.keys() <= {"image_id"}:
-        target = dict.fromkeys(_KINDS, ())
+        target = {"labels": [], "boxes": [], "masks": []}
     parts = _read_parts(target, image.shape[1:], image_id)
     boxes = torch.from_numpy(parts["boxes"]).float()
     labels = torch.from_numpy(parts["labels"]).long()
@@ -260,30 +260,24 @@ def pack_samples(dataset: Any, indices: Sequence[int], *, by_batch: bool = False
         BadSampleError: if one cannot be loaded.
     """
     samples = []
-    for place, sample in enumerate(_read_samples(dataset, indices, by_batch=by_batch)):
+    batch: Any = ()
+    if by_batch:
+        # Which one it is that fails shows where each is read alone.
+        with suppress(Exception):
+            batch = dataset.__getitems__(list(indices))
+    for place, index in enumerate(indices):
         with blame_sample(place):
+            if len(batch) == len(indices):
+                sample = batch[place]
+            elif by_batch:
+                [sample] = dataset.__getitems__([index])
+            else:
+                sample = dataset[index]
             is_pair = isinstance(sample, tuple | list) and len(sample) == 2
             if not is_pair or not isinstance(sample[1], dict):
                 raise ColabUtilsError(
                     "expected (image, target), the target a dict, from your dataset, "
                     f"found {type(sample).__name__}: see torchvision's"
                 )
-            samples.append(pack_target(*sample, index=indices[place]))
+            samples.append(pack_target(*sample, index=index))
     return PackedSamples(samples)
-
-
-def _read_samples(dataset: Any, indices: Sequence[int], *, by_batch: bool) -> Iterator[Any]:
-    """Give some samples, each read alone or all at once."""
-    samples: Any = ()
-    if by_batch:
-        # Which one it is that fails shows where each is read alone.
-        with suppress(Exception):
-            samples = dataset.__getitems__(list(indices))
-    for place, index in enumerate(indices):
-        with blame_sample(place):
-            if len(samples) == len(indices):
-                yield samples[place]
-            elif by_batch:
-                yield dataset.__getitems__([index])[0]
-            else:
-                yield dataset[index]

@@ -178,7 +178,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         # names of another library, which must not pass for an image without objects
         (lambda i, t: (i, {"image_id": 1000, "bbox": t["boxes"]}), "labels of nothing"),
         (lambda i, t: (i, t | {"image_id": "a.jpg"}), "image_id 'a.jpg' of sample 0"),
-        (lambda i, t: (i, t | {"image_id": torch.arange(2)}), "image_id .* of sample 0"),
+        (lambda i, t: (i, t | {"image_id": torch.arange(2)}), r"image_id .* of sample 0"),
         (lambda i, t: (i, t | {"masks": t["masks"].float()}), r"masks of float32 \[3, 24, 31\]"),
         (lambda i, t: (i, t | {"masks": t["masks"][:2]}), r"masks of uint8 \[2, 24, 31\]"),
         # of another size

@@ -61,17 +61,17 @@ def test_a_change_shows_wherever_it_is_held(change, hold, monkeypatch):
     photos = Photos()
     dataset = hold(photos)
     before = digest_dataset(dataset)
-    assert before is not None
+    assert before
     assert digest_dataset(dataset) == before
     change(photos)
-    assert digest_dataset(dataset) not in (before, None)
+    assert digest_dataset(dataset) not in (before, "")
 
 
 def test_the_packages_own_datasets_can_be_compared(tiny_shards, tiny_dataset):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     for dataset in (ShardDataset(tiny_shards), folder):
         before = digest_dataset(dataset)
-        assert before is not None
+        assert before
         assert len(dataset[0]) == 2
         assert digest_dataset(dataset) == before
     shards = ShardDataset(tiny_shards)
@@ -105,13 +105,13 @@ class KeyboardError(Exception):
 def test_what_cannot_be_pickled_or_is_large_cannot_be_compared(part):
     photos = Photos()
     photos.part = part
-    assert digest_dataset(photos) is None
+    assert digest_dataset(photos) == ""
 
 
 def test_large_arrays_and_mapped_files_cannot_be_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(digest, "_MOST_ARRAY_BYTES", 100)
-    assert digest_dataset(np.zeros(12)) is not None
-    assert digest_dataset([np.zeros(12), np.ones(12)]) is None
-    assert digest_dataset(torch.zeros(100)) is None
+    assert digest_dataset(np.zeros(12)) != ""
+    assert digest_dataset([np.zeros(12), np.ones(12)]) == ""
+    assert digest_dataset(torch.zeros(100)) == ""
     mapped = np.memmap(tmp_path / "pixels", mode="w+", shape=(3,))
-    assert digest_dataset(mapped) is None
+    assert digest_dataset(mapped) == ""
