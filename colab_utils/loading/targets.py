@@ -132,7 +132,7 @@ def check_objects(
         ColabUtilsError: It names the image, what is wrong, and the cure.
     """
     sides = boxes[:, 2:] - boxes[:, :2]
-    has_area = ((sides > 0) & sides.isfinite()).all(1)
+    has_area = ((sides > 0) & (sides < math.inf)).all(1)
     is_sound = (has_area & (labels > 0) & (labels < classes)).cpu()
     if is_sound.all():
         return

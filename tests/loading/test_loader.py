@@ -636,6 +636,16 @@ def test_workers_start_anew_only_where_the_dataset_changed(make):
     assert not pids[1] & pids[2]
 
 
+def test_the_order_goes_on_where_workers_start_anew(make):
+    options = {"batch_size": 3, "workers": 2, "deliver": "packed", "seed": 4}
+    changed = Shades(11)
+    loaders = [make(dataset, **options) for dataset in (changed, Shades(11))]
+    for epoch in range(3):
+        changed.set_epoch(epoch)
+        orders = [list_ids(loader) for loader in loaders]
+        assert orders[0] == orders[1]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_transforms_of_shards_switched_on_and_off_are_those_of_the_pass(tiny_shards, make, workers):
     dataset = ShardDataset(tiny_shards)
