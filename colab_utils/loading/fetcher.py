@@ -54,22 +54,29 @@ class Fetcher:
                 "expected a dataset with a length and indices, "
                 f"found {type(dataset).__name__}: use a ShardDataset"
             )
+        load_jpeg_decoder()  # now, so that workers need not
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Take the dataset as it is now: it may have grown, or have other transforms."""
         if not len(self):
             raise ColabUtilsError(
                 "expected a dataset with images, found an empty one: open another"
             )
-        base: Any = dataset
+        base: Any = self.dataset
         rows = np.arange(len(self))
         while type(base) is Subset:
             rows = np.asarray(base.indices, np.int64)[rows]
             base = base.dataset
         self._base = base
         self._rows = rows
+        # A subset of somebody's own that has no more than torch's may have changed its samples.
+        read_batch = getattr(type(base), "__getitems__", None)
+        self._reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         is_plain = (
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )
         self.writes_itself = is_plain and base.transforms is None
-        load_jpeg_decoder()  # now, so that workers need not
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
@@ -107,7 +114,7 @@ class Fetcher:
         rows = self._rows[indices].tolist()
         if not self.writes_itself:
             with seed_random(seed):
-                source = pack_samples(self.dataset, indices)
+                source = pack_samples(self.dataset, indices, by_batch=self._reads_batches)
                 rows = range(len(indices))
         shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips)
         return shape
