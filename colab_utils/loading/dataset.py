@@ -37,7 +37,7 @@ from colab_utils.reader import Reader
 from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
 from colab_utils.shards.index import ShardIndex, read_index
-from colab_utils.streams import require_streams
+from colab_utils.streams import StreamTrial, require_streams
 
 
 class CocoFolder(CocoSamples):
@@ -123,12 +123,18 @@ class CocoFolder(CocoSamples):
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
-    def read_ahead(self, indices: Iterable[int]) -> None:
+    def read_ahead(self, indices: Iterable[int], streams: int | str = "auto") -> None:
         """Begin to read the files of these images, many at the same time.
 
         ``read`` takes them from memory later. Call it once for each time that an image is needed.
+
+        Args:
+            indices: the images, in the order in which they are needed.
+            streams: how many files at the same time, where this process reads its first ones;
+                "auto" is the dataset's own.
         """
-        self._open_reader().prefetch([self._check(index) for index in indices])
+        reader = self._open_reader(streams)
+        reader.prefetch([self._check(index) for index in indices])
 
     def drop_ahead(self) -> None:
         """Give up the files that ``read_ahead`` began to read and nobody took."""
@@ -148,17 +154,23 @@ class CocoFolder(CocoSamples):
                 "Run check on the dataset."
             ) from None
 
-    def _open_reader(self) -> Reader:
+    @property
+    def best_streams(self) -> StreamTrial | None:
+        """Return how fast files come to this process with how many streams; None before."""
+        return self._open_reader().best
+
+    def _open_reader(self, streams: int | str = "auto") -> Reader:
         """Return this process's reader: threads and locks of another process are of no use."""
         if self._reader is None or self._reader_process != os.getpid():
+            width = self.streams if streams == "auto" else streams
             self._reader = Reader(
-                self._read_file, place=self.folder, streams=self.streams, retries=self.retries
+                self._read_file, place=self.folder, streams=width, retries=self.retries
             )
             self._reader_process = os.getpid()
         return self._reader
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_reader": None}
+        return {**vars(self), "_reader": None, "_reader_process": 0}
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the

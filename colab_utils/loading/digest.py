@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from colab_utils.data.coco import CocoDataset
 from colab_utils.files import hash_bytes
 
 # What is larger takes longer to compare than workers take to start.
@@ -21,6 +22,9 @@ class _Pickler(pickle.Pickler):
         """Return how a value is pickled; it is never made again."""
         if isinstance(value, np.memmap):
             raise pickle.PicklingError("a file mapped into memory")
+        if isinstance(value, CocoDataset):
+            # It never changes, and its texts are large.
+            return list, ([value.fingerprint, value.image_ids],)
         if isinstance(value, Tensor):
             return list, (np.asarray(value.detach()),)
         return NotImplemented

@@ -22,6 +22,7 @@ from colab_utils.loading.targets import Target, Transforms, apply_transforms
 from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count
+from colab_utils.streams import StreamTrial, require_streams
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 
@@ -34,6 +35,7 @@ def make_loader(
     batch_size: int,
     device: torch.device | str = "cpu",
     workers: int | Literal["auto"] = "auto",
+    streams: int | Literal["auto"] = "auto",
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
@@ -69,6 +71,9 @@ def make_loader(
             tries what this machine can do (``tune_workers``: at most three short trials), never
             more than its cores; for under 64 batches an epoch, or shards that still arrive, it is
             one process a core, at most 4.
+        streams: files of a ``CocoFolder`` that each worker reads at the same time, for the batches
+            that come next: a read that waits for Drive needs no core. "auto" finds how many win
+            something, and goes on trying; 1 reads one after the other. Shards need one.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC
@@ -131,7 +136,7 @@ def make_loader(
             "expected deliver='dense' for transforms on the device, found 'packed': they need "
             "dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
         )
-    fetcher = Fetcher(dataset, dense=dense, flip=flip)
+    fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
     order = BatchSampler(
         len(fetcher),
         batch_size,
@@ -318,6 +323,26 @@ class Loader:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
             self._totals[number] = len(indices)
             yield number, indices[self._rank :: self._ranks]
+
+    @property
+    def streams(self) -> tuple[StreamTrial, ...]:
+        """How many files each worker reads at once, and how fast they come; empty where no reading
+        ahead was measured yet.
+        """
+        return tuple(self._prefetcher.streams.values()) if self._prefetcher else ()
+
+    def describe_streams(self) -> str:
+        """Say how fast loose files come with how many reads at once; empty before it is known.
+
+        Example:
+            >>> make_loader(range(3), batch_size=1, workers=0).describe_streams()
+            ''
+        """
+        if not self.streams:
+            return ""
+        count = sum(trial.streams for trial in self.streams)
+        rate = sum(trial.files_per_s for trial in self.streams)
+        return f"files come at {rate:.0f} a second with {count} streams; more win nothing"
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its

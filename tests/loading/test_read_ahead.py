@@ -2,15 +2,18 @@
 
 import pickle
 import threading
+import time
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
 from colab_utils import files
 from colab_utils.data.coco import write_subset
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.loader import make_loader
 
 
 @pytest.fixture
@@ -114,3 +117,116 @@ def _write_annotations(dataset, folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(dataset.read(index))
     return write_subset(dataset.coco, range(4), folder / "coco.json")
+
+
+def read_orders(loader, passes=2):
+    return [
+        [int(target["image_id"]) for _, targets in loader for target in targets]
+        for _ in range(passes)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("deliver", ["dense", "packed"])
+def test_the_loader_gives_the_same_batches_with_and_without_reading_ahead(
+    dataset, workers, deliver
+):
+    settings = {"batch_size": 3, "deliver": deliver, "seed": 5}
+    plain = make_loader(dataset, workers=0, streams=1, **settings)
+    wide = make_loader(dataset, workers=workers, streams=8, **settings)
+    for _ in range(2):
+        for batch, expected in zip(wide, plain, strict=True):
+            if deliver == "dense":
+                for image, wanted in zip(batch[0], expected[0], strict=True):
+                    assert torch.equal(image, wanted)
+                for target, wanted in zip(batch[1], expected[1], strict=True):
+                    assert torch.equal(target["masks"], wanted["masks"])
+            else:
+                assert torch.equal(batch.images, expected.images)
+                assert batch.image_ids.tolist() == expected.image_ids.tolist()
+    wide.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_of_later_batches_are_read_while_the_first_is_needed(
+    dataset, tmp_path, monkeypatch, workers
+):
+    read = files.read_whole
+
+    def note(path, **options):
+        # A file for each read, since workers are other processes.
+        (tmp_path / f"{path.name}.{threading.get_native_id()}").touch()
+        return read(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", note)
+    loader = make_loader(dataset, batch_size=1, workers=workers, prefetch=1, streams=8)
+    next(iter(loader))
+    for _ in range(500):
+        if len(list(tmp_path.iterdir())) == len(dataset):
+            break
+        time.sleep(0.01)
+    assert len(list(tmp_path.iterdir())) == len(dataset)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(dataset, workers):
+    settings = {"batch_size": 2, "workers": workers, "seed": 3}
+    loader = make_loader(dataset, streams=8, **settings)
+    next(iter(loader))
+    plain = make_loader(dataset, streams=1, **settings)
+    next(iter(plain))
+    assert read_orders(loader) == read_orders(plain)
+    loader.close()
+    plain.close()
+
+
+def test_a_resumed_loader_reads_ahead_from_where_it_stands(dataset):
+    settings = {"batch_size": 2, "workers": 1, "streams": 8, "seed": 3}
+    loader = make_loader(dataset, **settings)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = [[int(target["image_id"]) for target in targets] for _, targets in batches]
+    resumed = make_loader(dataset, **settings)
+    resumed.load_state_dict(state)
+    assert [[int(t["image_id"]) for t in targets] for _, targets in resumed] == rest
+    loader.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_missing_file_is_left_out_as_without_reading_ahead(dataset, tmp_path, workers):
+    copy = CocoFolder(tmp_path, _write_annotations(dataset, tmp_path))
+    copy.find_path(2).unlink()
+    settings = {"batch_size": 2, "workers": workers, "max_bad": 1, "streams": 8}
+    loader = make_loader(copy, **settings)
+    with pytest.warns(ColabUtilsWarning, match="left out"):
+        ids = read_orders(loader, passes=1)[0]
+    assert sorted(ids) == sorted(np.delete(copy.image_ids, 2).tolist())
+    loader.close()
+
+
+def test_reading_starts_no_workers_anew(dataset):
+    loader = make_loader(dataset, batch_size=2, workers=1, streams=8)
+    dataset.__getitems__([0, 1])
+    list(loader)
+    pids = {job.pid for job in _first_jobs(loader)}
+    dataset.__getitems__([2, 3])
+    assert {job.pid for job in _first_jobs(loader)} == pids
+    loader.close()
+
+
+def _first_jobs(loader):
+    batches = iter(loader)
+    next(batches)
+    jobs = loader.list_jobs()
+    for _ in batches:
+        pass
+    return jobs
+
+
+@pytest.mark.parametrize("streams", [0, 10_000, "wide"])
+def test_a_loader_refuses_a_number_of_streams_out_of_range(dataset, streams):
+    with pytest.raises(ColabUtilsError, match="streams"):
+        make_loader(dataset, batch_size=2, workers=0, streams=streams)
