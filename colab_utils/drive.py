@@ -121,6 +121,7 @@ class Retries:
 
     Attributes:
         count: how many times a call was tried again.
+        on_failure: called at each failure that is tried again; yours to set.
         stop: an event, yours if you give one; once it is set, nothing is waited for or tried again.
 
     Example:
@@ -131,6 +132,7 @@ class Retries:
 
     def __init__(self, stop: Any = None) -> None:
         self.count = 0
+        self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
@@ -146,6 +148,8 @@ class Retries:
                 if self.stop.is_set():
                     raise
                 self.count += 1
+                if self.on_failure is not None:
+                    self.on_failure()
                 self.stop.wait(wait_s)
         return call()
 

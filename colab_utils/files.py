@@ -20,7 +20,7 @@ import xxhash
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, ShortReadError, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
-from colab_utils.slow_drive import find_profile, wait_as_drive
+from colab_utils.slow_drive import DriveProfile, find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
@@ -84,16 +84,19 @@ def read_file(
         >>> len(read_file(__file__)) > 1000
         True
     """
-    started = perf_counter()
-    read = partial(read_whole, path, most_bytes=most_bytes)
+    read = partial(_read_once, path, find_profile(path), most_bytes)
     if retries:
-        content = retries.run(read)
-    else:
-        try:
-            content = read()
-        except ShortReadError:
-            content = Retries().run(read)
-    wait_as_drive(find_profile(path), path, 0, len(content), started)
+        return retries.run(read)
+    try:
+        return read()
+    except ShortReadError:
+        return Retries().run(read)
+
+
+def _read_once(path: str | Path, profile: DriveProfile | None, most_bytes: float) -> bytes:
+    started = perf_counter()
+    content = read_whole(path, most_bytes=most_bytes)
+    wait_as_drive(profile, path, 0, len(content), started)
     return content
 
 
@@ -206,7 +209,7 @@ class DriveFile(io.IOBase):
         piece = _Piece(memoryview(buffer).cast("B"), offset)
         self._run(partial(self._fill, piece))
         place = None if offset == self._next else offset
-        wait_as_drive(self.profile, self.path, place, piece.got, started)
+        self._run(partial(wait_as_drive, self.profile, self.path, place, piece.got, started))
         self._next = offset + piece.got
         return piece.got
 

@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
 from time import perf_counter, sleep
+from typing import TextIO
 
 import xxhash
 
+from colab_utils.drive import DriveLostError
 from colab_utils.require import require_choice, require_local_path
 
 # The slowed folders as JSON, where child processes find them.
@@ -22,7 +24,7 @@ _SLOWED = "COLAB_UTILS_SLOWED"
 # shares one link.
 _LINK_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
 _USER = os.getuid() if hasattr(os, "getuid") else 0
-_LINK = f"{_LINK_FOLDER}/colab_utils-drive-{_USER}"
+_LINK = f"{_LINK_FOLDER}/colab_utils-drive-reads-{_USER}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ class DriveProfile:
     """How much openings differ: the sigma of their log-normal distribution; 0.8 makes one of 20
     take 2.7 means.
     """
+    streams: int = 128
+    """Reads that are served at once; the others wait in line. 128 is assumed: nobody has published
+    what Drive serves.
+    """
+    most_reads: int | None = None
+    """Reads in flight, above which one more is refused with errno 5; None refuses none: assumed."""
 
     def draw_open_s(self, path: str | Path, offset: int = 0) -> float:
         """Return the seconds to reach this place in a file.
@@ -159,28 +167,62 @@ def wait_as_drive(
 ) -> None:
     """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``.
 
-    ``place``: where in the file it had to begin; None goes on where it was. All share one link:
-    each sends in turn.
+    All processes of this user share one Drive: it serves ``streams`` reads at once, and its link
+    sends in turn.
+
+    Args:
+        profile: how slow Drive is; None waits for nothing.
+        path: the file.
+        place: where in the file the read had to begin; None goes on where the last one ended.
+        count: bytes that were read.
+        started: when the read was asked for, by ``perf_counter``, which all processes share.
+
+    Raises:
+        DriveLostError: more reads are in flight than the profile allows.
     """
     if profile is None or not count:
         return
+    opens_s = 0.0 if place is None else profile.draw_open_s(path, place)
+    with _hold_link() as link:
+        sent_s, *ends = [float(word) for word in link.read().split()] or [0.0]
+        in_flight = sorted(end for end in ends if end > started)
+        if profile.most_reads is not None and len(in_flight) >= profile.most_reads:
+            raise DriveLostError(
+                f"Drive refuses to read {path}: it answers {profile.most_reads} reads at once "
+                "(errno 5). Read fewer files at once."
+            )
+        if len(in_flight) >= profile.streams:
+            # It is served when one of those before it is done.
+            begin_s = in_flight[-profile.streams]
+        else:
+            begin_s = started
+        sent_s = max(sent_s, begin_s) + count / profile.bytes_per_s
+        end_s = max(begin_s + opens_s + count / profile.bytes_per_s, sent_s)
+        link.seek(0)
+        link.truncate()
+        link.write(" ".join(map(str, (sent_s, *in_flight, end_s))))
+        link.flush()
+    rest_s = end_s - perf_counter()
+    if rest_s > 0:
+        sleep(rest_s)
+
+
+@contextmanager
+def _hold_link() -> Iterator[TextIO]:
+    """Open the file that all processes share, for one of them at a time.
+
+    It holds when the link is free, and when each read in flight ends.
+    """
     import fcntl
 
-    opens_s = 0.0 if place is None else profile.draw_open_s(path, place)
-    sends_s = count / profile.bytes_per_s
     with open(_LINK, "a+") as link:
         fcntl.flock(link, fcntl.LOCK_EX)
         link.seek(0)
-        # Every process has the same clock.
-        free_s = max(float(link.read() or 0), started) + sends_s
-        link.truncate(0)
-        link.write(str(free_s))
-        link.flush()
-        # Closing is not enough: a process that was forked meanwhile has it open, too.
-        fcntl.flock(link, fcntl.LOCK_UN)
-    rest_s = max(started + opens_s + sends_s, free_s) - perf_counter()
-    if rest_s > 0:
-        sleep(rest_s)
+        try:
+            yield link
+        finally:
+            # Closing is not enough: a process that was forked meanwhile has it open, too.
+            fcntl.flock(link, fcntl.LOCK_UN)
 
 
 """The machine that this runs on, and what every module needs: progress bars, process pools, safe

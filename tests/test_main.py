@@ -428,7 +428,7 @@ def test_json_goes_to_a_file_in_place_of_an_earlier_result(
     run, world, tmp_path, monkeypatch, command
 ):
     monkeypatch.setattr(layers, "diagnose", partial(layers.diagnose, seconds=1))
-    monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=2))
+    monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=2, run_s=0))
     before = hash_tree(world)
     target = tmp_path / "out.json"
     target.write_text('{\n "command": "earlier"}')
@@ -442,7 +442,8 @@ def test_json_goes_to_a_file_in_place_of_an_earlier_result(
 
 
 def test_many_receipts_make_one_chart(run, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=1, max_images=4))
+    quick = partial(comparison.compare, batches=1, run_s=0, max_images=4)
+    monkeypatch.setattr(comparison, "compare", quick)
     arguments = [str(argument).replace("{}", str(world)) for argument in COCO]
     receipts = [tmp_path / name / "comparison.json" for name in ("anna", "ben")]
     for receipt in receipts:

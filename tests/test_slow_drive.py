@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from colab_utils import files, slow_drive
+from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, read_file
 from colab_utils.slow_drive import (
@@ -194,3 +195,26 @@ def test_profiles_say_where_they_come_from_and_travel_to_workers():
         assert profile.source
         assert pickle.loads(pickle.dumps(profile)) == profile
     assert 1 / DRIVE_PROFILES["bad"].open_s == pytest.approx(1.65, rel=0.01)
+
+
+def test_reads_above_the_streams_wait_in_line(photo, tmp_path):
+    profile = DriveProfile("narrow", open_s=0.1, bytes_per_s=1e9, source="a test", streams=2)
+    slow_down(tmp_path, profile)
+    started = perf_counter()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(read_file, [photo] * 6))
+    # Three rounds of two: no machine is so fast that it waits less.
+    assert perf_counter() - started >= 0.29
+
+
+def test_reads_above_the_most_are_refused_and_tried_again(photo, tmp_path, monkeypatch):
+    profile = DriveProfile("strict", open_s=0.2, bytes_per_s=1e9, source="a test", most_reads=2)
+    slow_down(tmp_path, profile)
+    with ThreadPoolExecutor(4) as pool:
+        refused = [pool.submit(read_file, photo) for _ in range(4)]
+        errors = [reading.exception() for reading in refused]
+    assert sum(isinstance(error, DriveLostError) for error in errors) == 2
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.25, 0.25, 0.25))
+    with ThreadPoolExecutor(4) as pool:
+        retried = [pool.submit(read_file, photo, Retries()) for _ in range(4)]
+        assert [reading.result() for reading in retried] == [photo.read_bytes()] * 4

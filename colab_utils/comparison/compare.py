@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,23 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from colab_utils.comparison import LEAST_NOISE, measure_spread
 from colab_utils.comparison.loaders import Setting, deliver
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Strategy, choose_strategies
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
-from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
 from colab_utils.loading.dataset import CocoFolder
-from colab_utils.loading.emulated_step import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep, describe_busy
 from colab_utils.machine import Machine, describe_machine
 from colab_utils.progress import show_progress
-from colab_utils.require import require_count
+from colab_utils.require import require_count, require_number
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed
 
-# One repeat of one strategy takes so long at most.
-_MAX_RUN_S = 30.0
+# A run ends by its seconds.
+_MOST_BATCHES = 10_000
 # So many images of an epoch are compared with the reference.
 _CHECKED_IMAGES = 32
 # Of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes, and the same after one
@@ -88,6 +89,11 @@ class StrategyTiming:
     for.
     """
 
+    @property
+    def spread(self) -> float:
+        """Return by how much the repeats differ, as a share of their median."""
+        return measure_spread(self.repeats_images_per_second)
+
     def __str__(self) -> str:
         if self.images_per_second is None:
             return f"{self.title}: not timed, {self.note}"
@@ -96,6 +102,8 @@ class StrategyTiming:
             f"{self.title}: {self.images_per_second:.1f} images/s ({min(repeats):.1f} to "
             f"{max(repeats):.1f}), waiting {self.wait_share:.0%}"
         )
+        if self.spread > LEAST_NOISE:
+            text += f"; its repeats differ by {self.spread:.0%}"
         return text if self.comparable else f"{text}; NOT COMPARABLE: {self.difference}"
 
 
@@ -123,13 +131,24 @@ class Comparison:
     """Worker processes."""
     note: str
     """What is missing, and images that were left out."""
+    busy: str = ""
+    """That this machine was busy with other work, where the emulated step took too long."""
+
+    def describe_steps(self) -> list[str]:
+        """Return what each strategy wins over the one before it, as far as their repeats tell.
+
+        What is within the spread of either's repeats, or within 5%, is called equal.
+        """
+        timed = [row for row in self.strategies if row.images_per_second is not None]
+        return [_describe_step(before, after) for before, after in pairwise(timed)]
 
     def __str__(self) -> str:
         head = (
             f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, "
             f"{self.machine}"
         )
-        return "\n  ".join(filter(None, [head, *map(str, self.strategies), self.note]))
+        lines = [head, *map(str, self.strategies), self.note, self.busy]
+        return "\n  ".join(filter(None, lines))
 
 
 def compare(
@@ -142,6 +161,7 @@ def compare(
     step: Callable[..., Any] | None = None,
     batch_size: int = 4,
     batches: int = 24,
+    run_s: float = 5.0,
     repeats: int = 3,
     workers: int = 2,
     max_images: int = 240,
@@ -167,8 +187,9 @@ def compare(
     Drive's speed is added to the costs.
 
     A cold run lasts for ``timeline_s`` seconds, and for three batches of each worker, where these
-    take no longer than three times that. A warm run lasts for ``batches`` batches after two more to
-    warm up, in whole rounds of the workers, and ends after 30 seconds.
+    take no longer than three times that. A warm run lasts for ``run_s`` seconds, and for
+    ``batches`` batches where these take no longer than three times that, in whole rounds of the
+    workers.
 
     Args:
         images: the image folder.
@@ -181,7 +202,8 @@ def compare(
             hundreds of times: name what it changes in ``restore``. None takes
             ``EmulatedStep(100)``, of 100 ms.
         batch_size: images in a batch.
-        batches: timed batches of each repeat.
+        batches: timed batches of each repeat, at least.
+        run_s: seconds that each repeat lasts, at least.
         repeats: how often each strategy is timed, each time with new workers.
         workers: worker processes of the strategies that have workers.
         max_images: the comparison takes the first so many images of the dataset.
@@ -199,6 +221,7 @@ def compare(
     require_count("batches", batches)
     require_count("repeats", repeats)
     require_count("max_images", max_images)
+    require_number("run_s", run_s, least=0, below=math.inf)
     require_count("workers", workers, least=0)
     profile = get_profile(drive_profile)
     if step is None:
@@ -207,7 +230,7 @@ def compare(
     with put_back(None, restore), read_at_full_speed():
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
         setting = Setting(prepared, batch_size, workers, device)
-        rows = [_Row(strategy, setting, step, batches, timeline_s) for strategy in chosen]
+        rows = [_Row(strategy, setting, step, batches, run_s, timeline_s) for strategy in chosen]
         note = ""
         if prepared.bad:
             note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
@@ -241,7 +264,11 @@ def compare(
             raise ColabUtilsError(
                 f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}"
             )
-        return replace(empty, strategies=tuple(map(_Row.summarise, rows)))
+        return replace(
+            empty,
+            strategies=tuple(map(_Row.summarise, rows)),
+            busy=_describe_busy(step, rows),
+        )
 
 
 @dataclass
@@ -252,6 +279,7 @@ class _Row:
     setting: Setting
     step: Callable[..., Any]
     batches: int
+    run_s: float
     timeline_s: float
     note: str = ""
     difference: str = "not checked"
@@ -286,17 +314,22 @@ class _Row:
         with self._open_slowly() as loader:
             self.opened_s = perf_counter() - began_s
             self.cold = time_batches(
-                loader, self._train, batches=10_000, warmup=0, max_s=self.timeline_s
+                loader, self._train, batches=_MOST_BATCHES, warmup=0, max_s=self.timeline_s
             )
 
     def run_warm(self) -> None:
         """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
         with self._open_slowly() as loader:
-            lanes = max(1, count_workers(loader))
-            batches = -(-self.batches // lanes) * lanes
             warmup = self._epoch if self.strategy.keeps else 2
             self.times.append(
-                time_batches(loader, self._train, batches=batches, warmup=warmup, max_s=_MAX_RUN_S)
+                time_batches(
+                    loader,
+                    self._train,
+                    batches=_MOST_BATCHES,
+                    warmup=warmup,
+                    max_s=self.run_s,
+                    least=self.batches,
+                )
             )
 
     @contextmanager
@@ -363,6 +396,29 @@ class _Row:
             cold_s = 1 / median(run.images_per_second for run in self.times)
         # What keeps its samples reads all of them while it opens: more images take longer.
         return cold_s + self.opened_s / count if self.strategy.keeps else cold_s
+
+
+def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
+    gain = (after.images_per_second or 0) / (before.images_per_second or 1)
+    noise = max(LEAST_NOISE, before.spread, after.spread)
+    if gain >= 1 + noise:
+        words = f"trains {gain:.1f} times as many images/s as"
+    elif gain <= 1 - noise:
+        words = f"trains {1 - gain:.0%} fewer images/s than"
+    else:
+        words = f"is as fast as, within {noise:.0%},"
+    return f"{after.title} {words} {before.title}"
+
+
+def _describe_busy(step: Callable[..., Any], rows: Sequence[_Row]) -> str:
+    """Say that this machine is busy, where the emulated step took too long with every strategy.
+
+    With one of them alone it is the workers that take its core.
+    """
+    lengths_s = [float(np.median(run.step_s)) for row in rows for run in row.times]
+    if not isinstance(step, EmulatedStep) or not lengths_s:
+        return ""
+    return describe_busy(step.step_ms, 1000 * min(lengths_s))
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:

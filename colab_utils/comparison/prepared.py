@@ -95,7 +95,7 @@ class PreparedData:
         if is_on_drive(folder):
             self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd")
         rows = range(min(len(coco), count))
-        dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"))
+        dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"), streams=1)
         errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
@@ -105,7 +105,8 @@ class PreparedData:
                 why = f"The first: {self.bad[0]}"
             raise ColabUtilsError(f"expected usable images in {images}, found none. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
-        self.reference = CocoFolder(images, self.annotations)
+        # One file after the other, as people's own datasets read.
+        self.reference = CocoFolder(images, self.annotations, streams=1)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
         self._made: dict[str, PreparedFiles] = {}
         self.ssd.mkdir(parents=True, exist_ok=True)

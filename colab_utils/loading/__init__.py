@@ -26,11 +26,12 @@ device:
    and epoch, from the order in which shards arrive, or from a sampler of yours.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers busy some batches
    ahead. It sends the indices of one batch through a worker's pipe, with the number of a shared
-   buffer.
+   buffer. Workers start anew where `digest_dataset` (`colab_utils.loading.digest`) shows, when an
+   epoch begins, that the dataset has changed.
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, where
    `colab_utils.data.decoding` decodes each JPEG. Anybody's own dataset gives samples instead:
-   `seed_random` sets their random numbers, and `pack_target` (`colab_utils.loading.targets`) packs
-   their masks.
+   `seed_random` sets their random numbers, and `pack_target` (`colab_utils.loading.targets`)
+   checks them and packs their masks.
 10. **Batch** (`colab_utils.loading.batch`): `write_batch` lays pixels, bits and tables one after
     another into the `SharedBuffer` (`colab_utils.loading.shared_memory`). Five integers
     (`BatchShape`) go back through the pipe. `open_batch` sees the same memory as a `PackedBatch`,

@@ -7,7 +7,9 @@ torchvision's ``references/detection`` does.
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,11 @@ from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.reader import Reader
 from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
 from colab_utils.shards.index import ShardIndex, read_index
+from colab_utils.streams import StreamTrial, require_streams
 
 
 class CocoFolder(CocoSamples):
@@ -51,6 +55,8 @@ class CocoFolder(CocoSamples):
         images: the image folder.
         annotations: COCO instance JSON.
         contiguous_labels: map category ids to 1 to K.
+        streams: files that each process reads at the same time, for a batch; "auto" measures, 1
+            reads one after the other.
 
     Raises:
         ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image
@@ -64,15 +70,39 @@ class CocoFolder(CocoSamples):
     """
 
     def __init__(
-        self, images: str | Path, annotations: str | Path, *, contiguous_labels: bool = False
+        self,
+        images: str | Path,
+        annotations: str | Path,
+        *,
+        contiguous_labels: bool = False,
+        streams: int | str = "auto",
     ) -> None:
         self.folder = require_local_path(images)
+        self.streams = require_streams(streams)
         self.retries = Retries()
+        self._reader: Reader | None = None
+        self._reader_process = 0
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.image_ids = self.coco.image_ids
         self.sizes = self.coco.sizes
         self.fingerprint = self.coco.fingerprint
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Target]]:
+        """Return the samples of a batch, whose files are read at the same time.
+
+        PyTorch's ``DataLoader`` calls this for each batch.
+        """
+        if self.streams == 1:
+            return [self[index] for index in indices]
+        reader = self._open_reader()
+        numbers = [self._check(index) for index in indices]
+        reader.prefetch(number for number in numbers if not reader.is_ahead(number))
+        try:
+            return [self[number] for number in numbers]
+        except BaseException:
+            reader.forget(numbers)
+            raise
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
@@ -93,8 +123,28 @@ class CocoFolder(CocoSamples):
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
+    def read_ahead(self, indices: Iterable[int], streams: int | str = "auto") -> None:
+        """Begin to read the files of these images, many at the same time.
+
+        ``read`` takes them from memory later. Call it once for each time that an image is needed.
+
+        Args:
+            indices: the images, in the order in which they are needed.
+            streams: how many files at the same time, where this process reads its first ones;
+                "auto" is the dataset's own.
+        """
+        reader = self._open_reader(streams)
+        reader.prefetch([self._check(index) for index in indices])
+
+    def drop_ahead(self) -> None:
+        """Give up the files that ``read_ahead`` began to read and nobody took."""
+        self._open_reader().forget_all()
+
     def read(self, index: int) -> bytes:
         """The image file's bytes."""
+        return bytes(self._open_reader().take(self._check(index)))
+
+    def _read_file(self, index: int) -> bytes:
         path = self.find_path(index)
         try:
             return read_file(path, self.retries)
@@ -103,6 +153,24 @@ class CocoFolder(CocoSamples):
                 f"expected an image file, found none at {path} ({error.strerror}). "
                 "Run check on the dataset."
             ) from None
+
+    @property
+    def best_streams(self) -> StreamTrial | None:
+        """Return how fast files come to this process with how many streams; None before."""
+        return self._open_reader().best
+
+    def _open_reader(self, streams: int | str = "auto") -> Reader:
+        """Return this process's reader: threads and locks of another process are of no use."""
+        if self._reader is None or self._reader_process != os.getpid():
+            width = self.streams if streams == "auto" else streams
+            self._reader = Reader(
+                self._read_file, place=self.folder, streams=width, retries=self.retries
+            )
+            self._reader_process = os.getpid()
+        return self._reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reader": None, "_reader_process": 0}
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the
@@ -140,6 +208,15 @@ class CocoFolder(CocoSamples):
                     f"annotation {annotation['id']}: {error}. Run check on the dataset."
                 ) from None
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
+
+
+def _load_shards(folder: Path, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
+    """Return the arrays of all shards, several of which are read at the same time."""
+    load = partial(load_shard, folder, retries=retries)
+    reader = Reader(load, place=folder, retries=retries)
+    shards = [reading.take() for reading in reader.ask(index.shards)]
+    reader.close()
+    return shards
 
 
 class ShardDataset(CocoSamples):
@@ -189,7 +266,7 @@ class ShardDataset(CocoSamples):
         folder = require_local_path(folder)
         retries = Retries()
         index = read_index(folder, retries)
-        shards = [load_shard(folder, shard, retries=retries) for shard in index.shards]
+        shards = _load_shards(folder, index, retries)
         self._open(
             ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
         )

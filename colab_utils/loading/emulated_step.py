@@ -7,7 +7,10 @@ from typing import Any
 
 from colab_utils.require import require_number
 
-_BUSY = 0.9  # of a core: what a training process takes to launch kernels
+# Of a core: what a training process takes to launch kernels.
+_BUSY = 0.9
+# A step that takes so many times its length was kept from its core.
+_SLOW = 1.3
 # A few microseconds of work that releases Python's lock, as launching kernels does.
 _BLOCK = bytes(32_768)
 
@@ -39,7 +42,7 @@ class EmulatedStep:
         length_s = self.step_ms / 1000
         began_s = perf_counter()
         cpu_began_s = thread_time()
-        # work and rest alternate in 2 ms slices
+        # Work and rest alternate in slices of 2 ms.
         cpu_s = 0.0
         while cpu_s < self.busy * length_s:
             slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)
@@ -51,3 +54,20 @@ class EmulatedStep:
 
     def __str__(self) -> str:
         return f"emulated {self.step_ms:g} ms"
+
+
+def describe_busy(step_ms: float, measured_ms: float) -> str:
+    """Say that this machine is busy, where a step took 1.3 times its length or more; else nothing.
+
+    Example:
+        >>> describe_busy(100, 104)
+        ''
+        >>> describe_busy(100, 250)
+        'This machine is busy with other work: the step took 250 ms, not 100. Run again.'
+    """
+    if measured_ms < _SLOW * step_ms:
+        return ""
+    return (
+        f"This machine is busy with other work: the step took {measured_ms:.0f} ms, "
+        f"not {step_ms:g}. Run again."
+    )

@@ -14,8 +14,9 @@ from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import BatchShape, write_batch
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.targets import BadSampleError, pack_samples
+from colab_utils.streams import StreamTrial
 
 Reserve = Callable[[int], NDArray[np.uint8]]
 """Gives memory of so many bytes."""
@@ -29,6 +30,8 @@ class Result(NamedTuple):
     bad: Sequence[tuple[int, str]] = ()
     """Indices that were left out, and why."""
     error: Exception | None = None
+    streams: StreamTrial | None = None
+    """How fast files come to the worker, and with how many streams, where it reads ahead."""
 
 
 class Fetcher:
@@ -42,34 +45,53 @@ class Fetcher:
         arrival: of shards that are still copied, where they are.
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
         shards: how many there are.
+        reads_ahead: whether files of batches to come can be read while others are loaded.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, dense: bool = False, flip: float = 0) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        dense: bool = False,
+        flip: float = 0,
+        streams: int | str = "auto",
+    ) -> None:
         self.dataset = dataset
         self.dense = dense
         self.flip = flip
+        self.streams = streams
         has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if isinstance(dataset, str) or not has_indices:
             raise ColabUtilsError(
                 "expected a dataset with a length and indices, "
                 f"found {type(dataset).__name__}: use a ShardDataset"
             )
+        load_jpeg_decoder()  # now, so that workers need not
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Take the dataset as it is now: it may have grown, or have other transforms."""
         if not len(self):
             raise ColabUtilsError(
                 "expected a dataset with images, found an empty one: open another"
             )
-        base: Any = dataset
+        base: Any = self.dataset
         rows = np.arange(len(self))
         while type(base) is Subset:
             rows = np.asarray(base.indices, np.int64)[rows]
             base = base.dataset
         self._base = base
         self._rows = rows
+        # A subset of somebody's own that has no more than torch's may have changed its samples.
+        read_batch = getattr(type(base), "__getitems__", None)
+        self._reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         is_plain = (
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )
         self.writes_itself = is_plain and base.transforms is None
-        load_jpeg_decoder()  # now, so that workers need not
+        own_streams = getattr(base, "streams", 1)
+        width = own_streams if self.streams == "auto" else self.streams
+        self.reads_ahead = isinstance(base, CocoFolder) and width != 1
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
@@ -77,6 +99,14 @@ class Fetcher:
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
+
+    def read_ahead(self, indices: list[int]) -> None:
+        """Begin to read the files of these samples, many at the same time; `load` takes them."""
+        self._base.read_ahead(self._rows[indices].tolist(), self.streams)
+
+    def drop_ahead(self) -> None:
+        """Give up what was read ahead, and is not needed."""
+        self._base.drop_ahead()
 
     def load(
         self, indices: list[int], reserve: Reserve, seed: Sequence[int], *, skips_bad: bool
@@ -88,7 +118,8 @@ class Fetcher:
         bad: list[tuple[int, str]] = []
         while indices:
             try:
-                return Result(self._write(indices, reserve, seed), bad)
+                shape = self._write(indices, reserve, seed)
+                return Result(shape, bad, streams=self._find_streams())
             except BadSampleError as failure:
                 error, place = failure.args
                 if not skips_bad:
@@ -97,6 +128,9 @@ class Fetcher:
             except Exception as error:
                 return Result(error=error)
         return Result(bad=bad)
+
+    def _find_streams(self) -> StreamTrial | None:
+        return self._base.best_streams if self.reads_ahead else None
 
     def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> BatchShape:
         """Write a batch; all random numbers of its samples come from ``seed``."""
@@ -107,7 +141,7 @@ class Fetcher:
         rows = self._rows[indices].tolist()
         if not self.writes_itself:
             with seed_random(seed):
-                source = pack_samples(self.dataset, indices)
+                source = pack_samples(self.dataset, indices, by_batch=self._reads_batches)
                 rows = range(len(indices))
         shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips)
         return shape

@@ -5,6 +5,7 @@ device.
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.digest import digest_dataset
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, Prefetcher, WorkerJob
 from colab_utils.loading.sampler import BatchSampler, LoaderState
@@ -20,6 +22,7 @@ from colab_utils.loading.targets import Target, Transforms, apply_transforms
 from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count
+from colab_utils.streams import StreamTrial, require_streams
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 
@@ -32,6 +35,7 @@ def make_loader(
     batch_size: int,
     device: torch.device | str = "cpu",
     workers: int | Literal["auto"] = "auto",
+    streams: int | Literal["auto"] = "auto",
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
@@ -49,15 +53,27 @@ def make_loader(
     ``sampler``, each process gets its share of the images of each batch, or None in place of a
     batch that has none for it.
 
+    As with torch's ``DataLoader``, processes and dataset are those of the moment when a pass begins
+    (``for batch in loader``). Workers stay where the dataset is as it was: its attributes, and
+    those of what it holds, such as the dataset of a ``Subset``, transforms, lists and arrays. They
+    start anew where something changed, or cannot be compared: what cannot be pickled (an open file,
+    a lambda), or is large (over 256 MB of arrays, 8 MB of other objects). What nobody looks at is a
+    change of a global, or of an attribute of a class: call ``loader.close()`` after it.
+
     Args:
         dataset: a ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
-            torchvision's detection contract.
+            torchvision's detection contract, read by its ``__getitems__`` where it has that.
+            ``boxes``, ``labels`` (from 1) and ``masks`` are needed, for an image without objects
+            not even those; ``image_id`` is the index where there is none, ``area`` the mask's.
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
         workers: processes that load. 0 loads in this process, when a batch is asked for. "auto"
             tries what this machine can do (``tune_workers``: at most three short trials), never
             more than its cores; for under 64 batches an epoch, or shards that still arrive, it is
             one process a core, at most 4.
+        streams: files of a ``CocoFolder`` that each worker reads at the same time, for the batches
+            that come next: a read that waits for Drive needs no core. "auto" finds how many win
+            something, and goes on trying; 1 reads one after the other. Shards need one.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC
@@ -80,8 +96,8 @@ def make_loader(
 
     Raises:
         ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or
-            the device is not there; and, while you iterate, if a sample is damaged, a worker
-            process dies, or memory is short.
+            the device is not there; and, while you iterate, if a sample is damaged, a box
+            has no area or a label is below 1, a worker process dies, or memory is short.
 
     Example:
         >>> import torch
@@ -120,7 +136,7 @@ def make_loader(
             "expected deliver='dense' for transforms on the device, found 'packed': they need "
             "dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
         )
-    fetcher = Fetcher(dataset, dense=dense, flip=flip)
+    fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
     order = BatchSampler(
         len(fetcher),
         batch_size,
@@ -166,6 +182,7 @@ def _find_flip(transforms: Any) -> float:
     return float(transforms.p)
 
 
+@dataclass(eq=False, repr=False)
 class Loader:
     """Iterates over the batches of one epoch; each new pass is the next epoch, also after one that
     was broken off. Made by :func:`make_loader`, whose arguments it keeps.
@@ -177,46 +194,31 @@ class Loader:
         bad: image index and reason of every image that was left out (``max_bad``).
     """
 
-    def __init__(
-        self,
-        fetcher: Fetcher,
-        order: BatchSampler,
-        *,
-        device: torch.device,
-        workers: int,
-        prefetch: int,
-        deliver: Delivery,
-        image_dtype: torch.dtype,
-        seed: int,
-        transforms: Transforms | None,
-        max_bad: int,
-    ) -> None:
-        self.dataset = fetcher.dataset
-        self.batch_size = order.batch_size
-        self.seed = seed
-        self.device = device
-        self.workers = workers
-        self.prefetch = prefetch
-        self.max_bad = max_bad
-        self.deliver = deliver
-        self.image_dtype = image_dtype
-        self.transforms = transforms
+    _fetcher: Fetcher
+    _order: BatchSampler
+    _: KW_ONLY
+    device: torch.device
+    workers: int
+    prefetch: int
+    deliver: str
+    image_dtype: torch.dtype
+    seed: int
+    transforms: Transforms | None
+    max_bad: int
+
+    def __post_init__(self) -> None:
+        self.dataset = self._fetcher.dataset
+        self.batch_size = self._order.batch_size
         self.rates: dict[int, float] = {}
         self.bad: list[tuple[int, str]] = []
         self.total = 0
-        group = torch.distributed
-        self._rank = 0
-        self._ranks = 1
-        if order.sampler is None and group.is_available() and group.is_initialized():
-            self._rank = group.get_rank()
-            self._ranks = group.get_world_size()
-        self._fetcher = fetcher
-        self._order = order
         self._totals: dict[int, int] = {}
         self._delivered = 0
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
+        self._digest = ""
+        self._look_again()
 
     @property
     def epoch(self) -> int:
@@ -224,6 +226,8 @@ class Loader:
         return self._order.epoch
 
     def __len__(self) -> int:
+        if not (self._delivered or self._resumed):
+            self._look_again()
         return len(self._order)
 
     @property
@@ -242,6 +246,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         if self._delivered and not self._resumed:  # the last pass was broken off
             self._end_epoch()
+        self._look_again()
         self._resumed = False
         self._totals.clear()
         self._passes += 1
@@ -260,13 +265,33 @@ class Loader:
                         "expected one pass over a loader at a time, found two: make two loaders"
                     )
 
+    def _look_again(self) -> None:
+        """Take the dataset, and the processes that train together, as they are now."""
+        self._fetcher.look_again()
+        order = self._order
+        order.sizes = self._fetcher.sizes
+        order.shard_of = self._fetcher.shard_of
+        if order.size != len(self._fetcher):
+            order.size = len(self._fetcher)
+            order.start_epoch(self.epoch)
+            self._delivered = 0
+        self._rank = 0
+        self._ranks = 1
+        group = torch.distributed
+        if order.sampler is None and group.is_available() and group.is_initialized():
+            self._rank = group.get_rank()
+            self._ranks = group.get_world_size()
+
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
         self._delivered = 0
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
-        if self._prefetcher is None:
+        digest = digest_dataset(self.dataset) if self.workers else "none"
+        if self._prefetcher is None or not digest or digest != self._digest:
+            self.close()
+            self._digest = digest
             self._prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
@@ -298,6 +323,26 @@ class Loader:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
             self._totals[number] = len(indices)
             yield number, indices[self._rank :: self._ranks]
+
+    @property
+    def streams(self) -> tuple[StreamTrial, ...]:
+        """How many files each worker reads at once, and how fast they come; empty where no reading
+        ahead was measured yet.
+        """
+        return tuple(self._prefetcher.streams.values()) if self._prefetcher else ()
+
+    def describe_streams(self) -> str:
+        """Say how fast loose files come with how many reads at once; empty before it is known.
+
+        Example:
+            >>> make_loader(range(3), batch_size=1, workers=0).describe_streams()
+            ''
+        """
+        if not self.streams:
+            return ""
+        count = sum(trial.streams for trial in self.streams)
+        rate = sum(trial.files_per_s for trial in self.streams)
+        return f"files come at {rate:.0f} a second with {count} streams; more win nothing"
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its

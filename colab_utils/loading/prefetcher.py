@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -24,11 +24,14 @@ from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import end_with_parent, quiet_fork
+from colab_utils.streams import StreamTrial
 from colab_utils.units import format_bytes
 
 PREFETCH = 2
 """Batches ahead for each worker."""
 
+# Files that each worker is told of ahead; how many of them it reads at once, its reader decides.
+_TOLD_IMAGES = 256
 # A training loop may hold these: its batch, the next one, and two more that somebody looks at.
 _LENT_BUFFERS = 4
 
@@ -43,6 +46,22 @@ class WorkerJob(NamedTuple):
     """Of the batch in its epoch."""
     indices: tuple[Any, ...] = ()
     """In the loader's dataset."""
+
+
+class _ReadAhead(NamedTuple):
+    """Tell a worker which samples it is asked for later; None: of none of those told before."""
+
+    indices: list[int] | None
+
+
+class _Load(NamedTuple):
+    """Ask a worker for a batch."""
+
+    number: int
+    indices: list[int]
+    buffer: int
+    seed: tuple[int, ...]
+    skips_bad: bool
 
 
 class WorkerDiedError(ColabUtilsError):
@@ -95,9 +114,22 @@ def _serve(connection: Connection, fetcher: Fetcher, buffers: list[SharedBuffer]
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         while True:
-            number, indices, buffer, seed, skips_bad = connection.recv()
-            result = fetcher.load(indices, buffers[buffer].reserve, seed, skips_bad=skips_bad)
-            connection.send((number, result._replace(error=_make_portable(result.error))))
+            message = connection.recv()
+            if isinstance(message, _ReadAhead):
+                _read_ahead(fetcher, message)
+                continue
+            reserve = buffers[message.buffer].reserve
+            result = fetcher.load(
+                message.indices, reserve, message.seed, skips_bad=message.skips_bad
+            )
+            connection.send((message.number, result._replace(error=_make_portable(result.error))))
+
+
+def _read_ahead(fetcher: Fetcher, message: _ReadAhead) -> None:
+    if message.indices is None:
+        fetcher.drop_ahead()
+    else:
+        fetcher.read_ahead(message.indices)
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
@@ -127,6 +159,10 @@ class Prefetcher:
     def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
         self._fetcher = fetcher
         self._ahead = max(1, workers * prefetch)
+        self._told_images = max(1, workers) * _TOLD_IMAGES if fetcher.reads_ahead else 0
+        # Batches that are not asked for yet: number, indices, and the worker that was told of them.
+        self._planned: deque[tuple[int, list[int], int | None]] = deque()
+        self.streams: dict[int | None, StreamTrial] = {}
         # by the batch's number, with that of its buffer
         self._sent: dict[int, tuple[WorkerJob, int]] = {}
         self._done: dict[int, Result] = {}
@@ -167,16 +203,11 @@ class Prefetcher:
         todo = iter(batches)
         is_over = False
         while True:
-            while not is_over and len(self._sent) < self._ahead:
-                try:
-                    item = next(todo)
-                except StopIteration:
-                    is_over = True
-                    break
-                if item is None:
-                    break
-                number, indices = item
-                self._send(number, indices, (*seed, number), skips_bad)
+            if not is_over:
+                is_over = self._plan(todo)
+            while self._planned and len(self._sent) < self._ahead:
+                number, indices, worker = self._planned.popleft()
+                self._send(number, indices, (*seed, number), skips_bad, worker)
             if self._sent:
                 first = next(iter(self._sent))
                 while first not in self._done:
@@ -205,6 +236,10 @@ class Prefetcher:
 
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
+        if self._planned:
+            self._planned.clear()
+            for worker in range(max(1, len(self._processes))):
+                self._tell(worker, _ReadAhead(None))
         # where a worker dies now, no batch of the new pass is lost
         for number, (job, buffer) in self._sent.items():
             self._sent[number] = job._replace(number=None, indices=()), buffer
@@ -215,10 +250,48 @@ class Prefetcher:
         self._sent = {}
         self._done = {}
 
+    def _plan(self, todo: Iterator[tuple[int, list[int]] | None]) -> bool:
+        """Draw batches to ask for, and tell the workers of those whose files they read ahead.
+
+        Returns:
+            whether there are no more.
+        """
+        images = sum(len(indices) for _, indices, _ in self._planned)
+        while len(self._planned) + len(self._sent) < self._ahead or images < self._told_images:
+            try:
+                item = next(todo)
+            except StopIteration:
+                return True
+            if item is None:
+                return False
+            number, indices = item
+            worker = None
+            if self._told_images:
+                worker = number % max(1, len(self._processes))
+                self._tell(worker, _ReadAhead(indices))
+            self._planned.append((number, indices, worker))
+            images += len(indices)
+        return False
+
+    def _tell(self, worker: int, message: _ReadAhead) -> None:
+        if not self._told_images:
+            return
+        if not self._processes:
+            _read_ahead(self._fetcher, message)
+            return
+        # It died: what it has done is received first.
+        with suppress(OSError):
+            self._connections[worker].send(message)
+
     def _send(
-        self, number: int, indices: list[int], seed: tuple[int, ...], skips_bad: bool
+        self,
+        number: int,
+        indices: list[int],
+        seed: tuple[int, ...],
+        skips_bad: bool,
+        worker: int | None,
     ) -> None:
-        """Ask the worker that has the fewest batches for one more, or load it here."""
+        """Ask a worker for a batch, or load it here; None: the worker that has the fewest."""
         buffer = self._buffers.take()
         asked = tuple(indices)
         if not self._processes:
@@ -226,11 +299,13 @@ class Prefetcher:
             reserve = self._buffers.buffers[buffer].reserve
             self._done[number] = self._fetcher.load(indices, reserve, seed, skips_bad=skips_bad)
             return
-        jobs = Counter(job.worker for job in self.list_jobs())
-        worker = min(range(len(self._processes)), key=jobs.__getitem__)
+        if worker is None:
+            jobs = Counter(job.worker for job in self.list_jobs())
+            worker = min(range(len(self._processes)), key=jobs.__getitem__)
         self._sent[number] = WorkerJob(worker, self._processes[worker].pid, number, asked), buffer
-        with suppress(OSError):  # it died: what it has done is received first
-            self._connections[worker].send((number, indices, buffer, seed, skips_bad))
+        # It died: what it has done is received first.
+        with suppress(OSError):
+            self._connections[worker].send(_Load(number, indices, buffer, seed, skips_bad))
 
     def _receive(self) -> None:
         """Wait for the next result."""
@@ -250,8 +325,10 @@ class Prefetcher:
         self._done[number] = result
 
     def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
-        _, buffer = self._sent.pop(number)
+        job, buffer = self._sent.pop(number)
         result = self._done.pop(number)
+        if result.streams is not None:
+            self.streams[job.worker] = result.streams
         if result.shape is None:
             self._buffers.give_back(buffer)
             if result.error is not None:

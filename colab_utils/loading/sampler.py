@@ -3,7 +3,7 @@
 import math
 from collections.abc import Generator, Iterator
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from itertools import chain, islice
 from typing import Any
 
@@ -70,6 +70,7 @@ class LoaderState:
         }
 
 
+@dataclass(eq=False, repr=False)
 class BatchSampler(Sampler[list[int]]):
     """An epoch as lists of indices; the same for the same seed and epoch.
 
@@ -99,32 +100,24 @@ class BatchSampler(Sampler[list[int]]):
         [[0, 1], [2, 3], [4]]
     """
 
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int | None,
-        *,
-        sizes: NDArray[np.int32] | None = None,
-        shard_of: Any = None,
-        sampler: Any = None,
-        drop_last: bool = False,
-    ) -> None:
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.sampler = sampler
-        self.drop_last = drop_last
-        self._shard_of = shard_of
-        if sizes is None or seed is None:
-            self._wide = np.zeros(size, bool)
-        else:
-            self._wide = sizes[:, 1] >= sizes[:, 0]
+    size: int
+    batch_size: int
+    seed: int | None
+    _: KW_ONLY
+    sizes: NDArray[np.int32] | None = None
+    shard_of: Any = None
+    sampler: Any = None
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
         """The next pass runs this epoch, with all images."""
         self.left = np.arange(self.size)
+        self._wide = np.zeros(self.size, bool)
+        if self.sizes is not None and self.seed is not None:
+            self._wide = self.sizes[:, 1] >= self.sizes[:, 0]
         self.epoch = epoch
         self.windows: list[list[int]] = []
 
@@ -156,7 +149,7 @@ class BatchSampler(Sampler[list[int]]):
         else:
             rest = []
             for place, window in enumerate(self.windows):
-                images = np.flatnonzero(np.isin(self._shard_of, window)).tolist()
+                images = np.flatnonzero(np.isin(self.shard_of, window)).tolist()
                 rest = yield from self._group(self._shuffle([*rest, *images], place))
         for start in range(0, len(rest), self.batch_size):
             batch = rest[start : start + self.batch_size]

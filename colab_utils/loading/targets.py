@@ -1,7 +1,8 @@
 """Samples and their targets: checked against torchvision's contract, transformed, and packed."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,11 @@ uint8 [N, H, W], image_id int, area float32 [N], iscrowd int64 [N]."""
 Transforms = Callable[..., Any]
 """(image, target) to (image, target): one of ``torchvision.transforms.v2``, or any callable."""
 
+# What a target says of its objects, and the kinds of numpy's dtypes that it may have: whole numbers
+# for labels, and for masks what is 0 beside an object.
+_KINDS = {"labels": "iu", "boxes": "iuf", "masks": "ub", "area": "iuf", "iscrowd": "iubf"}
+_OPTIONAL = ("area", "iscrowd")
+
 
 class PackedSample(NamedTuple):
     """One image and its objects as they cross to the training process."""
@@ -32,62 +38,134 @@ class PackedSample(NamedTuple):
     """The rest, as that of a batch of one image: see `PackedSamples.describe`."""
 
 
-def pack_target(image: Tensor, target: Target) -> PackedSample:
-    """A sample of any dataset with torchvision's target contract as a packed one; other keys are
-    left behind.
+def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSample:
+    """Pack a sample of any dataset with torchvision's target contract; other keys are left behind.
+
+    ``area`` and ``iscrowd`` may be missing: the area is then the mask's, and no object is a crowd.
+    A target without any key but ``image_id`` is that of an image without objects, as torchvision's
+    ``wrap_dataset_for_transforms_v2`` gives it.
+
+    Args:
+        image: uint8 [3, H, W].
+        target: What it shows.
+        index: The ``image_id`` of a target that has none.
 
     Raises:
-        ColabUtilsError: if the image or the target is not of the contract.
+        ColabUtilsError: The image or the target is not of the contract, a box has no area or is
+            not finite, or a label is below 1.
     """
+    image_id = target.get("image_id", index)
+    try:
+        image_id = int(image_id)
+    except (TypeError, ValueError, RuntimeError):
+        raise ColabUtilsError(
+            f"The image_id {image_id!r} of sample {index} is no whole number. Give a number, or "
+            "leave it out: then it is the sample's index."
+        ) from None
     is_bytes = isinstance(image, Tensor) and image.dtype == torch.uint8
     if not is_bytes or image.ndim != 3 or len(image) != 3:
         raise ColabUtilsError(
-            f"expected an image as a uint8 tensor [3, H, W], found {_describe(image)}. "
+            f"expected image {image_id} as a uint8 tensor [3, H, W], found {_describe(image)}. "
             "Leave out ToTensor."
         )
-    try:
-        parts = {
-            key: torch.as_tensor(target[key]).numpy()
-            for key in ("boxes", "labels", "masks", "area", "iscrowd")
-        }
-        image_id = int(target["image_id"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ColabUtilsError(
-            f"expected a target of torchvision's contract, found one whose {error} is missing "
-            "or of another kind: add it to the dict that your dataset gives"
-        ) from None
-    count = len(parts["labels"])
-    masks = parts["masks"]
-    wanted = {
-        "boxes": (count, 4),
-        "area": (count,),
-        "iscrowd": (count,),
-        "masks": (count, *image.shape[1:]),
-    }
-    for key, shape in wanted.items():
-        fits = len(parts[key]) == count and (not count or parts[key].shape == shape)
-        if not fits or (key == "masks" and masks.dtype not in (np.uint8, np.bool_)):
-            raise ColabUtilsError(
-                f"expected {key} of shape {list(shape)} for {count} labels and an image of "
-                f"{list(image.shape)} (masks as uint8 or bool), found {_describe(target[key])} "
-                f"in image {image_id}: correct your dataset's target"
-            )
-    packed = pack_pixels(masks)
+    if target.keys() <= {"image_id"}:
+        target = {"labels": [], "boxes": [], "masks": []}
+    parts = _read_parts(target, image.shape[1:], image_id)
+    boxes = torch.from_numpy(parts["boxes"]).float()
+    labels = torch.from_numpy(parts["labels"]).long()
+    check_objects(boxes, labels, image_id)
+    packed = pack_pixels(parts["masks"])
+    if "area" not in parts:
+        parts["area"] = np.array([np.count_nonzero(mask) for mask in parts["masks"]])
     tables: dict[str, NDArray[Any]] = {
         "sizes": np.array([image.shape[1:]], np.int32),
         "image_ids": np.array([image_id], np.int64),
-        "counts": np.array([count], np.int64),
-        "boxes": parts["boxes"].astype(np.float32).reshape(count, 4),
-        "labels": parts["labels"].astype(np.int64),
+        "counts": np.array([len(labels)], np.int64),
+        "boxes": boxes.numpy(),
+        "labels": labels.numpy(),
         "areas": parts["area"].astype(np.float32),
-        "iscrowd": parts["iscrowd"].astype(np.int64),
+        "iscrowd": parts.get("iscrowd", np.zeros(len(labels))).astype(np.int64),
         "crops": packed.crops,
         "mask_bytes": np.diff(packed.offsets),
     }
     return PackedSample(image.as_subclass(Tensor).numpy().transpose(1, 2, 0), packed.bits, tables)
 
 
+def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str, NDArray[Any]]:
+    """Return what a target says of its objects, each part of its shape for an image of that height
+    and width; what is empty, of whatever shape, means no objects.
+    """
+    parts: dict[str, NDArray[Any]] = {}
+    for key, kinds in _KINDS.items():
+        value = target.get(key)
+        if value is None and key in _OPTIONAL:
+            continue
+        part = np.array(None)
+        with suppress(TypeError, ValueError, RuntimeError):
+            part = torch.as_tensor(to_corners(value)).numpy()
+        count = parts.get("labels", part).size
+        shape = {"boxes": (count, 4), "masks": (count, *size)}.get(key, (count,))
+        fits = part.shape == shape and part.dtype.kind in kinds
+        if not fits and (count or part.size):
+            raise ColabUtilsError(
+                f"Image {image_id} has {key} of {_describe(value)}, and {list(shape)} would fit. "
+                "Give each part for every object: labels as whole numbers, masks as uint8 or bool."
+            )
+        parts[key] = part.reshape(shape)
+    return parts
+
+
+def check_objects(
+    boxes: Tensor, labels: Tensor, image_ids: Any, *, classes: float = math.inf
+) -> None:
+    """Refuse objects of which one has no sound box, or a label that is no class.
+
+    On a GPU it waits once for the device.
+
+    Args:
+        boxes: float32 [T, 4]: x0, y0, x1, y1.
+        labels: int64 [T].
+        image_ids: int [T], or one number: the image of each.
+        classes: Of the model, the background included.
+
+    Raises:
+        ColabUtilsError: It names the image, what is wrong, and the cure.
+    """
+    sides = boxes[:, 2:] - boxes[:, :2]
+    has_area = ((sides > 0) & (sides < math.inf)).all(1)
+    is_sound = (has_area & (labels > 0) & (labels < classes)).cpu()
+    if is_sound.all():
+        return
+    row = int(is_sound.long().argmin())
+    label = int(labels[row])
+    if 0 < label < classes:
+        problem = (
+            f"box {boxes[row].tolist()}, which has no area or is not finite. Give x0, y0, x1, y1 "
+            "in your dataset's target, or end your transforms with v2.SanitizeBoundingBoxes()."
+        )
+    else:
+        last = "" if classes == math.inf else f" to {classes - 1} in a model of {classes} classes"
+        problem = (
+            f"label {label}, and labels go from 1{last}: 0 is the background. Number your classes "
+            "from 1, and build the model with a num_classes of one more than the last."
+        )
+    image_id = np.broadcast_to(image_ids, len(labels))[row]
+    raise ColabUtilsError(f"Image {image_id} has the {problem}")
+
+
+def to_corners(boxes: Any) -> Any:
+    """Return tv_tensors of boxes in another format as x0, y0, x1, y1; all else as it is."""
+    from torchvision import tv_tensors
+    from torchvision.transforms.v2 import functional
+
+    if not isinstance(boxes, tv_tensors.BoundingBoxes):
+        return boxes
+    return functional.convert_bounding_box_format(boxes, new_format="XYXY")
+
+
 def _describe(value: Any) -> str:
+    if value is None:
+        return "nothing"
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -103,12 +181,14 @@ def apply_transforms(
     ``iscrowd`` is 0.
 
     Raises:
-        ColabUtilsError: if they give something else than an image and its target.
+        ColabUtilsError: if they give something else than an image and its target, or leave a box
+            without area.
 
     Example:
         >>> from torchvision.transforms import v2
         >>> image, masks = torch.zeros(3, 2, 6).byte(), torch.ones(1, 2, 6).byte()
-        >>> target = {"boxes": torch.tensor([[0.0, 0, 2, 2]]), "masks": masks, "image_id": 1}
+        >>> boxes, labels = torch.tensor([[0.0, 0, 2, 2]]), torch.tensor([1])
+        >>> target = {"boxes": boxes, "labels": labels, "masks": masks, "image_id": 1}
         >>> image, target = apply_transforms(v2.RandomHorizontalFlip(1), image, target)
         >>> target["boxes"].tolist()
         [[4.0, 0.0, 6.0, 2.0]]
@@ -127,10 +207,11 @@ def apply_transforms(
     image = pair[0]
     target = {"image_id": given["image_id"], **pair[1]}
     for key, value in target.items():
-        target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
+        target[key] = to_corners(value).as_subclass(Tensor) if isinstance(value, Tensor) else value
     if "area" in target and len(target["area"]) != len(target["boxes"]):
         target["area"] = target["masks"].flatten(1).sum(1, dtype=torch.float32)
         target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
+    check_objects(target["boxes"], target["labels"], given["image_id"])
     return image.as_subclass(Tensor), target
 
 
@@ -171,20 +252,32 @@ class PackedSamples:
         pixels[:], bits[:], _ = self.samples[index]
 
 
-def pack_samples(dataset: Any, indices: Sequence[int]) -> PackedSamples:
-    """Samples of any dataset with torchvision's contract.
+def pack_samples(dataset: Any, indices: Sequence[int], *, by_batch: bool = False) -> PackedSamples:
+    """Samples of any dataset with torchvision's contract, read one after another, or ``by_batch``:
+    all by its ``__getitems__``.
 
     Raises:
         BadSampleError: if one cannot be loaded.
     """
     samples = []
+    batch: Any = ()
+    if by_batch:
+        # Which one it is that fails shows where each is read alone.
+        with suppress(Exception):
+            batch = dataset.__getitems__(list(indices))
     for place, index in enumerate(indices):
         with blame_sample(place):
-            sample = dataset[index]
-            if not isinstance(sample, tuple | list) or len(sample) != 2:
+            if len(batch) == len(indices):
+                sample = batch[place]
+            elif by_batch:
+                [sample] = dataset.__getitems__([index])
+            else:
+                sample = dataset[index]
+            is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+            if not is_pair or not isinstance(sample[1], dict):
                 raise ColabUtilsError(
-                    "expected (image, target) from your dataset, "
+                    "expected (image, target), the target a dict, from your dataset, "
                     f"found {type(sample).__name__}: see torchvision's"
                 )
-            samples.append(pack_target(*sample))
+            samples.append(pack_target(*sample, index=index))
     return PackedSamples(samples)

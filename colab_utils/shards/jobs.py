@@ -3,7 +3,6 @@
 import tarfile
 from collections import Counter
 from collections.abc import Generator
-from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,13 +13,11 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
-from colab_utils.processes import ThreadPool
+from colab_utils.reader import Reader, Reading
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.records import read_image, try_sample
 
-READ_STREAMS = 4
-"""Files that a process reads at the same time."""
 # More than the arrays of the largest shard.
 _MOST_ARRAYS_BYTES = 1e10
 # What reading damaged arrays raises.
@@ -43,6 +40,8 @@ class ShardJob(NamedTuple):
     dataset: CocoDataset
     images: Path
     recipe: dict[str, Any]
+    streams: int | str = "auto"
+    """Files that the process reads at the same time."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +156,10 @@ def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], 
     annotations = 0
     skipped: list[SkippedImage] = []
     faults = Counter[str]()
-    with closing(_read_ahead(job, progress)) as files:
-        for i, reading in enumerate(files):
+    with closing(_read_ahead(job, progress)) as readings:
+        for i, reading in enumerate(readings):
             progress.add(1)
-            sample = try_sample(reading.result, job.dataset, i, job.recipe)
+            sample = try_sample(reading.take, job.dataset, i, job.recipe)
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
                 continue
@@ -188,22 +187,18 @@ def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], 
     return tar, dump_arrays(head, builder.build())
 
 
-def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Future[bytes], None, None]:
+def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Reading, None, None]:
     """Yield the images' files in their order, each asked for before it is needed.
 
     On Drive, reading is waiting.
     """
-    pending: list[Future[bytes]] = []
-    pool = ThreadPool(READ_STREAMS, "read")
     retries = Retries(progress.stop)
+    read = partial(read_image, job.images, job.dataset, retries=retries)
+    reader = Reader(read, place=job.images, streams=job.streams, retries=retries)
     try:
-        for i in range(len(job.dataset)):
-            pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
-            if len(pending) > 2 * READ_STREAMS:
-                yield pending.pop(0)
-        yield from pending
+        yield from reader.read_all(range(len(job.dataset)))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        reader.close()
 
 
 def _parse_shard_index(content: bytes) -> ShardIndex:

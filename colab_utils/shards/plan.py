@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, open_coco
-from colab_utils.drive import Retries
+from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import count_cores
 from colab_utils.processes import fork_pool
+from colab_utils.reader import Reader
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.index import SkippedImage
-from colab_utils.shards.jobs import READ_STREAMS
 from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.stored_images import Storage
 from colab_utils.units import format_bytes
@@ -130,7 +130,8 @@ def plan_shards(
         recipe["storage"], reason = _pick_storage(dataset, min_size, max_size)
     images = Path(images)
     # This loads the libraries, before anything is timed.
-    _try_image(images, recipe, dataset.subset(0, 1))
+    with suppress(ColabUtilsError):
+        try_images(images, dataset.subset(0, 1), recipe)
     with fork_pool(processes) as pool:
         costs = try_images(images, dataset, recipe, pool.map)
     tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(costs, axis=0)).tolist()
@@ -173,9 +174,13 @@ def try_images(
     Raises:
         ColabUtilsError: if all are bad.
     """
-    places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset)))
-    parts = [dataset.subset(i, i + 1) for i in places.astype(int).tolist()]
-    outcomes = list(run(partial(_try_image, images, recipe), parts))
+    places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int)
+    parts = [dataset.subset(i, i + 1) for i in places.tolist()]
+    started_s = perf_counter()
+    contents = _read_at_once(images, parts)
+    # Files are read ahead, while others are worked on.
+    read_s = (perf_counter() - started_s) / len(parts)
+    outcomes = list(run(partial(_try_image, recipe, read_s), parts, contents))
     costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
     if not costs:
         example = outcomes[0]
@@ -187,15 +192,36 @@ def try_images(
     return costs
 
 
-def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> ImageCost | SkippedImage:
+def _read_at_once(images: Path, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
+    """Return the content of each dataset's only image, or why it cannot be read."""
+
+    def read(place: int) -> bytes:
+        return read_image(images, parts[place], 0, retries)
+
+    retries = Retries()
+    contents: list[bytes | ColabUtilsError] = []
+    reader = Reader(read, place=images, streams=_TRIED_IMAGES)
+    for reading in reader.ask(range(len(parts))):
+        try:
+            contents.append(reading.take())
+        except DriveLostError:
+            raise
+        except ColabUtilsError as error:
+            contents.append(error)
+    reader.close()
+    return contents
+
+
+def _try_image(
+    recipe: dict[str, Any], read_s: float, part: CocoDataset, content: bytes | ColabUtilsError
+) -> ImageCost | SkippedImage:
     """Return the cost of a dataset's only image, or why it is bad."""
-    read = cache(partial(read_image, images, part, 0))
-    started_s = perf_counter()
-    # An error is met again below.
-    with suppress(ColabUtilsError):
-        read()
-    # Files are read ahead, while others are worked on.
-    read_s = (perf_counter() - started_s) / READ_STREAMS
+
+    def read() -> bytes:
+        if isinstance(content, ColabUtilsError):
+            raise content
+        return content
+
     started_s = perf_counter()
     sample = try_sample(read, part, 0, recipe)
     if isinstance(sample, SkippedImage):

@@ -33,6 +33,7 @@ from colab_utils.shards.jobs import (
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import count_processes, make_recipe, open_annotations, try_images
 from colab_utils.shards.stored_images import Storage
+from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes
 
 
@@ -83,6 +84,7 @@ def write_shards(
     max_size: int = 1333,
     storage: Storage = "shrink",
     workers: int | Literal["auto"] = "auto",
+    streams: int | Literal["auto"] = "auto",
     executor: Executor | None = None,
     max_bad: float = 0.01,
 ) -> ShardReport:
@@ -103,8 +105,9 @@ def write_shards(
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
         storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels
             (``KEY.npy``, uint8 [H, W, 3]), which cost no decoding and many times the space.
-        workers: processes, each with a shard in memory; "auto" is one for each core. Each reads
-            four files at a time, ahead of the image that it works on.
+        workers: processes, each with a shard in memory; "auto" is one for each core.
+        streams: files that each process reads at the same time, ahead of the image that it works
+            on; "auto" finds how many Drive answers.
         executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of
             processes here.
         max_bad: the share of bad images above which it stops, 0 to 1; and that of bad objects,
@@ -130,13 +133,14 @@ def write_shards(
     processes = count_processes(workers)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
+    require_streams(streams)
     dataset = open_annotations(images, annotations)
     retries = Retries()
     index = retries.write(folder, _find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
             recipe = retries.write(folder, _begin_folder, folder, images, dataset, recipe)
-            jobs = _list_jobs(folder, images, dataset, recipe)
+            jobs = _list_jobs(folder, images, dataset, recipe, streams)
             with explain_write(folder):
                 done = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
             index = ShardIndex(
@@ -245,7 +249,11 @@ def _begin_folder(
 
 
 def _list_jobs(
-    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+    folder: Path,
+    images: Path,
+    dataset: CocoDataset,
+    recipe: dict[str, Any],
+    streams: int | str,
 ) -> list[ShardJob]:
     """Return one job for each shard, in the order of the dataset."""
     jobs = []
@@ -253,7 +261,7 @@ def _list_jobs(
     for number, first in enumerate(range(0, len(dataset), count)):
         path = folder.absolute() / f"shard-{number:06d}.tar"
         part = dataset.subset(first, min(first + count, len(dataset)))
-        jobs.append(ShardJob(path, part, images.absolute(), recipe))
+        jobs.append(ShardJob(path, part, images.absolute(), recipe, streams))
     return jobs
 
 

@@ -36,7 +36,8 @@ def plot_first_seconds(
     Args:
         rows: when each step began and ended, in seconds since the first batch was asked for, by
             name; the first row stands on top.
-        seconds: how much of it to draw; ``None`` draws as long as the shortest row of steps.
+        seconds: how much of it to draw; ``None`` draws all, as long as the longest row of steps.
+            Each row's share is of the time that is drawn of it.
         title: the finding; by default how long the step waits, in the first row and in the last.
         blue: names of rows that are no steps, but copies or workers.
         white: what the gaps are.
@@ -52,7 +53,7 @@ def plot_first_seconds(
     steps = {name: spans for name, spans in rows.items() if name not in blue and len(spans)}
     if not steps:
         raise ColabUtilsError("expected steps to draw, found none: train for longer")
-    shown_s = seconds or min(spans[-1][1] for spans in steps.values())
+    shown_s = seconds or max(spans[-1][1] for spans in steps.values())
     ends_s = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}
     waits = dict[str, str]()
     for name, spans in steps.items():

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from colab_utils.comparison import COURSE_STRATEGIES
+from colab_utils.comparison import COURSE_STRATEGIES, LEAST_NOISE, measure_spread
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
     BLUE,
@@ -31,8 +31,6 @@ COCO_IMAGES = 118_287
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
 _EPOCHS = _SESSIONS * _SESSION_EPOCHS
-# Closer than this, the order of two bars means nothing.
-_TIE = 0.95
 # What a receipt's ``comparison.json`` holds, or one of its rows.
 Content = Mapping[str, Any]
 
@@ -59,6 +57,8 @@ def plot_comparison(comparison: "Comparison | Content") -> Figure:
         if not row["comparable"]:
             note += ", NOT the same data"
         repeats = row["repeats_images_per_second"]
+        if measure_spread(repeats) > LEAST_NOISE:
+            note += f", repeats differ by {measure_spread(repeats):.0%}"
         notes[row["label"]] = note
         spread[row["label"]] = (min(repeats), max(repeats))
     figure = plot_bars(
@@ -175,12 +175,16 @@ def _make_epochs(title: str) -> tuple[Figure, Axes]:
 
 def describe_gain(comparison: "Comparison | Content") -> str:
     """The finding in one sentence: how long the step waits before and after, and how many times as
-    fast it trains.
+    fast it trains; after a warning where this machine was busy with other work.
 
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    now, best = find_gain(read_comparison(comparison))
+    content = read_comparison(comparison)
+    return f"{content.get('busy', '')} {_describe_gain(*find_gain(content))}".strip()
+
+
+def _describe_gain(now: Content, best: Content) -> str:
     waits = f"The step waits {now['wait_share']:.0%}"
     gain = best["images_per_second"] / now["images_per_second"]
     if gain < 1.1:
@@ -195,7 +199,9 @@ def find_gain(content: Content) -> tuple[Content, Content]:
     or the last.
     """
     fair = content["fair"]
-    least = _TIE * max(row["images_per_second"] for row in fair.values())
+    fastest = max(fair.values(), key=lambda row: row["images_per_second"])
+    noise = max(LEAST_NOISE, measure_spread(fastest["repeats_images_per_second"]))
+    least = (1 - noise) * fastest["images_per_second"]
     best = [name for name, row in fair.items() if row["images_per_second"] >= least]
     return next(iter(fair.values())), fair["packed" if "packed" in best else best[-1]]
 

@@ -5,6 +5,7 @@ same random numbers. One thing is done in another way: mask targets are sampled 
 and no dense mask is made or resized.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -24,6 +25,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.mask_targets import sample_masks
 from colab_utils.loading.masks import flip_boxes
+from colab_utils.loading.targets import check_objects
 from colab_utils.training.sizes import Size
 
 _COMPARED_OBJECTS = 16
@@ -58,8 +60,8 @@ def compute_losses(
         ``loss_rpn_box_reg``: scalars on the device.
 
     Raises:
-        ColabUtilsError: The model is no Mask R-CNN in training mode, the batch is not packed, or
-            a box has no area or is not finite.
+        ColabUtilsError: The model is no Mask R-CNN in training mode, the batch is not packed, a
+            box has no area or is not finite, or a label is none of the model's classes.
 
     Example:
         >>> from colab_utils.loading.batch import collate_packed
@@ -81,7 +83,9 @@ def compute_losses(
     if flips is None:
         flips = [False] * len(batch)
     images, targets = make_input(model.transform, batch, flips=flips)
-    _check_boxes(targets, batch)
+    # Here, the device has the images to work on while it is waited for.
+    image_ids = batch.image_ids.repeat_interleave(batch.counts)
+    check_objects(batch.boxes, batch.labels, image_ids, classes=_count_classes(model.roi_heads))
     features = model.backbone(images.tensors)
     if isinstance(features, Tensor):
         features = {"0": features}
@@ -176,20 +180,13 @@ def make_input(
     return ImageList(padded, sizes), targets
 
 
-def _check_boxes(targets: Sequence[Mapping[str, Tensor]], batch: PackedBatch) -> None:
-    """Refuse a box without an area, or with a number that is not finite."""
-    boxes = torch.cat([target["boxes"] for target in targets])
-    sides = boxes[:, 2:] - boxes[:, :2]
-    is_sound = ((sides > 0) & sides.isfinite()).all(1).cpu()
-    if is_sound.all():
-        return
-    row = int(is_sound.long().argmin())
-    image_id = int(batch.image_ids.repeat_interleave(batch.counts)[row])
-    raise ColabUtilsError(
-        f"Image {image_id} has the box {batch.boxes[row].tolist()}, which has no area or is not "
-        "finite. Correct the target of your dataset, or end your transforms with "
-        "v2.SanitizeBoundingBoxes()."
-    )
+def _count_classes(heads: RoIHeads) -> float:
+    """Return how many classes the predictors tell apart, the background included; infinity where
+    they do not say.
+    """
+    scores = getattr(heads.box_predictor, "cls_score", None)
+    masks = getattr(heads.mask_predictor, "mask_fcn_logits", None)
+    return min(getattr(scores, "out_features", math.inf), getattr(masks, "out_channels", math.inf))
 
 
 def _find_proposals(

@@ -33,6 +33,7 @@ from colab_utils.sample_data import make_dataset
 from colab_utils.slow_drive import DriveProfile, find_profile, slow_down
 
 QUICK = {
+    "run_s": 0,
     "step": EmulatedStep(2),
     "batch_size": 2,
     "batches": 2,
@@ -591,7 +592,7 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
     prepared = Prepared()
     prepared.total = total
     setting = Setting(prepared, 4, workers, "cpu")
-    row = comparing._Row(fake("any", keeps=keeps), setting, EmulatedStep(100), 4, 1)
+    row = comparing._Row(fake("any", keeps=keeps), setting, EmulatedStep(100), 4, 0, 1)
     row.difference = ""
     row.opened_s = opened_s
     row.cold = cold

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
 from colab_utils.loading.targets import PackedSamples, pack_target
 
+NOT_A_NUMBER = float("nan")
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
@@ -170,26 +172,77 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (lambda i, t: (i[:1], t), r"found uint8 \[1, 24, 31\]"),  # grey
         (lambda i, t: (i.permute(1, 2, 0), t), r"found uint8 \[24, 31, 3\]"),  # HWC
         (lambda i, t: (i.numpy(), t), "found ndarray"),
-        (lambda i, t: (i, {k: v for k, v in t.items() if k != "masks"}), "'masks' is missing"),
-        (
-            lambda i, t: (i, {k: v for k, v in t.items() if k != "image_id"}),
-            "'image_id' is missing",
-        ),
-        # COCO's list of annotations, without a transform
-        (lambda i, t: (i, [t]), "of another kind"),
-        (lambda i, t: (i, t | {"masks": t["masks"].float()}), r"found float32 \[3, 24, 31\]"),
-        (lambda i, t: (i, t | {"masks": t["masks"][:2]}), r"found uint8 \[2, 24, 31\]"),
+        (lambda i, t: (i, t | {"masks": None}), r"masks of nothing, and \[3, 24, 31\] would fit"),
+        (lambda i, t: (i, {k: v for k, v in t.items() if k != "boxes"}), "boxes of nothing"),
+        (lambda i, t: (i, {k: v for k, v in t.items() if k != "labels"}), "labels of nothing"),
+        # names of another library, which must not pass for an image without objects
+        (lambda i, t: (i, {"image_id": 1000, "bbox": t["boxes"]}), "labels of nothing"),
+        (lambda i, t: (i, t | {"image_id": "a.jpg"}), "image_id 'a.jpg' of sample 0"),
+        (lambda i, t: (i, t | {"image_id": torch.arange(2)}), r"image_id .* of sample 0"),
+        (lambda i, t: (i, t | {"masks": t["masks"].float()}), r"masks of float32 \[3, 24, 31\]"),
+        (lambda i, t: (i, t | {"masks": t["masks"][:2]}), r"masks of uint8 \[2, 24, 31\]"),
         # of another size
-        (lambda i, t: (i, t | {"masks": t["masks"][:, :5]}), r"found uint8 \[3, 5, 31\]"),
-        (lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}), r"expected boxes of shape \[3, 4\]"),
-        (lambda i, t: (i, t | {"area": t["area"][:1]}), r"expected area of shape \[3\]"),
-        (lambda i, t: (i, t | {"labels": t["labels"][:0]}), "for 0 labels"),  # masks without labels
+        (lambda i, t: (i, t | {"masks": t["masks"][:, :5]}), r"masks of uint8 \[3, 5, 31\]"),
+        (lambda i, t: (i, t | {"masks": [{"counts": b"1"}] * 3}), "masks of list"),
+        (lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}), r"boxes of float32 \[3, 3\]"),
+        (lambda i, t: (i, t | {"area": t["area"][:1]}), r"area of float32 \[1\]"),
+        # masks without labels
+        (lambda i, t: (i, t | {"labels": t["labels"][:0]}), r"boxes of .* and \[0, 4\] would fit"),
+        (lambda i, t: (i, t | {"labels": t["labels"] + 0.5}), r"labels of float32 \[3\]"),
+        (lambda i, t: (i, t | {"labels": t["labels"].float()}), r"labels of float32 \[3\]"),
+        (lambda i, t: (i, t | {"labels": t["labels"][:, None]}), r"labels of int64 \[3, 1\]"),
+        (lambda i, t: (i, t | {"labels": torch.tensor(1)}), r"labels of int64 \[\]"),
+        (lambda i, t: (i, t | {"labels": ["car"] * 3}), "labels of list"),
+        (lambda i, t: (i, t | {"labels": t["labels"] * 0}), "label 0, .* 0 is the background"),
+        (lambda i, t: (i, t | {"labels": t["labels"] - 100}), "label -.* go from 1"),
+        (lambda i, t: (i, t | {"boxes": t["boxes"] * NOT_A_NUMBER}), "no area or is not finite"),
+        (lambda i, t: (i, t | {"boxes": t["boxes"].double() * 1e300}), "no area or is not finite"),
+        (lambda i, t: (i, t | {"boxes": t["boxes"].flip(1)}), "no area or is not finite"),
+        (lambda i, t: (i, t | {"boxes": t["boxes"][:, [0, 1, 0, 3]]}), "no area or is not finite"),
     ],
 )
 def test_what_is_not_the_contract_is_refused_in_words(change, found):
     with pytest.raises(ColabUtilsError, match=found) as error:
         pack_target(*change(*make_sample(0)))
     assert "\n" not in str(error.value)
+    assert "1000" in str(error.value) or "sample 0" in str(error.value)
+
+
+def test_area_crowds_and_number_of_an_image_may_be_missing():
+    image, target = make_sample(0)
+    parts = {key: target[key] for key in ("boxes", "labels", "masks")}
+    batch = collate_packed([pack_target(image, parts, index=7)])
+    expected = {
+        **parts,
+        "image_id": 7,
+        "area": target["masks"].sum((1, 2)).float(),
+        "iscrowd": torch.zeros(3, dtype=torch.int64),
+    }
+    assert_same((image, expected), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+
+
+@pytest.mark.parametrize("target", [{}, {"image_id": 5}], ids=str)
+def test_a_target_of_a_number_alone_is_an_image_without_objects(target):
+    image, expected = make_sample(0, objects=0)
+    batch = collate_packed([pack_target(image, target, index=5), pack_target(*make_sample(1))])
+    expected["image_id"] = 5
+    assert_same((image, expected), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+
+
+@pytest.mark.parametrize("form", ["XYXY", "XYWH", "CXCYWH"])
+def test_boxes_that_name_their_format_become_corners(form):
+    image, target = make_sample(0)
+    corners = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(24, 31))
+    boxes = functional.convert_bounding_box_format(corners, new_format=form)
+    batch = collate_packed([pack_target(image, target | {"boxes": boxes})])
+    assert torch.allclose(batch.boxes, target["boxes"], atol=1e-5)
+
+
+def test_boxes_that_stand_at_an_angle_are_refused():
+    image, target = make_sample(0)
+    rotated = tv_tensors.BoundingBoxes(torch.ones(3, 5), format="XYWHR", canvas_size=(24, 31))
+    with pytest.raises(ColabUtilsError, match="boxes of float32"):
+        pack_target(image, target | {"boxes": rotated})
 
 
 def test_a_part_of_a_batch_is_its_images():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -22,10 +23,12 @@ import psutil
 import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DistributedSampler, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DistributedSampler, Subset, WeightedRandomSampler
+from torchvision.datasets import CocoDetection, wrap_dataset_for_transforms_v2
+from torchvision.transforms import v2
 
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -546,6 +549,293 @@ def test_what_is_kept_needs_few_open_files():
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) - before < 20
     assert len(kept) == 90
+
+
+# what a pass finds: the dataset as it is when the pass begins, as with torch's DataLoader
+
+
+class Shades(Numbers):
+    """Images whose pixels all tell the state of the dataset."""
+
+    shade = 0
+    transforms = None
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.shades = [0]
+
+    def set_epoch(self, epoch):
+        self.shade = epoch
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        shade = self.shade + sum(self.shades)
+        if self.transforms is not None:
+            shade = self.transforms(shade)
+        return torch.full_like(image, shade), target
+
+
+def add_ten(shade):
+    return shade + 10
+
+
+def list_shades(loader):
+    return {int(batch.pixels.max()) for batch in loader}
+
+
+def switch_transforms(dataset, epoch):
+    dataset.transforms = add_ten if epoch == 1 else None
+
+
+HOLDERS = [
+    lambda dataset: dataset,
+    lambda dataset: Subset(dataset, range(6)),
+    lambda dataset: ConcatDataset([Subset(dataset, [0, 1]), dataset]),
+]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("hold", HOLDERS)
+@pytest.mark.parametrize(
+    ("change", "shades"),
+    [
+        (Shades.set_epoch, [0, 1, 2]),
+        (lambda dataset, epoch: dataset.shades.append(epoch), [0, 1, 3]),
+        (switch_transforms, [0, 10, 0]),
+    ],
+)
+def test_each_pass_finds_the_dataset_as_it_is(make, workers, hold, change, shades):
+    dataset = Shades(8)
+    loader = make(hold(dataset), batch_size=3, workers=workers, deliver="packed")
+    for epoch, shade in enumerate(shades):
+        change(dataset, epoch)
+        assert loader.epoch == epoch
+        assert list_shades(loader) == {shade}
+
+
+def test_what_cannot_be_compared_has_new_workers_in_each_pass(make):
+    shade = 1
+    dataset = Shades(8)
+    dataset.transforms = lambda before: before + shade
+    loader = make(dataset, batch_size=3, workers=2, deliver="packed")
+    assert list_shades(loader) == {1}
+    shade = 2
+    assert list_shades(loader) == {2}
+
+
+def test_workers_start_anew_only_where_the_dataset_changed(make):
+    dataset = Shades(8)
+    loader = make(dataset, batch_size=3, workers=2)
+    pids = []
+    for epoch in (0, 0, 1, 1):
+        dataset.set_epoch(epoch)
+        list(loader)
+        pids.append({process.pid for process in loader._prefetcher._processes})
+    assert pids[0] == pids[1]
+    assert pids[2] == pids[3]
+    assert not pids[1] & pids[2]
+
+
+def test_the_order_goes_on_where_workers_start_anew(make):
+    options = {"batch_size": 3, "workers": 2, "deliver": "packed", "seed": 4}
+    changed = Shades(11)
+    loaders = [make(dataset, **options) for dataset in (changed, Shades(11))]
+    for epoch in range(3):
+        changed.set_epoch(epoch)
+        orders = [list_ids(loader) for loader in loaders]
+        assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_transforms_of_shards_switched_on_and_off_are_those_of_the_pass(tiny_shards, make, workers):
+    dataset = ShardDataset(tiny_shards)
+    loader = make(dataset, batch_size=5, workers=workers, deliver="packed", shuffle=False)
+    plain = [batch.pixels.clone() for batch in loader]
+    dataset.transforms = lambda image, target: (image // 2, target)
+    for batch, before in zip(loader, plain, strict=True):
+        assert torch.equal(batch.pixels, before // 2)
+    dataset.transforms = None
+    for batch, before in zip(loader, plain, strict=True):
+        assert torch.equal(batch.pixels, before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_grows_or_shrinks_is_read_whole(make, workers):
+    dataset = Numbers(5)
+    loader = make(dataset, batch_size=2, workers=workers, deliver="packed")
+    assert sorted(flatten(list_ids(loader))) == [*range(5)]
+    dataset.size = 9
+    assert len(loader) == 5
+    assert loader.state_dict()["images"] == 9
+    assert sorted(flatten(list_ids(loader))) == [*range(9)]
+    next(iter(loader))
+    dataset.size = 3
+    assert sorted(flatten(list_ids(loader))) == [*range(3)]
+    dataset.size = 0
+    with pytest.raises(ColabUtilsError, match="empty"):
+        list(loader)
+    subset = Subset(Numbers(9), [1, 2])
+    loader = make(subset, batch_size=2, workers=workers, deliver="packed")
+    list(loader)
+    subset.indices.append(7)
+    assert sorted(flatten(list_ids(loader))) == [1, 2, 7]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_change_after_a_pass_was_broken_off_is_seen(make, workers):
+    dataset = Shades(12)
+    loader = make(dataset, batch_size=2, workers=workers, deliver="packed")
+    first = iter(loader)
+    next(first)
+    dataset.set_epoch(5)
+    assert list_shades(loader) == {5}
+    with pytest.raises(ColabUtilsError, match="one pass"):
+        next(first)
+    assert list_shades(loader) == {5}
+
+
+def test_a_closed_loader_is_pickled_and_goes_on(make):
+    loader = make(Numbers(9), batch_size=2, workers=2, deliver="packed")
+    epochs = [list_ids(loader)]
+    loader.close()
+    copied = pickle.loads(pickle.dumps(loader))
+    epochs.append(list_ids(loader))
+    assert list_ids(copied) == epochs[1]
+    copied.close()
+    assert list_ids(loader) != epochs[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_are_those_of_the_moment_when_a_pass_begins(make, workers):
+    options = {"batch_size": 4, "workers": workers, "deliver": "packed", "shuffle": False}
+    loader = make(Numbers(6), **options)
+    with join_group(rank=1, ranks=2):
+        assert list_ids(loader) == [[1, 3], [5]]
+    assert list_ids(loader) == [[0, 1, 2, 3], [4, 5]]
+
+
+# datasets that read the samples of a batch at once
+
+
+class Table(torch.utils.data.Dataset):
+    """A table far away, which gives many rows for one question."""
+
+    def __init__(self, size, broken=()):
+        self.numbers = Numbers(size)
+        self.broken = broken
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitems__(self, indices):
+        if {*self.broken} & {*indices}:
+            raise OSError(f"rows {indices}")
+        return [self.numbers[index] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("deliver", ["dense", "packed"])
+@pytest.mark.parametrize("is_subset", [False, True])
+def test_samples_are_read_at_once_where_the_dataset_can(make, workers, deliver, is_subset):
+    dataset = Subset(Table(11), [*range(11)]) if is_subset else Table(11)
+    options = {"batch_size": 4, "workers": workers, "deliver": deliver}
+    loaders = [make(each, **options) for each in (dataset, Numbers(11))]
+    seen = 0
+    for batch, expected in zip(*loaders, strict=True):
+        if deliver == "packed":
+            batch = batch.to_images("cpu"), batch.to_targets("cpu")
+            expected = expected.to_images("cpu"), expected.to_targets("cpu")
+        for image, target, same, same_target in zip(*batch, *expected, strict=True):
+            seen += 1
+            assert torch.equal(image, same)
+            assert target["image_id"] == same_target["image_id"]
+            assert torch.equal(target["masks"], same_target["masks"])
+    assert seen == 11
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_row_of_a_table_is_left_out_alone(make, workers):
+    options = {"batch_size": 4, "workers": workers, "deliver": "packed"}
+    with pytest.raises(OSError, match=r"rows \[5\]"):
+        list(make(Table(11, [5]), **options))
+    loader = make(Table(11, [5]), max_bad=1, **options)
+    with pytest.warns(ColabUtilsWarning, match="left out"):
+        ids = flatten(list_ids(loader))
+    assert sorted(ids) == [number for number in range(11) if number != 5]
+    assert loader.bad == [(5, "OSError: rows [5]")]
+
+
+class Brighter(Subset):
+    """A subset that changes its samples."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return torch.full_like(image, 200), target
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def test_a_subset_of_somebodys_own_gives_its_own_samples(make):
+    loader = make(Brighter(Numbers(6), range(6)), batch_size=3, workers=0, deliver="packed")
+    assert list_shades(loader) == {200}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("keys", [("boxes", "labels", "masks"), "all"])
+@pytest.mark.parametrize("deliver", ["dense", "packed"])
+def test_torchvisions_wrapped_datasets_go_in(tiny_dataset, make, workers, keys, deliver):
+    data = CocoDetection(tiny_dataset.images, tiny_dataset.annotations, transforms=v2.ToImage())
+    wrapped = wrap_dataset_for_transforms_v2(data, target_keys=keys)
+    loader = make(wrapped, batch_size=5, workers=workers, deliver=deliver, shuffle=False)
+    targets = []
+    for batch in loader:
+        targets += batch.to_targets("cpu") if deliver == "packed" else batch[1]
+    assert len(targets) == len(wrapped)
+    for target, (_, expected) in zip(targets, wrapped, strict=True):
+        if "boxes" in expected:
+            assert torch.equal(target["boxes"], expected["boxes"].as_subclass(torch.Tensor))
+            assert torch.equal(target["masks"], expected["masks"].as_subclass(torch.Tensor))
+        else:
+            assert len(target["boxes"]) == 0
+
+
+class Turned(Numbers):
+    """Samples of which one has its box turned round."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        if index == 5:
+            target["boxes"] = target["boxes"].flip(1)
+        return image, target
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("deliver", ["dense", "packed"])
+def test_values_that_cannot_be_trained_on_are_refused(make, workers, deliver):
+    with pytest.raises(ColabUtilsError, match=r"Image 5 has the box .*no area"):
+        list(make(Turned(8), batch_size=2, workers=workers, deliver=deliver))
+
+
+def flatten_boxes(image, target):
+    target["boxes"][:, 3] = target["boxes"][:, 1]
+    return image, target
+
+
+def test_values_after_transforms_are_refused(tiny_shards, make):
+    on_worker = ShardDataset(tiny_shards, transforms=flatten_boxes)
+    with pytest.raises(ColabUtilsError, match=r"has no area.*SanitizeBoundingBoxes"):
+        list(make(on_worker, batch_size=2, workers=1, deliver="packed"))
+    with pytest.raises(ColabUtilsError, match=r"has no area.*SanitizeBoundingBoxes"):
+        list(make(ShardDataset(tiny_shards), batch_size=2, workers=0, transforms=flatten_boxes))
+    converted = v2.ConvertBoundingBoxFormat("XYWH")
+    loaders = [
+        make(ShardDataset(tiny_shards), batch_size=2, workers=0, transforms=transforms)
+        for transforms in (None, converted)
+    ]
+    for (_, targets), (_, same) in zip(*loaders, strict=True):
+        for target, other in zip(targets, same, strict=True):
+            assert torch.allclose(target["boxes"], other["boxes"], atol=1e-4)
 
 
 INTERRUPT_SCRIPT = """

@@ -290,8 +290,8 @@ def test_ranks_are_those_of_torch_distributed(make):
     with join_group(rank=1, ranks=2):
         loader = make(Numbers(6), **options)
         alone = make(Numbers(6), sampler=range(6), **options)
-    assert list_ids(loader) == [[1, 3], [5]]
-    assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
+        assert list_ids(loader) == [[1, 3], [5]]
+        assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
 
 
 # subsets, subclasses, raw pixels
@@ -502,7 +502,7 @@ def test_processes_that_train_together_draw_their_own_random_numbers(tiny_shards
 
         with join_group(rank, ranks=2):
             loader = make(ShardDataset(tiny_shards, transforms=draw), batch_size=4, workers=0)
-        list(loader)
+            list(loader)
     assert {len(numbers) for numbers in drawn} == {6}
     assert not set(drawn[0]) & set(drawn[1])
 

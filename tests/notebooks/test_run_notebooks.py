@@ -25,7 +25,7 @@ TINY = {
     "STEPS": 24,
     "COMPARED_STEPS": 3,
     "MAX_IMAGES": 16,
-    "BATCHES": 2,
+    "RUN_S": 0,
     "REPEATS": 1,
 }
 

@@ -13,7 +13,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import plan as module
 from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.records import read_image
+from colab_utils.shards.records import try_sample
 from colab_utils.shards.write import write_shards
 
 SMALL = {"min_size": 64, "max_size": 200}  # every image of the tiny dataset is larger
@@ -112,12 +112,13 @@ def test_a_lost_drive_and_an_ended_process(run, monkeypatch):
     def die(*arguments):
         if os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read_image(*arguments)
+        return try_sample(*arguments)
 
     monkeypatch.setattr(module, "read_image", lose)
     with pytest.raises(DriveLostError):
         run()
-    monkeypatch.setattr(module, "read_image", die)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "try_sample", die)
     with pytest.raises(ColabUtilsError, match="fewer workers"):
         run()
 

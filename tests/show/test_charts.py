@@ -51,9 +51,9 @@ def test_the_first_seconds_count_as_the_spans_do():
     figure = charts.plot_first_seconds(rows)
     figure.draw_without_rendering()
     assert figure.get_suptitle() == "The step waits 80% (plain loop) → 0% (shards)"
-    # of the 5 s that both have
-    assert read_texts(figure) == ["waits 80%, 2 batches", "waits 0%, 10 batches"]
-    assert figure.axes[0].get_xlim() == (0, 5)
+    # Of all that each row ran: the picture is as long as the longest.
+    assert read_texts(figure) == ["waits 80%, 3 batches", "waits 0%, 10 batches"]
+    assert figure.axes[0].get_xlim() == (0, 7.5)
     drawn = [collection.get_paths() for collection in figure.axes[0].collections]
     assert [len(paths) for paths in drawn] == [3, 10]
     assert [paths[0].get_extents().intervalx.tolist() for paths in drawn] == [[2, 2.5], [0, 0.5]]

@@ -4,6 +4,7 @@ dataset.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from matplotlib.text import Text
 
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.emulated_step import describe_busy
 from colab_utils.show.comparison_charts import (
     describe_gain,
     plot_cold_start,
@@ -43,7 +45,7 @@ def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_com
     figure = plot_comparison(comparison)
     figure.canvas.draw()
     assert read_bars(figure) == dict(zip(STEPS, (1.6, 1.7, 3.2, 32, 38.4), strict=True))
-    assert [text.split()[-1] for text in read_texts(figure)[:5]] == [
+    assert [re.search(r"\d+%", text)[0] for text in read_texts(figure)[:5]] == [
         "96%",
         "95%",
         "92%",
@@ -214,3 +216,52 @@ def test_names_in_figures_are_shown_as_they_are(make_timing, make_comparison):
         texts = [text for text in figure.findobj(Text) if text.get_text()]
         assert sum(any(name in text.get_text() for text in texts) for name in NAMES) >= least
         assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
+
+
+# what one method wins over another
+
+
+def test_a_difference_within_the_spread_of_the_repeats_is_called_equal(
+    make_timing, make_comparison
+):
+    slow = replace(make_timing("dataloader"), images_per_second=30.0)
+    close = replace(make_timing("packed"), images_per_second=31.4)
+    steady = (31.0, 31.4, 31.6)
+    wide = (28.0, 31.4, 35.0)
+    for repeats, words in ((steady, "is as fast as, within 5%,"), (wide, "within 22%")):
+        rows = make_comparison(
+            replace(slow, repeats_images_per_second=(29.9, 30.0, 30.1)),
+            replace(close, repeats_images_per_second=repeats),
+        )
+        assert words in rows.describe_steps()[0]
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (60.0, "make_loader trains 2.0 times as many images/s as 2 workers"),
+        (24.0, "make_loader trains 20% fewer images/s than 2 workers"),
+    ],
+)
+def test_a_difference_beyond_the_spread_is_told(make_timing, make_comparison, rate, words):
+    rows = [
+        replace(
+            make_timing(name),
+            images_per_second=median,
+            repeats_images_per_second=(median, median * 1.01),
+        )
+        for name, median in (("dataloader", 30.0), ("packed", rate))
+    ]
+    assert make_comparison(*rows).describe_steps() == [words]
+
+
+def test_a_wide_spread_is_written_on_the_bar(make_timing, make_comparison):
+    row = replace(make_timing("packed"), repeats_images_per_second=(30.0, 34.0))
+    assert "repeats differ by" in read_texts(plot_comparison(make_comparison(row)))[0]
+
+
+def test_a_busy_machine_is_named_before_any_finding(course, make_comparison):
+    busy = describe_busy(100, 250)
+    comparison = replace(make_comparison(*course), busy=busy)
+    assert read_title(plot_comparison(comparison)).startswith(busy)
+    assert busy in str(comparison)

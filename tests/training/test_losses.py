@@ -251,12 +251,34 @@ def test_coco_mini_has_what_the_tests_stand_on(coco_mini):
     ids=str,
 )
 def test_a_box_without_area_or_number_is_named(real_samples, box):
-    image, target = real_samples[1]
-    boxes = target["boxes"].clone()
-    boxes[0] = torch.tensor(box)
-    samples = [real_samples[0], (image, {**target, "boxes": boxes})]
-    packed, _, _ = make_batch(samples, [False, False])
-    message = f"Image {target['image_id']} has the box .*no area or is not finite"
+    packed, _, _ = make_batch(real_samples[:2], [False, False])
+    row = int(packed.counts[0])
+    packed.boxes[row] = torch.tensor(box)
+    message = f"Image {packed.image_ids[1]} has the box .*no area or is not finite"
+    with pytest.raises(ColabUtilsError, match=message):
+        compute_losses(build(real_samples), packed)
+
+
+@pytest.mark.parametrize("part", ["box_predictor", "mask_predictor"])
+def test_a_label_beyond_a_predictors_classes_is_named(real_samples, part):
+    packed, _, _ = make_batch(real_samples, FLIPS)
+    model = build(real_samples)
+    highest = int(packed.labels.max())
+    small = build_mask_rcnn(TINY_MODEL, num_classes=highest, weights=None)
+    setattr(model.roi_heads, part, getattr(small.roi_heads, part))
+    owner = packed.image_ids.repeat_interleave(packed.counts)[packed.labels.argmax()]
+    message = f"Image {owner} has the label {highest}, .*to {highest - 1} in a model of {highest}"
+    with pytest.raises(ColabUtilsError, match=message):
+        compute_losses(model, packed)
+    with pytest.raises(ColabUtilsError, match=message):
+        TrainingStep(model, "cpu")(packed)
+
+
+@pytest.mark.parametrize("label", [0, -4])
+def test_a_label_of_the_background_is_named(real_samples, label):
+    packed, _, _ = make_batch(real_samples, FLIPS)
+    packed.labels[0] = label
+    message = f"Image {packed.image_ids[0]} has the label {label}, .*0 is the background"
     with pytest.raises(ColabUtilsError, match=message):
         compute_losses(build(real_samples), packed)
 

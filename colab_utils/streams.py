@@ -1,0 +1,224 @@
+"""How many files to read at once: found by measuring, as TCP finds how fast it may send."""
+
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import xxhash
+
+from colab_utils.drive import find_mount
+from colab_utils.require import require_count
+from colab_utils.slow_drive import find_profile
+
+MOST_STREAMS = 256
+"""Reads at once, at most."""
+
+# A local disk answers at once: more reads than these only take turns.
+_LOCAL_STREAMS = 2
+# The first guess for a folder behind a network.
+_REMOTE_STREAMS = 8
+# File systems whose files come over a network, beside Drive and slowed folders.
+_REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
+# A wider try counts as better where files come faster by this factor.
+_GAIN = 1.1
+# Each try is wider by this factor, and by less after a refusal.
+_FACTOR = 2.0
+_FACTOR_AFTER_REFUSAL = 1.25
+# Files that a window counts, for each stream; the first one of each stream is left out.
+_FILES_A_STREAM = 3
+_LEAST_FILES = 16
+# Windows until a wider try, where the last one gained nothing or was refused.
+_PATIENCE = 3
+
+
+@dataclass(frozen=True)
+class StreamTrial:
+    """How fast files came with a number of streams."""
+
+    streams: int
+    """Reads at the same time."""
+    files_per_s: float
+
+    def __str__(self) -> str:
+        plural = "" if self.streams == 1 else "s"
+        return f"{self.files_per_s:.0f} files/s with {self.streams} stream{plural}"
+
+
+class StreamTuner:
+    """Choose how many files are read at once, while they are read.
+
+    The number doubles as long as files come faster by a tenth. Where they do not, it falls back
+    and is tried again later; where the folder refuses, it is halved, and later tries are smaller.
+    The method is that of TCP's slow start (RFC 5681), with files a second in place of
+    acknowledgements.
+
+    Attributes:
+        streams: the number now.
+        trials: what was measured, oldest first; the last 100.
+
+    Example:
+        >>> tuner = StreamTuner(2)
+        >>> for tenths in range(1000):
+        ...     tuner.count(tenths / 10)
+        >>> tuner.streams, str(tuner.best)
+        (2, '10 files/s with 2 streams')
+    """
+
+    def __init__(self, streams: int) -> None:
+        self.streams = streams
+        self.trials: list[StreamTrial] = []
+        self._accepted = streams
+        self._accepted_rate = 0.0
+        self._factor = _FACTOR
+        self._patience = 0
+        self._ignored = 0
+        self._is_trial = False
+        # The window under way, and when its last file came.
+        self._files = 0
+        self._counted = 0
+        self._busy_s = 0.0
+        self._last_s: float | None = None
+
+    @property
+    def best(self) -> StreamTrial | None:
+        """Return the fewest streams whose rate no later trial beat by a tenth; None before one."""
+        if not self.trials:
+            return None
+        return StreamTrial(self._accepted, self._accepted_rate)
+
+    def count(self, now_s: float) -> None:
+        """Count a file that came while every stream was busy."""
+        self._ignored -= 1
+        self._files += 1
+        if self._last_s is not None and self._files > self.streams:
+            self._counted += 1
+            self._busy_s += now_s - self._last_s
+        self._last_s = now_s
+        if self._counted >= max(_LEAST_FILES, _FILES_A_STREAM * self.streams):
+            self._end_window(self._counted / max(self._busy_s, 1e-6))
+
+    def pause(self) -> None:
+        """Stop the clock until the next file: fewer were asked for than could be read."""
+        self._last_s = None
+
+    def refuse(self) -> None:
+        """Read less at once: the folder refused a read.
+
+        All reads that were in flight at that time may be refused: these change nothing more.
+        """
+        if self._ignored > 0:
+            self._ignored -= 1
+            return
+        self._ignored = self.streams
+        if self._is_trial:
+            self.streams = self._accepted
+        else:
+            self.streams = max(1, self.streams // 2)
+            self._accepted = self.streams
+        self._is_trial = False
+        self._factor = _FACTOR_AFTER_REFUSAL
+        self._patience = _PATIENCE
+        self._restart()
+
+    def _restart(self) -> None:
+        self._files = 0
+        self._counted = 0
+        self._busy_s = 0.0
+        self._last_s = None
+
+    def _end_window(self, rate: float) -> None:
+        """Decide on the next number from the files a second of a whole window."""
+        self.trials = [*self.trials[-99:], StreamTrial(self.streams, rate)]
+        if self._is_trial and rate < _GAIN * self._accepted_rate:
+            self.streams = self._accepted
+            self._is_trial = False
+            self._patience = _PATIENCE
+        elif self._is_trial:
+            self._accept(rate)
+            self._factor = _FACTOR
+            self._try_wider()
+        else:
+            self._accept(rate)
+            self._patience -= 1
+            if self._patience < 0:
+                self._try_wider()
+        self._restart()
+
+    def _accept(self, rate: float) -> None:
+        self._accepted = self.streams
+        self._accepted_rate = rate
+
+    def _try_wider(self) -> None:
+        wider = min(MOST_STREAMS, max(self.streams + 1, round(self.streams * self._factor)))
+        self._is_trial = wider > self.streams
+        self.streams = wider
+
+
+def require_streams(streams: int | str) -> int | str:
+    """Return a number of streams, or "auto", and refuse all else.
+
+    Raises:
+        ColabUtilsError: it is neither.
+
+    Example:
+        >>> require_streams("auto"), require_streams(32)
+        ('auto', 32)
+    """
+    if isinstance(streams, str) and streams == "auto":
+        return streams
+    return require_count("streams", streams, most=MOST_STREAMS)
+
+
+def guess_streams(place: str | Path) -> int:
+    """Return how many files of a folder to read at once at first.
+
+    It is the number that was found last in this session for the same mount; else 8 for a folder
+    behind a network, and 2 for a local disk.
+
+    Example:
+        >>> guess_streams("/proc")
+        2
+    """
+    with suppress(OSError, ValueError):
+        return min(MOST_STREAMS, max(1, int(_find_note(place).read_text(encoding="ascii"))))
+    return _REMOTE_STREAMS if is_remote(place) else _LOCAL_STREAMS
+
+
+def remember_streams(place: str | Path, streams: int) -> None:
+    """Keep a number of streams for this mount, for `guess_streams` of this session."""
+    # Without it the next reader starts at the first guess, and finds the number again.
+    with suppress(OSError):
+        _find_note(place).write_text(str(streams), encoding="ascii")
+
+
+def is_remote(place: str | Path) -> bool:
+    """Return whether the files of a folder come over a network: Drive, NFS, or a slowed folder.
+
+    Example:
+        >>> is_remote("/proc")
+        False
+    """
+    if find_profile(place) is not None or find_mount(place) is not None:
+        return True
+    return _find_kind(Path(os.path.realpath(place))).startswith(_REMOTE_KINDS)
+
+
+def _find_kind(place: Path) -> str:
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    for folder in (place, *place.parents):
+        if str(folder) in kinds:
+            return kinds[str(folder)]
+    return ""
+
+
+def _find_note(place: str | Path) -> Path:
+    """Return the file that holds the number of streams of the mount that a path lies on."""
+    mount = find_mount(place)
+    profile = find_profile(place)
+    key = f"{mount or os.path.realpath(place)} {profile}"
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    name = f"colab_utils-streams-{user}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
+    return Path(tempfile.gettempdir()) / name

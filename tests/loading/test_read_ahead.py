@@ -1,0 +1,232 @@
+"""Loose files are read many at a time: by batches of a stock DataLoader, and ahead of a batch."""
+
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from colab_utils import files
+from colab_utils.data.coco import write_subset
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.loader import make_loader
+
+
+@pytest.fixture
+def dataset(tiny_dataset):
+    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations, streams=4)
+
+
+@pytest.fixture
+def in_flight(monkeypatch):
+    """Make each read wait until four are in flight, or until a second is over; list how many."""
+    counts = []
+    lock = threading.Lock()
+    barrier = threading.Barrier(4)
+
+    def wait(*_):
+        with lock:
+            counts.append(1)
+        try:
+            barrier.wait(1)
+        except threading.BrokenBarrierError:
+            counts.append(0)
+
+    monkeypatch.setattr(files, "wait_as_drive", wait)
+    return counts
+
+
+def assert_same(sample, expected):
+    assert torch.equal(sample[0], expected[0])
+    assert sample[1].keys() == expected[1].keys()
+    for key, value in expected[1].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(sample[1][key], value)
+        else:
+            assert sample[1][key] == value
+
+
+def test_a_batch_is_the_samples_that_it_names(dataset):
+    batch = dataset.__getitems__([3, 0, 3, -1])
+    for sample, index in zip(batch, [3, 0, 3, -1], strict=True):
+        assert_same(sample, dataset[index])
+
+
+def test_the_files_of_a_batch_are_read_at_the_same_time(dataset, in_flight):
+    dataset.__getitems__([0, 1, 2, 3])
+    # Nobody waited in vain for the others.
+    assert in_flight == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stock_loader_gives_every_sample(dataset, workers):
+    subset = Subset(dataset, [5, 1, 4, 2, 0])
+    loader = DataLoader(subset, 2, num_workers=workers, collate_fn=list)
+    samples = [sample for batch in loader for sample in batch]
+    for sample, index in zip(samples, [5, 1, 4, 2, 0], strict=True):
+        assert_same(sample, dataset[index])
+
+
+def test_what_was_read_ahead_is_what_the_file_holds(dataset):
+    dataset.read_ahead([0, 1])
+    contents = [dataset.read(0), dataset.read(1)]
+    assert contents == [dataset.find_path(0).read_bytes(), dataset.find_path(1).read_bytes()]
+    dataset.read_ahead([2])
+    dataset.drop_ahead()
+    assert dataset.read(2) == dataset.find_path(2).read_bytes()
+
+
+def test_a_batch_with_a_missing_file_names_it_and_leaves_nothing_behind(dataset, tmp_path):
+    copy = CocoFolder(tmp_path, _write_annotations(dataset, tmp_path), streams=4)
+    copy.find_path(2).unlink()
+    with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
+        copy.__getitems__([0, 1, 2, 3])
+    copy.find_path(2).write_bytes(dataset.read(2))
+    assert_same(copy.__getitems__([2])[0], dataset[2])
+
+
+def test_a_dataset_that_has_read_can_be_sent(dataset):
+    dataset.__getitems__([0, 1])
+    sent = pickle.loads(pickle.dumps(dataset))
+    assert_same(sent[1], dataset[1])
+
+
+def test_an_overridden_sample_is_what_a_batch_has(tiny_dataset):
+    class Halved(CocoFolder):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            return image // 2, target
+
+    halved = Halved(tiny_dataset.images, tiny_dataset.annotations)
+    assert torch.equal(halved.__getitems__([1])[0][0], halved[1][0])
+
+
+@pytest.mark.parametrize("streams", [0, 10_000, "wide"])
+def test_a_number_of_streams_out_of_range_is_refused_at_once(tiny_dataset, streams):
+    with pytest.raises(ColabUtilsError, match="streams"):
+        CocoFolder(tiny_dataset.images, tiny_dataset.annotations, streams=streams)
+
+
+def _write_annotations(dataset, folder):
+    for index in range(4):
+        path = folder / dataset.coco.file_name(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(dataset.read(index))
+    return write_subset(dataset.coco, range(4), folder / "coco.json")
+
+
+def read_orders(loader, passes=2):
+    return [
+        [int(target["image_id"]) for _, targets in loader for target in targets]
+        for _ in range(passes)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("deliver", ["dense", "packed"])
+def test_the_loader_gives_the_same_batches_with_and_without_reading_ahead(
+    dataset, workers, deliver
+):
+    settings = {"batch_size": 3, "deliver": deliver, "seed": 5}
+    plain = make_loader(dataset, workers=0, streams=1, **settings)
+    wide = make_loader(dataset, workers=workers, streams=8, **settings)
+    for _ in range(2):
+        for batch, expected in zip(wide, plain, strict=True):
+            if deliver == "dense":
+                for image, wanted in zip(batch[0], expected[0], strict=True):
+                    assert torch.equal(image, wanted)
+                for target, wanted in zip(batch[1], expected[1], strict=True):
+                    assert torch.equal(target["masks"], wanted["masks"])
+            else:
+                assert torch.equal(batch.images, expected.images)
+                assert batch.image_ids.tolist() == expected.image_ids.tolist()
+    wide.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_of_later_batches_are_read_while_the_first_is_needed(
+    dataset, tmp_path, monkeypatch, workers
+):
+    read = files.read_whole
+
+    def note(path, **options):
+        # A file for each read, since workers are other processes.
+        (tmp_path / f"{path.name}.{threading.get_native_id()}").touch()
+        return read(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", note)
+    loader = make_loader(dataset, batch_size=1, workers=workers, prefetch=1, streams=8)
+    next(iter(loader))
+    for _ in range(500):
+        if len(list(tmp_path.iterdir())) == len(dataset):
+            break
+        time.sleep(0.01)
+    assert len(list(tmp_path.iterdir())) == len(dataset)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(dataset, workers):
+    settings = {"batch_size": 2, "workers": workers, "seed": 3}
+    loader = make_loader(dataset, streams=8, **settings)
+    next(iter(loader))
+    plain = make_loader(dataset, streams=1, **settings)
+    next(iter(plain))
+    assert read_orders(loader) == read_orders(plain)
+    loader.close()
+    plain.close()
+
+
+def test_a_resumed_loader_reads_ahead_from_where_it_stands(dataset):
+    settings = {"batch_size": 2, "workers": 1, "streams": 8, "seed": 3}
+    loader = make_loader(dataset, **settings)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = [[int(target["image_id"]) for target in targets] for _, targets in batches]
+    resumed = make_loader(dataset, **settings)
+    resumed.load_state_dict(state)
+    assert [[int(t["image_id"]) for t in targets] for _, targets in resumed] == rest
+    loader.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_missing_file_is_left_out_as_without_reading_ahead(dataset, tmp_path, workers):
+    copy = CocoFolder(tmp_path, _write_annotations(dataset, tmp_path))
+    copy.find_path(2).unlink()
+    settings = {"batch_size": 2, "workers": workers, "max_bad": 1, "streams": 8}
+    loader = make_loader(copy, **settings)
+    with pytest.warns(ColabUtilsWarning, match="left out"):
+        ids = read_orders(loader, passes=1)[0]
+    assert sorted(ids) == sorted(np.delete(copy.image_ids, 2).tolist())
+    loader.close()
+
+
+def test_reading_starts_no_workers_anew(dataset):
+    loader = make_loader(dataset, batch_size=2, workers=1, streams=8)
+    dataset.__getitems__([0, 1])
+    list(loader)
+    pids = {job.pid for job in _first_jobs(loader)}
+    dataset.__getitems__([2, 3])
+    assert {job.pid for job in _first_jobs(loader)} == pids
+    loader.close()
+
+
+def _first_jobs(loader):
+    batches = iter(loader)
+    next(batches)
+    jobs = loader.list_jobs()
+    for _ in batches:
+        pass
+    return jobs
+
+
+@pytest.mark.parametrize("streams", [0, 10_000, "wide"])
+def test_a_loader_refuses_a_number_of_streams_out_of_range(dataset, streams):
+    with pytest.raises(ColabUtilsError, match="streams"):
+        make_loader(dataset, batch_size=2, workers=0, streams=streams)

@@ -1,0 +1,174 @@
+"""The reader: many files in flight, given in order, within limits."""
+
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from colab_utils.drive import DriveLostError, Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.reader import Reader
+
+
+class Gate:
+    """Reads names as their own content, when they are let through; counts those in flight."""
+
+    def __init__(self):
+        self.names = []
+        self.most = 0
+        self.in_flight = 0
+        self._lock = threading.Lock()
+        self._open = threading.Event()
+
+    def let_through(self):
+        self._open.set()
+
+    def read(self, name):
+        with self._lock:
+            self.names.append(name)
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
+        assert self._open.wait(10)
+        with self._lock:
+            self.in_flight -= 1
+        return name
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.let_through()
+
+
+def wait_until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def test_files_come_in_order_whatever_the_order_of_their_reads(tmp_path):
+    def read(name):
+        time.sleep(0.02 * (name % 3))
+        return name
+
+    reader = Reader(read, place=tmp_path, streams=8)
+    readings = reader.ask(range(40))
+    assert [reading.take() for reading in readings] == list(range(40))
+    reader.close()
+
+
+def test_no_more_than_the_streams_are_in_flight(gate, tmp_path):
+    reader = Reader(gate.read, place=tmp_path, streams=5)
+    readings = reader.ask(range(30))
+    wait_until(lambda: gate.in_flight == 5)
+    gate.let_through()
+    assert [reading.take() for reading in readings] == list(range(30))
+    assert gate.most == 5
+    reader.close()
+
+
+def test_it_holds_no_more_bytes_than_it_may(tmp_path):
+    begun = []
+
+    def read(name):
+        begun.append(name)
+        return bytes(1000)
+
+    reader = Reader(read, place=tmp_path, streams=1, most_bytes=10_000)
+    readings = reader.ask(range(50))
+    wait_until(lambda: len(begun) == 10)
+    time.sleep(0.1)
+    assert len(begun) == 10
+    assert [len(reading.take()) for reading in readings] == [1000] * 50
+    reader.close()
+
+
+def test_a_file_larger_than_the_budget_is_read(tmp_path):
+    reader = Reader(lambda name: bytes(1000), place=tmp_path, streams=4, most_bytes=10)
+    assert [len(reading.take()) for reading in reader.ask(range(5))] == [1000] * 5
+    reader.close()
+
+
+def test_files_that_are_needed_in_another_order_do_not_wait_for_ever(tmp_path):
+    reader = Reader(lambda name: bytes(1000), place=tmp_path, streams=1, most_bytes=2000)
+    readings = reader.ask(range(20))
+    assert [len(reading.take()) for reading in reversed(readings)] == [1000] * 20
+    reader.close()
+
+
+def test_a_read_that_hangs_stops_no_other_once_it_is_dropped(tmp_path):
+    release = threading.Event()
+
+    def read(name):
+        if name == 0:
+            release.wait(10)
+        return name
+
+    reader = Reader(read, place=tmp_path, streams=1)
+    stuck, *others = reader.ask(range(4))
+    stuck.drop()
+    assert [reading.take() for reading in others] == [1, 2, 3]
+    release.set()
+    reader.close()
+
+
+def test_an_error_is_raised_where_the_file_is_taken(tmp_path):
+    def read(name):
+        if name == 1:
+            raise FileNotFoundError(name)
+        return name
+
+    reader = Reader(read, place=tmp_path, streams=2)
+    first, second, third = reader.ask(range(3))
+    assert first.take() == 0
+    with pytest.raises(FileNotFoundError):
+        second.take()
+    assert third.take() == 2
+    reader.close()
+
+
+def test_a_refused_read_is_tried_again_with_fewer_streams(tmp_path, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01))
+    refused = set()
+    retries = Retries()
+
+    def read_once(name):
+        if name == 3 and name not in refused:
+            refused.add(name)
+            raise DriveLostError("refused")
+        return name
+
+    def read(name):
+        return retries.run(partial(read_once, name))
+
+    reader = Reader(read, place=tmp_path, retries=retries)
+    before = reader.streams
+    assert [reading.take() for reading in reader.ask(range(6))] == list(range(6))
+    assert reader.streams < before
+    reader.close()
+
+
+def test_names_are_drawn_as_they_are_needed(tmp_path):
+    drawn = []
+
+    def draw():
+        for number in range(1000):
+            drawn.append(number)
+            yield number
+
+    reader = Reader(str, place=tmp_path, streams=4)
+    readings = reader.read_all(draw())
+    assert next(readings).take() == "0"
+    assert len(drawn) <= 8
+    readings.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("streams", [0, -1, 10_000, 2.5, "many"])
+def test_a_number_of_streams_out_of_range_is_refused(tmp_path, streams):
+    with pytest.raises(ColabUtilsError, match="streams"):
+        Reader(str, place=tmp_path, streams=streams)

@@ -1,0 +1,134 @@
+"""The number of reads at once: it finds what a folder serves, by measuring alone."""
+
+import heapq
+import math
+import random
+
+import pytest
+
+from colab_utils.drive import find_mount
+from colab_utils.slow_drive import slow_down
+from colab_utils.streams import (
+    MOST_STREAMS,
+    StreamTuner,
+    guess_streams,
+    is_remote,
+    remember_streams,
+)
+
+LATENCY_S = 0.5
+
+
+class Server:
+    """A folder that serves so many reads at once; the clock is simulated, the latency has a tail.
+
+    Reads beyond the limit wait in line; with ``refuses`` they are refused, and asked for again
+    after a second, as by `Retries`.
+    """
+
+    def __init__(self, tuner, *, refuses=False, seed=0):
+        self.tuner = tuner
+        self.refuses = refuses
+        self.now_s = 0.0
+        self.refused = 0
+        self._random = random.Random(seed)
+        self._in_flight = []
+
+    def run(self, limit, seconds):
+        """Serve for some seconds; return the files a second of the last third."""
+        end_s = self.now_s + seconds
+        files = 0
+        while self.now_s < end_s:
+            while len(self._in_flight) < self.tuner.streams:
+                self._ask(limit)
+            self.now_s, is_answer = heapq.heappop(self._in_flight)
+            if is_answer:
+                self.tuner.count(self.now_s)
+                files += self.now_s > end_s - seconds / 3
+        return files / (seconds / 3)
+
+    def _ask(self, limit):
+        if self.refuses and len(self._in_flight) >= limit:
+            self.refused += 1
+            self.tuner.refuse()
+            heapq.heappush(self._in_flight, (self.now_s + 1.0, False))
+            return
+        ends = sorted(end for end, _ in self._in_flight)
+        begin_s = self.now_s if len(ends) < limit else ends[-limit]
+        tail = math.exp(0.8 * self._random.gauss(0, 1) - 0.32)
+        heapq.heappush(self._in_flight, (begin_s + LATENCY_S * tail, True))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_follows_a_limit_that_changes(seed):
+    server = Server(StreamTuner(8), seed=seed)
+    for limit in (8, 64, 16):
+        rate = server.run(limit, 30)
+        assert rate >= 0.85 * limit / LATENCY_S
+
+
+@pytest.mark.parametrize("limit", [8, 32, 128])
+def test_it_stays_below_what_is_refused(limit):
+    server = Server(StreamTuner(8), refuses=True)
+    rate = server.run(limit, 90)
+    assert rate >= 0.85 * limit / LATENCY_S
+    # Each try that was too wide was refused, and no more.
+    assert server.refused < 2 * limit
+
+
+def test_a_folder_that_gains_nothing_keeps_few_streams():
+    server = Server(StreamTuner(2))
+    server.run(2, 60)
+    assert server.tuner.best.streams <= 8
+
+
+def test_it_never_passes_the_most():
+    tuner = StreamTuner(2)
+    server = Server(tuner)
+    server.run(10_000, 60)
+    assert tuner.streams == MOST_STREAMS
+    assert tuner.best.files_per_s == pytest.approx(MOST_STREAMS / LATENCY_S, rel=0.2)
+
+
+def test_refusals_of_one_burst_halve_it_once():
+    tuner = StreamTuner(32)
+    for _ in range(32):
+        tuner.refuse()
+    assert tuner.streams == 16
+
+
+def test_refusals_without_end_leave_one_stream():
+    tuner = StreamTuner(32)
+    for _ in range(1000):
+        tuner.refuse()
+    assert tuner.streams == 1
+
+
+def test_time_without_demand_is_not_counted():
+    tuner = StreamTuner(2)
+    for second in range(200):
+        tuner.count(second * 100.0)
+        tuner.count(second * 100.0 + 0.1)
+        tuner.pause()
+    assert tuner.trials[0].files_per_s == pytest.approx(10)
+
+
+def test_a_number_is_kept_for_its_folder(tmp_path):
+    assert guess_streams(tmp_path) == 2
+    remember_streams(tmp_path, 40)
+    assert guess_streams(tmp_path) == 40
+    assert guess_streams(tmp_path / "another") == 2
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3", "9999"])
+def test_a_spoiled_note_gives_a_number_in_range(tmp_path, text):
+    remember_streams(tmp_path, text)
+    assert 1 <= guess_streams(tmp_path) <= MOST_STREAMS
+
+
+def test_a_slowed_folder_is_remote(tmp_path):
+    assert find_mount(tmp_path) is None
+    assert not is_remote(tmp_path)
+    slow_down(tmp_path, "typical")
+    assert is_remote(tmp_path / "images")
+    assert guess_streams(tmp_path) == 8
