@@ -267,12 +267,13 @@ class Loader:
 
     def _look_again(self) -> None:
         """Take the dataset, and the processes that train together, as they are now."""
-        self._fetcher.look_again()
+        fetcher = self._fetcher
+        fetcher.look_again()
         order = self._order
-        order.sizes = self._fetcher.sizes
-        order.shard_of = self._fetcher.shard_of
-        if order.size != len(self._fetcher):
-            order.size = len(self._fetcher)
+        order.sizes = fetcher.sizes
+        order.shard_of = fetcher.shard_of
+        if order.size != len(fetcher):
+            order.size = len(fetcher)
             order.start_epoch(self.epoch)
             self._delivered = 0
         self._rank = 0

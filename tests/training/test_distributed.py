@@ -562,10 +562,10 @@ def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
     for rank in range(ranks):
         with join_group(rank, ranks):
             loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed")
-        parts.append([])
-        for batch in loader:
-            parts[-1].append([] if batch is None else batch.image_ids.tolist())
-            totals.append(loader.total)
+            parts.append([])
+            for batch in loader:
+                parts[-1].append([] if batch is None else batch.image_ids.tolist())
+                totals.append(loader.total)
     assert {len(part) for part in parts} == {len(complete)}
     together = [sorted(chain.from_iterable(shares)) for shares in zip(*parts, strict=True)]
     assert together == [sorted(batch) for batch in complete]
