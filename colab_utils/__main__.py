@@ -287,6 +287,9 @@ def _add_preprocess_options(command: _Parser) -> None:
     _add_dataset(command, required=True)
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
     _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
+    _add_count(
+        command, "--streams", "files that each process reads at once (auto)", kind=number_or_auto
+    )
     _add_count(command, "--min-size", "shorter side in training, px (800)")
     _add_count(command, "--max-size", "limit of the longer side, px (1333)")
     command.add_argument(
