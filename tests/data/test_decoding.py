@@ -1,21 +1,27 @@
-"""Headers of ``.npy`` files, read without Python's parser; and JPEGs without torchvision's
-operator.
+"""Headers of ``.npy`` files, read without Python's parser; and JPEGs by torchcodec, by torchvision
+and without either.
 """
 
 import gc
 import io
 import os
+import sys
 import threading
 import time
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+import torchvision  # noqa: F401
 from PIL import Image, ImageFile
 
+from colab_utils.data import decoding
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.decoding import (
     decode_pixels,
@@ -117,24 +123,134 @@ def test_threads_do_not_disturb_each_other():
     assert found == {(128, (2, 3), np.dtype(np.float32))}
 
 
-def test_an_operator_that_changed_is_told_and_pillow_decodes(monkeypatch):
-    """torchvision may change its private operator in any version."""
-    import torch
+def decode_as_torchcodec(
+    source,
+    *,
+    mode="RGB",
+    output_dtype=torch.uint8,
+    device="cpu",
+):
+    """Decode as torchcodec 0.17 does, which obeys EXIF; by torchvision's operator."""
+    assert source.dtype == output_dtype == torch.uint8
+    assert source.dim() == 1
+    assert mode == "RGB"
+    assert device == "cpu"
+    return torch.ops.image.decode_jpeg(source, 3, True)
 
-    def fail(*_):
-        raise TypeError("decode_jpeg() got an unexpected argument")
 
-    picture = Image.effect_noise((9, 7), 50).convert("RGB")
-    file = io.BytesIO()
-    picture.save(file, "JPEG")
-    expected = decode_pixels(file.getvalue())
+@pytest.fixture
+def fresh_decoder():
+    """The decoder is chosen anew, in the test and after it."""
     load_jpeg_decoder.cache_clear()
-    monkeypatch.setattr(torch.ops.image, "decode_jpeg", fail)
+    yield
+    load_jpeg_decoder.cache_clear()
+
+
+@pytest.fixture
+def torchcodec_decoder(fresh_decoder, monkeypatch):
+    """torchcodec decodes: the real one, or a stand-in where it is not installed."""
+    if find_spec("torchcodec") is None:
+        package = ModuleType("torchcodec")
+        package.decoders = ModuleType("torchcodec.decoders")
+        package.decoders.decode_jpeg = decode_as_torchcodec
+        monkeypatch.setitem(sys.modules, "torchcodec", package)
+        monkeypatch.setitem(sys.modules, "torchcodec.decoders", package.decoders)
+    # Without any that works, a warning would be an error.
+    monkeypatch.setattr(decoding, "_load_torchvision", None)
+    return load_jpeg_decoder()
+
+
+def make_jpeg(orientation=1, mode="RGB", **options):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    Image.effect_noise((45, 31), 90).convert(mode).save(file, "JPEG", exif=exif, **options)
+    return file.getvalue()
+
+
+PHOTOS = {
+    "baseline": make_jpeg(),
+    "progressive": make_jpeg(progressive=True),
+    "all colours": make_jpeg(subsampling=0),
+    "grey": make_jpeg(mode="L"),
+    "CMYK": make_jpeg(mode="CMYK"),
+    # Bytes of its tables look like markers.
+    "lowest quality": make_jpeg(quality=1),
+    **{f"orientation {number}": make_jpeg(number) for number in range(2, 9)},
+}
+# A second segment of EXIF, before and behind the first one.
+TURNED = make_jpeg(6)
+SEGMENT = TURNED[TURNED.index(b"\xff\xe1") : TURNED.index(b"\xff\xdb")]
+PHOTOS["two of EXIF"] = TURNED[:2] + SEGMENT + TURNED[2:]
+PHOTOS["EXIF behind the size"] = make_jpeg().replace(b"\xff\xda", SEGMENT + b"\xff\xda", 1)
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_torchcodec_gives_the_pixels_as_they_lie_in_the_file(torchcodec_decoder, name, kind):
+    data = kind(PHOTOS[name])
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(torchcodec_decoder(data), expected)
+    assert np.array_equal(decode_pixels(data), expected)
+    assert data == PHOTOS[name]
+
+
+def test_torchcodec_refuses_a_photo_cut_short(torchcodec_decoder):
+    data = make_jpeg()
+    for left in range(200, len(data) - 1, 37):
+        with pytest.raises(RuntimeError):
+            torchcodec_decoder(data[:left])
+        with pytest.raises(ColabUtilsError, match=r"not (a complete|an) image"):
+            decode_pixels(data[:left])
+
+
+OLD_PACKAGES = {
+    "without decoders of images": "",
+    "of another torch": "raise RuntimeError('Could not load libtorchcodec')",
+    "without its libraries": "raise OSError('libavutil.so.59: cannot open shared object file')",
+    "another signature": "def decode_jpeg(data): ...",
+    "other pixels": "import torch\n"
+    "def decode_jpeg(source, *, mode): return torch.zeros(3, 40, 24, dtype=torch.uint8)",
+    "turned pixels": "import torch\n"
+    "def decode_jpeg(source, *, mode): return torch.ops.image.decode_jpeg(source, 3, True).mT",
+}
+
+
+@pytest.mark.parametrize("name", OLD_PACKAGES)
+def test_a_torchcodec_that_does_not_fit_is_left_out_in_silence(
+    fresh_decoder, monkeypatch, tmp_path, name, recwarn
+):
+    (tmp_path / "torchcodec/decoders").mkdir(parents=True)
+    (tmp_path / "torchcodec/__init__.py").touch()
+    (tmp_path / "torchcodec/decoders/__init__.py").write_text(OLD_PACKAGES[name])
+    for module in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(tmp_path)
     try:
-        with pytest.warns(ColabUtilsWarning, match="unexpected argument.*Pillow decodes instead"):
-            assert np.array_equal(decode_pixels(file.getvalue()), expected)
+        # Without torchvision's operator, a warning would be an error.
+        load_jpeg_decoder()
+        expected = np.asarray(Image.open(io.BytesIO(PHOTOS["baseline"])))
+        assert np.array_equal(decode_pixels(PHOTOS["baseline"]), expected)
+        assert not recwarn.list
     finally:
-        load_jpeg_decoder.cache_clear()
+        for module in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
+            del sys.modules[module]
+
+
+@pytest.mark.parametrize("error", [TypeError("an argument"), AttributeError("decode_jpeg")])
+def test_without_any_operator_that_is_told_once_and_pillow_decodes(
+    fresh_decoder, monkeypatch, error
+):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(decoding, "_load_torchcodec", fail)
+    monkeypatch.setattr(decoding, "_load_torchvision", fail)
+    expected = np.asarray(Image.open(io.BytesIO(PHOTOS["baseline"])))
+    with pytest.warns(ColabUtilsWarning, match="Pillow decodes instead"):
+        assert np.array_equal(decode_pixels(PHOTOS["baseline"]), expected)
+    # A second warning would be an error.
+    assert np.array_equal(decode_pixels(PHOTOS["baseline"]), expected)
 
 
 # What any other package of the process may have set: (LOAD_TRUNCATED_IMAGES, MAX_IMAGE_PIXELS).
@@ -184,12 +300,12 @@ def test_images_cut_short_are_refused_whatever_pillow_was_told(switches, kind, o
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_jpeg_without_its_last_bytes_is_refused_by_torchvision_and_by_pillow(
+def test_a_jpeg_without_its_last_bytes_is_refused_by_the_operator_and_by_pillow(
     switches, progressive
 ):
     data = encode("JPEG", progressive=progressive)
     for missing in range(1, 40):
-        with pytest.raises(RuntimeError, match="decode_jpeg"):
+        with pytest.raises(RuntimeError):
             load_jpeg_decoder()(data[:-missing])
         with pytest.raises(ColabUtilsError, match="not a complete image"):
             decode_pixels(data[:-missing])
