@@ -62,9 +62,6 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _NUMPY = b"\x93NUMPY"
 _TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-# The numbers of a TIFF's tags.
-_TIFF_BITS = 258
-_TIFF_BANDS = 277
 # One scale for all images: each image's own would change what their colours mean.
 _SCALE = "-scale 0 MAX IN OUT, where MAX is the largest value of all your images"
 # A brightest value under it is of a camera or a sensor of 14 bits or fewer.
@@ -314,24 +311,18 @@ def _load_image(data: Encoded) -> "Image.Image":
         raise ColabUtilsError(
             f"not a complete image: {str(error) or type(error).__name__}"
         ) from None
-    if is_deep:
-        _refuse_darkness(image)
+    peak = int(np.asarray(to_rgb(image)).max()) if is_deep else 255
+    if peak < _DARK:
+        raise ColabUtilsError(
+            f"its 16 bits hold no value above {peak * 256 + 255:,} of 65,535, so that the "
+            f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte {_SCALE}"
+        )
     return image
 
 
 def has_16_bits(image: "Image.Image") -> bool:
     """Return whether an image that is not loaded yet has 16 bits a channel, of which 8 are kept."""
     return "16" in f"{image.mode} {[tile[3] for tile in getattr(image, 'tile', ())]}"
-
-
-def _refuse_darkness(image: "Image.Image") -> None:
-    """Raise ColabUtilsError where an image of 16 bits uses so few of them that it becomes black."""
-    peak = int(np.asarray(to_rgb(image)).max())
-    if peak < _DARK:
-        raise ColabUtilsError(
-            f"its 16 bits hold no value above {peak * 256 + 255:,} of 65,535, so that the "
-            f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte {_SCALE}"
-        )
 
 
 def read_orientation(image: "Image.Image") -> int:
@@ -454,21 +445,25 @@ def name_kind(data: Encoded) -> str:
 
 def _name_tiff(file: IO[bytes]) -> str:
     """Return what a TIFF that Pillow cannot decode holds, and what to do."""
-    from PIL.TiffImagePlugin import ImageFileDirectory_v2
+    from PIL.TiffImagePlugin import BITSPERSAMPLE, SAMPLESPERPIXEL, ImageFileDirectory_v2
 
     file.seek(0)
     head = file.read(8)
-    layout = ""
-    chosen = "-b 1"
-    # Damaged tags raise all kinds of errors.
-    with suppress(Exception):
+    try:
         # A BigTIFF has a longer header.
-        tags = ImageFileDirectory_v2(head if 42 in head else head + file.read(8))
+        tags = ImageFileDirectory_v2(head if 42 in head[:4] else head + file.read(8))
         file.seek(tags.next)
         tags.load(file)
-        layout = f" of {max(tags[_TIFF_BITS])} bits x {tags[_TIFF_BANDS]} bands"
-        chosen = "-b 1 -b 2 -b 3" if tags[_TIFF_BANDS] > 2 else chosen
-    return f"a TIFF{layout}, which Pillow cannot decode: gdal_translate -ot Byte {chosen} {_SCALE}"
+        bits = max(tags[BITSPERSAMPLE])
+        bands = tags[SAMPLESPERPIXEL]
+    # Damaged tags raise all kinds of errors.
+    except Exception:
+        return "not a complete image: a damaged TIFF"
+    chosen = "-b 1 -b 2 -b 3" if bands > 2 else "-b 1"
+    return (
+        f"a TIFF of {bits} bits x {bands} bands, which Pillow cannot decode: gdal_translate -ot "
+        f"Byte {chosen} {_SCALE}"
+    )
 
 
 def read_npy_header(data: Encoded) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
@@ -512,7 +507,7 @@ def load_jpeg_decoder() -> JpegDecoder:
     for load in (_load_torchcodec, _load_torchvision):
         # What is missing, too old or damaged raises all kinds of errors.
         with suppress(Exception):
-            decode = load()
+            decode = _decode_by(load())
             if np.array_equal(decode(sample), pixels):
                 return decode
     warnings.warn(
@@ -526,49 +521,47 @@ def load_jpeg_decoder() -> JpegDecoder:
 
 @guard_pillow()
 def _make_sample_jpeg() -> bytes:
-    """Return a JPEG in colours that EXIF would turn."""
+    """Return a JPEG that EXIF would turn."""
     from PIL import Image
 
     exif = Image.Exif()
     exif[_ORIENTATION] = 6
-    ramp = Image.linear_gradient("L")
     file = io.BytesIO()
-    Image.merge("YCbCr", [ramp, ramp, ramp]).save(file, "JPEG", exif=exif)
+    Image.new("RGB", (24, 40), "teal").save(file, "JPEG", exif=exif)
     return file.getvalue()
 
 
-def _load_torchcodec() -> JpegDecoder:
-    import torch
+def _load_torchcodec() -> Any:
     from torchcodec.decoders import decode_jpeg
 
-    def decode(data: Encoded) -> Pixels:
-        encoded = torch.frombuffer(_hide_exif(data), dtype=torch.uint8)
-        pixels: Pixels = decode_jpeg(encoded, mode="RGB").numpy()
-        return pixels.transpose(1, 2, 0)
-
-    return decode
+    return decode_jpeg
 
 
-def _load_torchvision() -> JpegDecoder:
+def _load_torchvision() -> Any:
     import torch
 
     # It registers the operator.
     import torchvision  # noqa: F401
 
-    operator = torch.ops.image.decode_jpeg
+    return partial(torch.ops.image.decode_jpeg, mode=3)
+
+
+def _decode_by(operator: Any) -> JpegDecoder:
+    """Return a decoder by what makes RGB of a tensor of bytes."""
+    import torch
 
     def decode(data: Encoded) -> Pixels:
-        # torch warns of memory it must not write.
-        buffer = data if isinstance(data, bytearray) else bytearray(data)
-        encoded = torch.frombuffer(buffer, dtype=torch.uint8)
-        pixels: Pixels = operator(encoded, 3, False).numpy()
+        encoded = torch.frombuffer(_hide_exif(data), dtype=torch.uint8)
+        pixels: Pixels = operator(encoded).numpy()
         return pixels.transpose(1, 2, 0)
 
     return decode
 
 
 def _hide_exif(data: Encoded) -> bytearray:
-    """Return a JPEG that torchcodec does not turn: it always obeys EXIF, annotations need not."""
+    """Return a JPEG that torchcodec does not turn: it always obeys EXIF, annotations need not. The
+    copy may be written to; of other memory torch warns.
+    """
     hidden = bytearray(data)
     for place in _read_jpeg_header(data)[1]:
         hidden[place] = _JPEG_UNREAD

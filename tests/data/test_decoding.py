@@ -4,14 +4,17 @@ and without either.
 
 import gc
 import io
+import json
+import logging
 import os
+import struct
 import sys
 import threading
 import time
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -35,6 +38,7 @@ from colab_utils.data.mask_files import convert_masks
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.sample_data import make_dataset
+from colab_utils.shards.stored_images import store_image
 from colab_utils.shards.write import write_shards
 
 
@@ -427,3 +431,158 @@ def test_a_process_forked_while_another_thread_reads_has_the_users_values(switch
     leave.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def make_tiff(array, photometric, *, order="<", big=False):
+    """A TIFF of one strip, with its tags behind the pixels, as GDAL writes them."""
+    height, width, bands = array.shape
+    bits = array.dtype.itemsize * 8
+    number = {"u": 1, "f": 3}[array.dtype.kind]
+    pixels = array.astype(array.dtype.newbyteorder(order)).tobytes()
+    entries = [
+        (256, [width]),
+        (257, [height]),
+        (258, [bits] * bands),
+        (259, [1]),
+        (262, [photometric]),
+        (273, [16]),
+        (277, [bands]),
+        (278, [height]),
+        (279, [len(pixels)]),
+        (339, [number] * bands),
+    ]
+    offset = "Q" if big else "L"
+    size = struct.calcsize(order + offset)
+    start = 16 + len(pixels)
+    tail_start = start + (8 if big else 2) + (4 + 2 * size) * len(entries) + size
+    tags = struct.pack(order + ("Q" if big else "H"), len(entries))
+    tail = b""
+    for tag, values in entries:
+        data = struct.pack(f"{order}{len(values)}H", *values)
+        tags += struct.pack(f"{order}HH{offset}", tag, 3, len(values))
+        if len(data) > size:
+            tags += struct.pack(order + offset, tail_start + len(tail))
+            tail += data
+        else:
+            tags += data.ljust(size, b"\0")
+    mark = b"II" if order == "<" else b"MM"
+    if big:
+        head = mark + struct.pack(order + "HHHQ", 43, 8, 0, start)
+    else:
+        head = mark + struct.pack(order + "HL", 42, start) + bytes(8)
+    return head + pixels + tags + bytes(size) + tail
+
+
+def make_bands(bands, dtype):
+    return np.arange(16 * 24 * bands).reshape(16, 24, bands).astype(dtype)
+
+
+TIFFS = {
+    "8 bands of 16 bits": (make_bands(8, np.uint16), 1, "16 bits x 8 bands", "-b 1 -b 2 -b 3"),
+    "3 grey bands of 16 bits": (make_bands(3, np.uint16), 1, "16 bits x 3 bands", "-b 1 -b 2 -b 3"),
+    "8 bands of 8 bits": (make_bands(8, np.uint8), 1, "8 bits x 8 bands", "-b 1 -b 2 -b 3"),
+    "2 bands of 16 bits": (make_bands(2, np.uint16), 1, "16 bits x 2 bands", "-b 1"),
+    "3 bands of floats": (make_bands(3, np.float32), 2, "32 bits x 3 bands", "-b 1 -b 2 -b 3"),
+}
+
+
+@pytest.mark.parametrize("name", TIFFS)
+@pytest.mark.parametrize("order", "<>")
+def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(name, order, capfd):
+    array, photometric, layout, bands = TIFFS[name]
+    cure = f"a TIFF of {layout}, which Pillow cannot decode: gdal_translate -ot Byte {bands}"
+    data = make_tiff(array, photometric, order=order)
+    with pytest.raises(ColabUtilsError, match=f"^{cure} -scale 0 MAX IN OUT"):
+        decode_pixels(data)
+    assert capfd.readouterr() == ("", "")
+    # Its tags are lost.
+    with pytest.raises(ColabUtilsError, match="not a complete image"):
+        decode_pixels(data[: len(data) // 2])
+
+
+def test_a_large_tiff_is_named_too():
+    data = make_tiff(make_bands(8, np.uint16), 1, big=True)
+    with pytest.raises(ColabUtilsError, match="a TIFF of 16 bits x 8 bands"):
+        decode_pixels(data)
+
+
+def save_deep(array, kind):
+    if array.ndim == 3 and kind == "TIFF":
+        return make_tiff(array, 2)
+    if array.ndim == 3:
+        return make_deep_png(array)
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, kind)
+    return file.getvalue()
+
+
+def make_deep_png(array):
+    """A PNG of 16 bits x 3 or 4 channels, which Pillow does not write."""
+    height, width, channels = array.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
+    colour_type = 2 if channels == 3 else 6
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0),
+        b"IDAT": zlib.compress(rows),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
+
+
+def paint_deep(brightest, channels):
+    array = np.full((16, 24, channels), brightest // 2, np.uint16)
+    array[3, 4] = brightest
+    array[..., 3:] = 65_535
+    return array if channels > 1 else array[..., 0]
+
+
+@pytest.mark.parametrize("bits", [8, 10, 12, 14])
+@pytest.mark.parametrize(
+    ("channels", "kind"), [(1, "PNG"), (1, "TIFF"), (3, "PNG"), (3, "TIFF"), (4, "PNG")]
+)
+def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels, kind, tmp_path):
+    """It would become almost black, without a word."""
+    data = save_deep(paint_deep((1 << bits) - 1, channels), kind)
+    peak = (1 << bits) - 1 >> 8
+    match = f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte -scale"
+    readers = (decode_pixels, partial(decode_upright, height=16, width=24), store)
+    for read in readers:
+        with pytest.raises(ColabUtilsError, match=match):
+            read(data)
+    (tmp_path / "a.png").write_bytes(data)
+    annotations = tmp_path / "coco.json"
+    annotations.write_text(
+        json.dumps(
+            {
+                "images": [{"id": 1, "file_name": "a.png", "width": 24, "height": 16}],
+                "annotations": [],
+                "categories": [{"id": 1, "name": "roof"}],
+            }
+        )
+    )
+    problems = check_dataset(tmp_path, annotations).problems
+    bad = next(problem for problem in problems if problem.kind == "bad image")
+    assert "almost black" in str(bad)
+
+
+def store(data):
+    return store_image(data, (16, 24), min_size=16, max_size=24)
+
+
+@pytest.mark.parametrize(("channels", "kind"), [(1, "PNG"), (1, "TIFF"), (3, "PNG"), (3, "TIFF")])
+def test_an_image_that_uses_its_16_bits_keeps_the_upper_8(channels, kind):
+    array = paint_deep(65_535, channels)
+    expected = np.broadcast_to((array >> 8).reshape(16, 24, channels), (16, 24, 3))
+    data = save_deep(array, kind)
+    assert np.array_equal(decode_pixels(data), expected)
+    assert np.array_equal(decode_pixels(store(data).data), expected)
+
+
+def test_the_logger_of_pillow_speaks_again_afterwards():
+    data = make_tiff(make_bands(8, np.uint16), 1)
+    with pytest.raises(ColabUtilsError):
+        decode_pixels(data)
+    assert not logging.getLogger("PIL.TiffImagePlugin").disabled
