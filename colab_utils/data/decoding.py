@@ -240,9 +240,6 @@ def _take_pixels(image: "Image.Image") -> Pixels:
     """Return the pixels, taken in bands, because Pillow gives pixels away through two copies."""
     width, height = image.size
     pixels = np.empty((height, width, 3), np.uint8)
-    if height <= _BAND:
-        pixels[:] = np.asarray(image)
-        return pixels
     for top in range(0, height, _BAND):
         end = min(top + _BAND, height)
         pixels[top:end] = np.asarray(image.crop((0, top, width, end)))
