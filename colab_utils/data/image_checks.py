@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import (
     guard_pillow,
+    has_16_bits,
     open_image,
     open_lazily,
     read_orientation,
@@ -97,14 +98,16 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
         # A PNG's metadata may be damaged.
         opened = open_image(data)
     kind = opened.format or ""
+    is_deep = has_16_bits(opened)
+    if is_deep:
+        notes.append(("16-bit image", opened.mode))
     width, height = opened.size
-    # The file is cut short, or has much of something else after its end.
-    if deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
+    # Its pixels may all be dark; or the file is cut short, or has much of something else after its
+    # end.
+    if deep or is_deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
         to_rgb(open_image(data))
     # It refuses what does not fit 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
-    if "16" in f"{opened.mode} {[tile[3] for tile in getattr(opened, 'tile', ())]}":
-        notes.append(("16-bit image", opened.mode))
     orientation = read_orientation(opened)
     if kind != "MPO":
         with suppress(EOFError):

@@ -36,6 +36,7 @@ from colab_utils.training.settings import (
     choose_settings,
     read_settings,
 )
+from colab_utils.training.torch_defaults import use_training_defaults
 from colab_utils.training.trainer import Trainer
 
 _LARGEST_SEED = (1 << 64) - 1
@@ -127,7 +128,7 @@ def train(
             the message says where it lies.
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or
             model, another process that trains in ``run``, a full disk, a batch too large for the
-            GPU, or a loss that is not a number.
+            GPU, a loss that is not a number, or a default dtype of torch other than float32.
         KeyboardInterrupt: After the step in progress is finished and saved.
 
     Example:
@@ -151,6 +152,7 @@ def train(
     require_count("seed", seed, least=0, most=_LARGEST_SEED)
     _check_paths(shards, val_shards, run, local, weights)
     with ExitStack() as stack:
+        stack.enter_context(use_training_defaults())
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))
         folder = CheckpointFolder(run)
