@@ -9,7 +9,7 @@ from typing import Any
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import FAULTS, to_integer
-from colab_utils.data.image_paths import take_base_name
+from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import find_free_memory
@@ -188,7 +188,7 @@ class Columns:
     def _add_image(self, image: dict[str, Any]) -> None:
         url = image.get("coco_url")
         name = image.get("file_name")
-        if not name and isinstance(url, str):
+        if not name and isinstance(url, str) and "://" in url:
             name = take_base_name(url)
         if name is None:
             raise ValueError("no 'file_name'")
@@ -198,9 +198,9 @@ class Columns:
             )
         sizes = [to_integer(image.get(side) or 0, side, most=2**31) for side in ("height", "width")]
         number = to_integer(image.get("id"), "id")
-        base = take_base_name(name)
-        if self.bases.setdefault(base, name) != name:
-            self.shared_names.add(base)
+        for base in list_meanings(name):
+            if self.bases.setdefault(base, name) != name:
+                self.shared_names.add(base)
         self.names += name.encode()
         self.images.extend((number, *sizes, len(self.names)))
 

@@ -27,7 +27,7 @@ _VOIDS = {255: 127, 65535: 32767, 0xE0E0C0: 0xFFFFFF}
 # Alpha from which on a pixel counts as drawn.
 _OPAQUE = 128
 # Pixels of soft edges in a mask: a small object between two others has less.
-_EDGE_PIXELS = 8
+_EDGE_PIXELS = 16
 
 
 def convert_masks(
@@ -36,8 +36,7 @@ def convert_masks(
     *,
     output: str | Path,
     category: str = "object",
-    background: int | None = None,
-    ignore: Sequence[int] | None = None,
+    background: int | Sequence[int] | None = None,
     threshold: int | None = None,
 ) -> Path:
     """Write the COCO instance JSON of a folder of images and a folder of masks, such as
@@ -49,17 +48,18 @@ def convert_masks(
     all. The objects become RLE with the same pixels; boxes and areas are theirs, as pycocotools
     computes them.
 
-    Masks that may mean something else are refused, until an option says what they mean.
+    Masks that may mean something else are refused, until ``background`` or ``threshold`` says what
+    they mean.
 
     Args:
         images: the image folder.
         masks: the folder of masks, without subfolders.
         output: the JSON file to write, which must not exist.
         category: what every object is.
-        background: the value of the background. None takes 0, and refuses a mask in whose corners
-            one object lies; 0 takes that as an object.
-        ignore: the values of pixels that belong to nothing, as Pascal VOC's (255,). None refuses
-            masks that seem to have them, or soft edges; () takes every value as an object.
+        background: the value, or values, that are no object: (0, 255) leaves out the pixels without
+            a label of Pascal VOC and DAVIS, 255 takes black objects on white. None takes 0, and
+            refuses masks with a value for pixels without a label, with soft edges, or with an
+            object in the corners.
         threshold: above it, from 0 to 255, all of a mask is one object: for soft edges, and JPEGs.
 
     Returns:
@@ -82,14 +82,12 @@ def convert_masks(
     largest = 0.0
     pairs = _pair_files(require_local_path(images), require_local_path(masks))
     for image, mask in show_progress("masks", pairs, total=len(pairs), unit="image"):
-        values = _read_mask(image, mask, background or 0, ignore, threshold)
+        values = _read_mask(image, mask, background, threshold)
         objects = _list_objects(values, mask)
-        if background != 0:
-            _require_background(values, mask)
-        if ignore != ():
+        if background is None:
             neighbours = _list_neighbours(values)
-            if ignore is None:
-                _require_labels(neighbours, objects, mask)
+            _require_background(values, mask)
+            _require_labels(neighbours, objects, mask)
             _require_edges(neighbours, values, mask)
         number = len(rows) + 1
         height, width = values.shape
@@ -154,9 +152,9 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 
 @guard_pillow()
 def _read_mask(
-    image: Path, mask: Path, background: int, ignore: Sequence[int] | None, threshold: int | None
+    image: Path, mask: Path, background: int | Sequence[int] | None, threshold: int | None
 ) -> NDArray[np.int64]:
-    """Return the mask's values, int64 [H, W]; 0 is the background."""
+    """Return the mask's values, int64 [H, W]; those of the background are negative."""
     alpha: Any = _OPAQUE
     try:
         with open_file(image) as file, open_lazily(file) as opened:
@@ -191,14 +189,13 @@ def _read_mask(
         values = values @ (65536, 256, 1)
     if threshold is not None:
         values = np.where(values > threshold, 255, 0)
-    values[np.isin(values, ignore or ()) | np.less(alpha, _OPAQUE)] = background
-    # What is called the background, and 0, change places.
-    return np.where(values == background, 0, np.where(values == 0, background, values))
+    values[np.isin(values, background or 0) | np.less(alpha, _OPAQUE)] = -1
+    return values
 
 
 def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:
     """Return the values of a mask that are not background."""
-    objects: list[int] = np.unique(values[values != 0]).tolist()
+    objects: list[int] = np.unique(values[values >= 0]).tolist()
     if len(objects) > _MOST_OBJECTS:
         raise ColabUtilsError(
             f"expected a mask with one colour an object at {mask}, "
@@ -211,7 +208,7 @@ def _require_background(values: NDArray[np.int64], mask: Path) -> None:
     """Raise ColabUtilsError where one object may be the background: it has three corners."""
     corners = values[[0, 0, -1, -1], [0, -1, 0, -1]].tolist()
     value = max(corners, key=corners.count)
-    if value and corners.count(value) >= 3:
+    if value >= 0 and corners.count(value) >= 3:
         raise ColabUtilsError(
             f"expected objects on a background at {mask}, found the value {value} in its corners "
             f"and in {np.mean(values == value):.0%} of its pixels. Give background={value} if all "
@@ -240,8 +237,8 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
         if touched and 2 * touched >= len(others) and max(others) <= _VOIDS[void]:
             raise ColabUtilsError(
                 f"expected one value an object at {mask}, found {void} beside {touched:,} of "
-                f"{len(others):,} others, as for pixels without a label. Give ignore=({void},) to "
-                "leave it out, ignore=() if it is an object."
+                f"{len(others):,} others, as for pixels without a label. Give background=(0, "
+                f"{void}) to leave it out, background=0 if it is an object."
             )
 
 
@@ -252,14 +249,14 @@ def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mas
     is_mixed = (np.diff(np.sort(neighbours)) > 0).sum(1) > 1
     mixed, mixed_pixels = np.unique(neighbours[is_mixed, 4], return_counts=True)
     all_values, pixels = np.unique(values, return_counts=True)
-    is_edge = (3 * mixed_pixels >= 2 * pixels[np.isin(all_values, mixed)]) & (mixed != 0)
+    is_edge = (3 * mixed_pixels >= 2 * pixels[np.isin(all_values, mixed)]) & (mixed >= 0)
     edges = is_edge.sum()
-    objects = np.count_nonzero(all_values)
+    objects = (all_values >= 0).sum()
     if mixed_pixels[is_edge].sum() >= _EDGE_PIXELS and 2 * edges >= objects:
         raise ColabUtilsError(
             f"expected one value an object at {mask}, found that {edges:,} of {objects:,} values "
             "are the soft edges of others. Export masks without smoothing; or give threshold=127 "
-            "if each mask is one object, ignore=() if each value is one."
+            "if each mask is one object, background=0 if each value is one."
         )
 
 
