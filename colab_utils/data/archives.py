@@ -187,7 +187,7 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
     for info in archive.infolist():
         name = info.filename
         if not info.flag_bits & _IS_UTF8:
-            name = name.encode("cp437").decode(page)
+            name = info.orig_filename.encode("cp437").decode(page)
         name = name.replace("\\", "/")
         if name.startswith("__MACOSX/") or name.endswith("/"):
             continue

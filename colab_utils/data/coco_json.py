@@ -24,7 +24,7 @@ UNREADABLE = -(2**63)
 """Stands for an id of an annotation that is no number; no id has it."""
 _NAME_INSTANCES = (
     "Name the instances file (such as instances_train2017.json), or export the "
-    "dataset as COCO instances."
+    "dataset as COCO instances: see docs/FORMATS.md."
 )
 _decode = json.JSONDecoder().raw_decode
 
@@ -166,6 +166,7 @@ class Columns:
         self.has_shapes = False
         self.bases = dict[str, str]()
         self.shared_names = set[str]()
+        self.text_ids = list[str]()
 
     def add(self, section: str, entry: Any, text: str) -> None:
         """Add an entry of a section, and its text."""
@@ -197,7 +198,9 @@ class Columns:
                 f"a file_name that is not text, or longer than a path may be: {name!r:.60}"
             )
         sizes = [to_integer(image.get(side) or 0, side, most=2**31) for side in ("height", "width")]
-        number = to_integer(image.get("id"), "id")
+        number = to_integer(image.get("id"), "image_id")
+        if isinstance(image["id"], str) and image["id"] != str(number):
+            self.text_ids.append(image["id"])
         for base in list_meanings(name):
             if self.bases.setdefault(base, name) != name:
                 self.shared_names.add(base)

@@ -78,7 +78,6 @@ def convert_masks(
     output = require_new(require_local_path(output))
     rows: list[dict[str, Any]] = []
     texts: list[bytes] = []
-    empty = 0
     largest = 0.0
     pairs = _pair_files(require_local_path(images), require_local_path(masks))
     for image, mask in show_progress("masks", pairs, total=len(pairs), unit="image"):
@@ -92,7 +91,6 @@ def convert_masks(
         number = len(rows) + 1
         height, width = values.shape
         rows.append({"id": number, "file_name": image.name, "width": width, "height": height})
-        empty += not objects
         for annotation in _encode_objects(values, objects):
             largest = max(largest, annotation["area"] / values.size)
             ids = {"id": len(texts) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
@@ -105,8 +103,8 @@ def convert_masks(
     with explain_write(output.parent):
         write_coco(output, rows, texts, [{"id": 1, "name": category}])
     print(
-        f"{len(rows):,} images, {empty:,} of them without objects; {len(texts):,} objects, "
-        f"the largest covers {largest:.0%} of its image"
+        f"{len(rows):,} images, {len(texts):,} objects; the largest covers {largest:.0%} of its "
+        "image"
     )
     return output
 
@@ -220,25 +218,26 @@ def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the 3 x 3 values around each pixel that differs from the next, int64 [N, 9]; its own
     is the fifth.
     """
-    padded = np.pad(values, 1, mode="edge")
-    across = np.diff(padded[1:-1]) != 0
-    down = np.diff(padded[:, 1:-1], axis=0) != 0
-    is_edge = across[:, 1:] | across[:, :-1] | down[1:] | down[:-1]
-    return sliding_window_view(padded, (3, 3))[is_edge].reshape(-1, 9)
+    is_edge = np.zeros(values.shape, np.bool_)
+    for axis in (0, 1):
+        for step in (1, -1):
+            is_edge |= np.roll(values, step, axis) != values
+    windows = sliding_window_view(np.pad(values, 1, mode="edge"), (3, 3))
+    return windows[is_edge].reshape(-1, 9)
 
 
 def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Path) -> None:
     """Raise ColabUtilsError where a value may stand for pixels without a label: it is large, and
-    touches half of the others.
+    touches small ones.
     """
-    for void in _VOIDS.keys() & objects:
+    for void, most in _VOIDS.items():
         others = [value for value in objects if value != void]
         touched = np.isin(others, neighbours[neighbours[:, 4] == void]).sum()
-        if touched and 2 * touched >= len(others) and max(others) <= _VOIDS[void]:
+        if touched and max(others) <= most:
             raise ColabUtilsError(
-                f"expected one value an object at {mask}, found {void} beside {touched:,} of "
-                f"{len(others):,} others, as for pixels without a label. Give background=(0, "
-                f"{void}) to leave it out, background=0 if it is an object."
+                f"expected one value an object at {mask}, found {void} beside {touched:,} others, "
+                f"as for pixels without a label. Give background=(0, {void}) to leave it out, "
+                "background=0 if it is an object."
             )
 
 
