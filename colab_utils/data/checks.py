@@ -255,4 +255,4 @@ def find_shared(
 
     with ThreadPoolExecutor(_STREAMS) as pool:
         list(pool.map(compare, range(len(other))))
-    return shared
+    return dict(sorted(shared.items()))
