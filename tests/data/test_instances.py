@@ -197,7 +197,7 @@ def test_pixels_without_a_label_are_no_object(tmp_path, void, kind):
 
 def test_pascal_vocs_colours_have_one_for_pixels_without_a_label(tmp_path):
     colours = np.zeros((256, 3), np.uint8)
-    colours[[1, 2, 255]] = (128, 0, 0), (192, 0, 128), (224, 224, 192)
+    colours[[1, 2, 255]] = [[128, 0, 0], [192, 0, 128], [224, 224, 192]]
     folders = save_masks(tmp_path, colours[add_rim(IDS, 255)])
     with pytest.raises(ColabUtilsError, match="pixels without a label"):
         convert_masks(**folders)
