@@ -87,10 +87,13 @@ def _finish(report: Any, command: str, target: str) -> int:
         )
     if not getattr(report, "ok", True):
         problem = next(one for one in report.problems if not one.effect.startswith("note"))
+        cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
+        # Some effects end with what to do.
+        if ": " in problem.effect:
+            cure = ""
         raise ColabUtilsError(
             f"expected a dataset without defects, found {problem.count:,} x {problem.kind} "
-            f"({problem.examples[0]}): {problem.effect}. Write a repaired annotations file with "
-            "--repair OUT.json, or repair the files."
+            f"({problem.examples[0]}): {problem.effect}. {cure}"
         )
     return 0
 
@@ -154,10 +157,16 @@ def _check(
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
+    if val_images and not val_annotations:
+        raise ColabUtilsError(
+            "expected --val-annotations FILE beside --val-images, found none. Name its JSON."
+        )
+    validation = (val_images or images, val_annotations) if val_annotations else None
     if repair:
-        checked = repair_annotations(images, annotations, output=repair, crowds=crowds)
+        checked = repair_annotations(
+            images, annotations, output=repair, crowds=crowds, deep=deep, validation=validation
+        )
     else:
-        validation = (val_images or images, val_annotations) if val_annotations else None
         checked = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
     if report:
         page = write_check(checked, images, annotations, report, repaired=repair)

@@ -38,6 +38,8 @@ _NPY_HEADER = re.compile(
     rb"]*)\), \} *\n",
     re.DOTALL,
 )
+# Bytes of a file that say what it is.
+_HEAD_BYTES = 2000
 # What people have in place of an image or of a JSON, by its first bytes.
 _KINDS = {
     b"PK\x03\x04": "a zip: unpack it first",
@@ -48,6 +50,19 @@ _KINDS = {
     b"%(PDF|!PS)": "a PDF or a PostScript file: save its pages as images",
     b"\\0{16}": "nothing but zeros: copy it again",
     b"$": "an empty file: copy it again",
+    b"\\s*#?filename,file_size": "VIA's CSV: export its JSON, see docs/FORMATS.md",
+    b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
+    b"\\s*\\d+([ \\t]+[\\d.]+){4}": "YOLO's text: see docs/FORMATS.md",
+}
+# What a JSON without a list of images is, by a key in its first bytes.
+_FOREIGN = {
+    b'(_via_|__VIA_|filename".*"regions")': "VIA's JSON",
+    b'(shapes|imagePath)"': "LabelMe's JSON",
+    b'(data_row|DataRow ID|Labeled Data)"': "Labelbox's JSON",
+    b'(Feature|FeatureCollection)"': "GeoJSON",
+    b'(classTitle"|tags".*"size")': "Supervisely's JSON",
+    b'(completed_by|from_name|polygonlabels|brushlabels)"': "Label Studio's own JSON",
+    b'coordinates"': "CreateML's JSON",
 }
 # The number of the orientation in EXIF.
 _ORIENTATION = 0x0112
@@ -433,10 +448,13 @@ def name_kind(data: Encoded) -> str:
         >>> name_kind(b"version https://git-lfs.github.com/spec/v1")
         'a Git LFS pointer: run `git lfs pull` where it comes from'
     """
-    head = bytes(data[:256])
+    head = bytes(data[:_HEAD_BYTES])
     for kind, name in _KINDS.items():
         if re.match(kind, head, re.IGNORECASE | re.DOTALL):
             return name
+    for key, name in _FOREIGN.items():
+        if re.match(b'\\s*[{\\[](?!.*"images").*"' + key, head, re.DOTALL):
+            return f"{name}: see docs/FORMATS.md"
     return ""
 
 

@@ -24,7 +24,7 @@ class Kind:
 
 
 KINDS = (
-    Kind("no images", "stops preprocess"),
+    Kind("no images", "stops preprocess: name a JSON of images"),
     Kind("repeated image id", "stops preprocess"),
     Kind("unknown image", "stops preprocess"),
     Kind("unknown category", "stops preprocess"),
@@ -42,7 +42,7 @@ KINDS = (
     Kind("box outside the image", "object becomes background"),
     Kind(
         "objects in several entries of an image",
-        "objects of one entry become background in the other: make it one entry",
+        "objects of one entry become background in the other: --repair makes it one entry",
     ),
     Kind(
         "many crowds",
@@ -53,7 +53,10 @@ KINDS = (
     Kind("empty mask", "object is trained without a pixel"),
     Kind("box of corners", "object is trained with a wrong box"),
     Kind("mask and box disagree", "object is trained with a wrong box"),
-    Kind("image in validation, too", "average precision comes out too high"),
+    Kind(
+        "image in validation, too",
+        "average precision comes out too high: --repair beside --val-annotations leaves it out",
+    ),
     Kind("box without area", "note: left out of training"),
     Kind("crowd", "note: left out of training"),
     Kind("image without objects", "note: left out of training"),
@@ -65,6 +68,7 @@ KINDS = (
     Kind("repeated annotation", "note: counts twice"),
     Kind("repeated file_name", "note: counts twice"),
     Kind("found by base name", "note: taken as it is"),
+    Kind("image id that is text", "note: an integer stands for it, which --repair writes"),
     Kind("16-bit image", "note: becomes 8-bit RGB, its first frame"),
     Kind("animated image", "note: becomes 8-bit RGB, its first frame"),
 )

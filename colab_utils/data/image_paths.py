@@ -1,6 +1,7 @@
 """Find image files by the names that annotations give them."""
 
 import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PureWindowsPath
 from unicodedata import normalize
@@ -12,8 +13,8 @@ from colab_utils.require import require_local_path
 
 
 def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tuple[Path, bool]:
-    """Return the file of a ``file_name``, always below ``folder``, and whether its base name alone
-    found it; see `CocoDataset.find_image`.
+    """Return the file of a ``file_name``, always below ``folder``, and whether another name than
+    this one found it; see `CocoDataset.find_image`.
 
     Args:
         folder: the image folder.
@@ -25,11 +26,17 @@ def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tu
             several; or a link in its place leads out.
         DriveLostError: Drive went away.
     """
+    meant = _decode_name(name)
     path = None if _leads_out(name) else _resolve(folder, name)
     if path is not None:
         named = _find_spelling(folder, name, path)
-        if named is not None:
+        if named is not None and (meant == name or os.path.exists(named)):
             return named, False
+    if meant != name:
+        with suppress(ColabUtilsError):
+            decoded, _ = find_file(folder, meant, shared_names)
+            if os.path.exists(decoded):
+                return decoded, True
     base = take_base_name(name)
     relative = None if base in shared_names else list_base_names(str(folder)).get(base, "")
     if relative:
@@ -106,6 +113,23 @@ def take_base_name(name: str) -> str:
     if "://" in name:
         name = unquote(name.partition("?")[0])
     return normalize("NFC", name.replace("\\", "/").rpartition("/")[2])
+
+
+def _decode_name(name: str) -> str:
+    """Return what a name says where it is an address: Label Studio's ends with ``?d=``, and others
+    have ``%20`` for a space.
+    """
+    return unquote(name.partition("?d=")[2] or name)
+
+
+def list_meanings(name: str) -> set[str]:
+    """Return the base names of a file that a name may mean.
+
+    Example:
+        >>> sorted(list_meanings("/data/local-files/?d=my%20photos%5Ca.jpg"))
+        ['?d=my%20photos%5Ca.jpg', 'a.jpg']
+    """
+    return {take_base_name(name), take_base_name(_decode_name(name))}
 
 
 @lru_cache(4)

@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from colab_utils.data.checks import DatasetReport, Problem, check_dataset, inspect_images
+from colab_utils.data.checks import (
+    DatasetReport,
+    Problem,
+    check_dataset,
+    find_shared,
+    inspect_images,
+)
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import FAULTS, read_field
 from colab_utils.data.image_checks import Header, compare_sizes
@@ -34,6 +40,8 @@ def repair_annotations(
     *,
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",
+    deep: bool = False,
+    validation: tuple[str | Path, str | Path] | None = None,
 ) -> DatasetReport:
     """Write a copy of the annotations, mended where the right value is known; the original stays as
     it is.
@@ -48,6 +56,8 @@ def repair_annotations(
         annotations: COCO instance JSON.
         output: the file to write, which must not exist.
         crowds: "objects" takes crowds (``iscrowd`` 1) as objects: CVAT's brush masks are none.
+        deep: decode each image, as in :func:`check_dataset`: damaged ones are left out.
+        validation: image folder and JSON of the validation set: its pictures are left out.
 
     Returns:
         what :func:`check_dataset` finds with the new file, and the ``repairs``.
@@ -59,7 +69,11 @@ def repair_annotations(
     folder = require_local_path(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
-    headers = [found.header for found in inspect_images(folder, dataset)]
+    headers = {
+        i: found.header for i, found in enumerate(inspect_images(folder, dataset, deep=deep))
+    }
+    shared = find_shared(folder, dataset, list(headers.values()), *validation) if validation else ()
+    headers |= dict.fromkeys(shared, Header([("image in validation, too", "")]))
     done = defaultdict[str, list[str]](list)
     for number in dataset.unknown_images.tolist():
         done["annotation of no image left out"].append(f"annotation {number}")
@@ -95,8 +109,8 @@ def repair_annotations(
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
-    repairs = tuple(_describe_repair(kind, names, gone) for kind, names in done.items())
-    return replace(check_dataset(folder, output), repairs=repairs)
+    report = check_dataset(folder, output, deep=deep, validation=validation)
+    return replace(report, repairs=tuple(_describe_repair(kind, done[kind], gone) for kind in done))
 
 
 def _describe_repair(kind: str, names: list[str], gone: Counter[str]) -> Problem:

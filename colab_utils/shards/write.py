@@ -175,9 +175,18 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         >>> find_recipe("no/such/folder") is None
         True
     """
-    folder = require_local_path(folder)
-    index = Retries().write(folder, _find_run, folder)
+    index = find_index(folder)
     return None if index is None else index.recipe
+
+
+def find_index(folder: str | Path) -> ShardIndex | None:
+    """Return what the shards of a folder are of, finished or not; None if it holds none.
+
+    Raises:
+        ColabUtilsError: as `find_recipe`.
+    """
+    folder = require_local_path(folder)
+    return Retries().write(folder, _find_run, folder)
 
 
 def _find_run(folder: Path) -> ShardIndex | None:
