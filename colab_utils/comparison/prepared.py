@@ -105,7 +105,7 @@ class PreparedData:
                 why = f"The first: {self.bad[0]}"
             raise ColabUtilsError(f"expected usable images in {images}, found none. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
-        self.reference = CocoFolder(images, self.annotations)
+        self.reference = CocoFolder(images, self.annotations, max_bad=None)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
         self._made: dict[str, PreparedFiles] = {}
         self.ssd.mkdir(parents=True, exist_ok=True)

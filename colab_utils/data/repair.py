@@ -4,6 +4,7 @@ whole image.
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +15,21 @@ from colab_utils.data.checks import DatasetReport, Problem, check_dataset, inspe
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import FAULTS, read_field
 from colab_utils.data.image_checks import Header, compare_sizes
-from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.object_checks import NEAR, check_object, compare_box, is_normalised
+from colab_utils.data.segmentations import (
+    OUTLINE_NUMBERS,
+    count_numbers,
+    identify_segmentation,
+    read_polygons,
+)
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
 from colab_utils.require import require_local_path
+
+# The share of the images that are not square whose sides are swapped where all are.
+_NEARLY_ALL = 0.9
 
 
 class _LostObjectError(Exception):
@@ -61,6 +71,9 @@ def repair_annotations(
     dataset = read_coco(annotations)
     headers = [found.header for found in inspect_images(folder, dataset)]
     done = defaultdict[str, list[str]](list)
+    for i in _find_swapped(dataset, headers):
+        dataset.sizes[i] = headers[i].size
+        done["width and height swapped"].append(escape(dataset.file_name(i)))
     for number in dataset.unknown_images.tolist():
         done["annotation of no image left out"].append(f"annotation {number}")
     gone = Counter[str]()
@@ -188,7 +201,7 @@ class _MendedImage:
             tight = []
             pixels = 0
         if not pixels:
-            is_drawn = not tight and _has_points(outline)
+            is_drawn = not tight and count_numbers(outline) >= OUTLINE_NUMBERS
             if (is_drawn or _has_area(values["bbox"])) and not values["iscrowd"]:
                 raise _LostObjectError(
                     "object without a whole mask" if outline else "object without mask"
@@ -196,11 +209,15 @@ class _MendedImage:
             self.changes.append("object without area left out")
             return
         if values["segmentation"] != outline:
-            self.changes.append("outline written as polygons of pixels")
+            form = "RLE" if isinstance(values["segmentation"], dict) else "polygons of pixels"
+            self.changes.append(f"outline written as {form}")
         if not values["bbox"] or compare_box(values["bbox"], tight, *self._size):
             values["bbox"] = tight
             self.changes.append("box from the mask")
-        if values["area"] is None or _is_of_other_units(values["area"], values["bbox"], pixels):
+        area = values["area"]
+        # A crowd without area may well be an object: only `crowds` tells.
+        is_unclear = values["iscrowd"] and area is not None and area <= 0
+        if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
             values["area"] = float(pixels)
             self.changes.append("area from the mask")
         if values["id"] is None:
@@ -229,6 +246,24 @@ class _MendedImage:
         return values
 
 
+def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
+    """Return the images whose annotations have width and height swapped: none where these are few.
+
+    Where outlines of an image fit its annotations' size alone, files were turned instead, as when
+    their EXIF orientation was lost: nothing tells then which of the others are right.
+    """
+    swapped = []
+    total = 0
+    for i, header in enumerate(headers):
+        size = tuple(dataset.sizes[i].tolist())
+        total += header.size != header.size[::-1]
+        if size == header.size[::-1] and compare_sizes(size, header):
+            swapped.append(i)
+            if _fit(dataset, [i], size) and not _fit(dataset, [i], header.size):
+                return []
+    return swapped if len(swapped) >= _NEARLY_ALL * total else []
+
+
 def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
     """Return whether polygons lie in an image of this size, and RLE is made for it."""
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
@@ -240,23 +275,19 @@ def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
     return True
 
 
-def _has_points(outline: Any) -> bool:
-    """Return whether an outline that cannot be drawn has at least three points, or is RLE."""
-    if not isinstance(outline, list):
-        return bool(outline)
-    return sum(len(part) if isinstance(part, list) else 1 for part in outline) >= 6
-
-
 def _has_area(box: list[float] | None) -> bool:
     return box is not None and min(box[2:]) > 0 and box[2] * box[3] >= NEAR**2
 
 
-def _is_of_other_units(area: float, box: list[float], pixels: int) -> bool:
+def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> bool:
     """Return whether an area fits neither the box nor the mask, as in shares of the image, or where
     it is none.
     """
+    if area is None or area <= 0:
+        return True
     in_box = area / (box[2] * box[3])
-    return area <= 0 or (not 0.1 <= in_box <= 1 and not 0.5 <= area / pixels <= 2)
+    in_mask = area / pixels
+    return (in_box > 1 and in_mask > 1.1) or (in_box < 0.1 and in_mask < 0.5)
 
 
 def _try_field(entry: dict[str, Any], name: str) -> Any:
@@ -267,9 +298,14 @@ def _try_field(entry: dict[str, Any], name: str) -> Any:
 
 
 def _mend_outline(outline: Any, size: tuple[int, int]) -> Any:
-    """Return a segmentation as COCO has it: each polygon in a list of its own, in pixels; RLE as it
-    is.
+    """Return a segmentation as COCO has it: each polygon in a list of its own, in pixels; or RLE.
+
+    Raises:
+        ColabUtilsError: it is none that can be drawn.
     """
+    form = identify_segmentation(outline)
+    if form is not None:
+        outline = form[1]
     if not isinstance(outline, list) or not outline:
         return outline
     height, width = size

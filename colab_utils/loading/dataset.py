@@ -18,6 +18,8 @@ from torch import Tensor
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
+from colab_utils.data.defects import require_sound_objects, warn_of_faults
+from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
     PackedMasks,
     encode_segmentation,
@@ -51,10 +53,12 @@ class CocoFolder(CocoSamples):
         images: the image folder.
         annotations: COCO instance JSON.
         contiguous_labels: map category ids to 1 to K.
+        max_bad: the share of bad objects above which it is refused, 0 to 1, as in ``write_shards``.
+            Some 1,000 objects are looked at; None looks at none.
 
     Raises:
-        ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image
-            or one of its masks is bad.
+        ColabUtilsError: if the annotations are missing or not COCO, or too many objects are bad;
+            and, for a sample, if its image or one of its masks is bad.
         DriveLostError: if Drive fails, and goes on failing for 81 seconds.
 
     Example:
@@ -64,11 +68,20 @@ class CocoFolder(CocoSamples):
     """
 
     def __init__(
-        self, images: str | Path, annotations: str | Path, *, contiguous_labels: bool = False
+        self,
+        images: str | Path,
+        annotations: str | Path,
+        *,
+        contiguous_labels: bool = False,
+        max_bad: float | None = 0.01,
     ) -> None:
         self.folder = require_local_path(images)
         self.retries = Retries()
         self.coco = open_coco(images, annotations)
+        if max_bad is not None:
+            faults, total = sample_faults(self.coco)
+            require_sound_objects(faults, total, max_bad)
+            warn_of_faults(annotations, faults)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.image_ids = self.coco.image_ids
         self.sizes = self.coco.sizes
