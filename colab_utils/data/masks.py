@@ -119,26 +119,18 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         )
     if isinstance(counts, str):
         counts = counts.encode("ascii", "xmlcharrefreplace")
-    runs = _read_runs(counts) if isinstance(counts, list) else _read_counts(counts)
-    if min(runs, default=0) < 0 or sum(runs) != height * width:
+    runs: list[Any] = []
+    with suppress(TypeError, ValueError, OverflowError):
+        # Whole floats are runs, too, and so is their text.
+        runs = read_numbers(counts).tolist() if isinstance(counts, list) else _read_counts(counts)
+    if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
         raise ColabUtilsError(
             f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones"
         )
+    runs = [*map(int, runs)]
     if 0 in runs[1:]:
         runs = _join_runs(runs)
     return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
-
-
-def _read_runs(counts: list[Any]) -> list[int]:
-    """Return the lengths of the runs of an uncompressed RLE, which may be whole floats; none where
-    one is no integer.
-    """
-    with suppress(TypeError, ValueError, OverflowError):
-        lengths = read_numbers(counts).tolist()
-        runs = [int(length) for length in lengths]
-        if runs == lengths:
-            return runs
-    return []
 
 
 def _join_runs(runs: list[int]) -> list[int]:

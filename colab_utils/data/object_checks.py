@@ -84,7 +84,7 @@ def _is_object(crowd: dict[str, Any]) -> bool:
     without an area, which each crowd of COCO has.
     """
     is_rle = isinstance(crowd["segmentation"], dict)
-    return bool(crowd["iscrowd"] and is_rle and crowd["area"] <= 0)
+    return bool(crowd["iscrowd"] and is_rle and crowd["area"] == 0)
 
 
 def _find_fault(one: dict[str, Any], mask: dict[str, Any]) -> str:

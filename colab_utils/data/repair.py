@@ -28,6 +28,8 @@ from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
 from colab_utils.require import require_local_path
 
+# Why an object has no mask, by the numbers of its segmentation.
+_REASONS = {0: "object without mask", 4: "a box or a line, not an outline"}
 # The share of the images that are not square whose sides are swapped where all are.
 _NEARLY_ALL = 0.9
 
@@ -203,20 +205,18 @@ class _MendedImage:
         if not pixels:
             is_drawn = not tight and count_numbers(outline) >= OUTLINE_NUMBERS
             if (is_drawn or _has_area(values["bbox"])) and not values["iscrowd"]:
-                raise _LostObjectError(
-                    "object without a whole mask" if outline else "object without mask"
-                )
+                reason = _REASONS.get(count_numbers(outline), "object without a whole mask")
+                raise _LostObjectError(reason)
             self.changes.append("object without area left out")
             return
         if values["segmentation"] != outline:
-            form = "RLE" if isinstance(values["segmentation"], dict) else "polygons of pixels"
-            self.changes.append(f"outline written as {form}")
+            self.changes.append("outline written as COCO has it")
         if not values["bbox"] or compare_box(values["bbox"], tight, *self._size):
             values["bbox"] = tight
             self.changes.append("box from the mask")
         area = values["area"]
         # A crowd without area may well be an object: only `crowds` tells.
-        is_unclear = values["iscrowd"] and area is not None and area <= 0
+        is_unclear = values["iscrowd"] and area == 0
         if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
             values["area"] = float(pixels)
             self.changes.append("area from the mask")
