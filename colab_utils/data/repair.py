@@ -50,8 +50,9 @@ def repair_annotations(
     """Write a copy of the annotations, mended where the right value is known; the original stays as
     it is.
 
-    Numbers from text, nested polygons, boxes and areas from the mask, sizes and names from the
-    files. What cannot be mended is left out: an object without area alone, any other together with
+    Numbers from text, outlines and RLE that tools write in their own way, boxes and areas from the
+    mask, sizes and names from the files, sides that nearly all images have swapped. A box is not
+    made an outline. What cannot be mended is left out: an object without area alone, any other together with
     its image, because the object would become background. Repairing what was repaired changes
     nothing. Of the images, the copy has id, name and size.
 
@@ -59,7 +60,8 @@ def repair_annotations(
         images: the image folder.
         annotations: COCO instance JSON.
         output: the file to write, which must not exist.
-        crowds: "objects" takes crowds (``iscrowd`` 1) as objects: CVAT's brush masks are none.
+        crowds: "objects" takes crowds (``iscrowd`` 1) as objects: CVAT's brush masks are none, nor
+            are V7 Darwin's objects with holes.
 
     Returns:
         what :func:`check_dataset` finds with the new file, and the ``repairs``.
