@@ -52,9 +52,9 @@ def repair_annotations(
 
     Numbers from text, outlines and RLE that tools write in their own way, boxes and areas from the
     mask, sizes and names from the files, sides that nearly all images have swapped. A box is not
-    made an outline. What cannot be mended is left out: an object without area alone, any other together with
-    its image, because the object would become background. Repairing what was repaired changes
-    nothing. Of the images, the copy has id, name and size.
+    made an outline. What cannot be mended is left out: an object without area alone, any other
+    together with its image, because the object would become background. Repairing what was
+    repaired changes nothing. Of the images, the copy has id, name and size.
 
     Args:
         images: the image folder.
