@@ -4,6 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.segmentations import count_numbers
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
 
@@ -69,6 +70,8 @@ def read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str,
     try:
         tight, pixels = measure_mask(encode_segmentation(annotation["segmentation"], height, width))
     except ColabUtilsError as error:
+        if not (box or area or count_numbers(annotation["segmentation"])):
+            box = [0.0] * 4
         if not box:
             raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None
         tight = box

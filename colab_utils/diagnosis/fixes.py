@@ -350,6 +350,7 @@ def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
         path = folder / dataset.find_path(index).relative_to(dataset.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(read_file(dataset.find_path(index)))
-    local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
+    annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
+    local = CocoFolder(folder, annotations)
     os.sync()  # what was copied is written now, and not during the trial
     return {"dataset": local}

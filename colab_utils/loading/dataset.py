@@ -20,6 +20,8 @@ from torch import Tensor
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
+from colab_utils.data.defects import warn_of_faults
+from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
     PackedMasks,
     encode_segmentation,
@@ -83,6 +85,7 @@ class CocoFolder(CocoSamples):
         self._reader: Reader | None = None
         self._reader_process = 0
         self.coco = open_coco(images, annotations)
+        warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.image_ids = self.coco.image_ids
         self.sizes = self.coco.sizes

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.data.object_checks import count_faults
+from colab_utils.data.segmentations import is_nothing
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
@@ -45,7 +46,8 @@ def make_record(
     """Make the content of ``KEY.json``: COCO form at the stored size, masks as compressed RLE.
 
     The counts of RLE are bytes. Masks are rasterised at the original size and then resized, as
-    torchvision's transform does. What `count_faults` finds is added to ``faults``.
+    torchvision's transform does. What `count_faults` finds is added to ``faults``, and annotations
+    of nothing, which are left out.
 
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
@@ -55,6 +57,7 @@ def make_record(
     scale_y = height / original_height
     scale_x = width / original_width
     rles = []
+    drawn = []
     scaled = []
     for annotation in annotations:
         left, top, box_width, box_height = annotation["bbox"]
@@ -62,12 +65,16 @@ def make_record(
         try:
             rle = encode_segmentation(annotation["segmentation"], original_height, original_width)
         except ColabUtilsError as error:
+            if is_nothing(annotation):
+                continue
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
         rles.append(rle)
+        drawn.append(annotation)
         box = [left * scale_x, top * scale_y, box_width * scale_x, box_height * scale_y]
         scaled.append({**annotation, "bbox": box, "area": area * scale_x * scale_y})
     if faults is not None:
-        faults.update(count_faults(annotations, rles))
+        faults.update(count_faults(drawn, rles))
+        faults.update(["empty annotation"] * (len(annotations) - len(drawn)))
     if stored.size != stored.original:
         rles = resize_rles(rles, height, width)
     for annotation, rle in zip(scaled, rles, strict=True):

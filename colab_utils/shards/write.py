@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.defects import describe_faults
+from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
@@ -56,8 +56,8 @@ class ShardReport:
     crowds: int = 0
     """Of them, with ``iscrowd``: the shards keep these, and training leaves them out."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Objects that are trained wrongly, or not at all, by the kind of defect that `check_dataset`
-    names.
+    """Objects that are trained wrongly, or not at all, and empty annotations, by the kind of defect
+    that `check_dataset` names.
     """
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class ShardReport:
                 "out of training"
             )
         if self.faults:
-            text += f"; bad objects, see check: {describe_faults(self.faults)}"
+            text += f"; see check: {describe_faults(self.faults)}"
         return text
 
 
@@ -307,13 +307,13 @@ def _run_jobs(
             # lock, which a worker that was killed may hold.
             bar.update(max(count, images_done.get_obj().value) - bar.n)
             _check_images(_join_skipped(done), total, max_bad)
-            _check_objects(_sum_faults(done), objects, max_bad)
+            require_sound_objects(_sum_faults(done), objects, max_bad)
     return done
 
 
 def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:
     """Refuse more bad images than are allowed."""
-    allowed = _count_allowed(total, max_bad)
+    allowed = count_allowed(total, max_bad)
     if len(bad) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
         raise ColabUtilsError(
@@ -321,22 +321,6 @@ def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> 
             f"({examples}). Repair them, or their annotations with `check --repair OUT.json`, "
             "or allow more with --max-bad SHARE."
         )
-
-
-def _check_objects(faults: Counter[str], total: int, max_bad: float) -> None:
-    """Refuse more bad objects than are allowed."""
-    allowed = _count_allowed(total, max_bad)
-    if faults.total() > allowed:
-        raise ColabUtilsError(
-            f"expected at most {allowed:,} bad objects of {total:,}, found "
-            f"{faults.total():,} so far ({describe_faults(faults)}). Repair the annotations with "
-            "`check --repair OUT.json`, or allow more with --max-bad SHARE."
-        )
-
-
-def _count_allowed(total: int, share: float) -> int:
-    # 0.29 x 100 is a little less than 29.
-    return int(share * total + 1e-6)
 
 
 def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:

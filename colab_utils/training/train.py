@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Subset
 
 from colab_utils import __version__
+from colab_utils.data.defects import warn_of_faults
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
@@ -169,6 +170,8 @@ def train(
                 )
             )
             if ranks.is_first:
+                for dataset in filter(None, (data.dataset, data.validation)):
+                    warn_of_faults(dataset.folder, dataset.index.faults)
                 stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
                 state = folder.read(repair=True)

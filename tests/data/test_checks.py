@@ -563,7 +563,7 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     assert report.statistics == original
     assert {one.kind for one in report.repairs} == {
         "numbers from text",
-        "outline written as polygons of pixels",
+        "outline written as COCO has it",
         "box from the mask",
         "area from the mask",
     }

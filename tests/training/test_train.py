@@ -1234,3 +1234,18 @@ def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(
     assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == kept
     assert report.best.step == 3
     assert (tmp_path / "best-00000003.pt").exists()
+
+
+def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
+    coco = json.loads(dataset.annotations.read_text())
+    spoilt = next(one for one in coco["annotations"] if not one["iscrowd"])
+    spoilt["bbox"] = [90, 70, 6, 6]
+    annotations = tmp_path / "spoilt.json"
+    annotations.write_text(json.dumps(coco))
+    shards = tmp_path / "shards"
+    write_shards(dataset.images, annotations, shards=shards, workers=1, max_bad=1)
+    text = r"shards has bad objects, see check: 1 x mask and box disagree: object is trained"
+    with pytest.warns(ColabUtilsWarning, match=text):
+        train(shards, tmp_path / "run", steps=1, **TINY)
+    with pytest.warns(ColabUtilsWarning, match=text):
+        train(tiny_shards, tmp_path / "other", val_shards=shards, steps=1, **TINY)
