@@ -83,11 +83,10 @@ def repair_annotations(
     folder = require_local_path(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
-    headers = {
-        i: found.header for i, found in enumerate(inspect_images(folder, dataset, deep=deep))
-    }
-    shared = find_shared(folder, dataset, list(headers.values()), *validation) if validation else ()
-    headers |= dict.fromkeys(shared, Header([("image in validation, too", "")]))
+    headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
+    if validation is not None:
+        for i in find_shared(folder, dataset, headers, *validation):
+            headers[i] = Header([("image in validation, too", "")])
     done = defaultdict[str, list[str]](list)
     for i in _find_swapped(dataset, headers):
         dataset.sizes[i] = headers[i].size
