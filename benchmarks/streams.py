@@ -7,6 +7,7 @@ A step of 0 ms shows what reading and work alone allow.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from benchmarks.command import make_parser
 from benchmarks.systems.base import collate
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -105,7 +105,7 @@ def time_writing(images: Path, annotations: Path, streams: int | str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print one table."""
-    parser = make_parser(__doc__ or "")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description=__doc__)
     parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--annotations", type=Path, required=True)
     parser.add_argument("--profile", default="bad")
