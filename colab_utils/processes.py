@@ -17,6 +17,7 @@ import psutil
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
+from colab_utils.os_errors import explain_os_error
 
 
 def list_processes() -> list[psutil.Process]:
@@ -51,6 +52,19 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
+@contextmanager
+def explain_shared_memory() -> Iterator[None]:
+    """Say what to do where the block cannot make what processes share, such as their locks."""
+    try:
+        yield
+    except OSError as error:
+        reason = explain_os_error(error, "Make it writable.")
+        raise ColabUtilsError(
+            f"expected locks for processes in /dev/shm, found: {reason} In Docker, --shm-size "
+            "makes it larger."
+        ) from None
+
+
 class _ForkPool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
@@ -83,7 +97,8 @@ def fork_pool(
         end_with_parent()
         initializer(*arguments)
 
-    pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
+    with explain_shared_memory():
+        pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
     # Blocked from the first moment on: a handler is set too late for a process that has only begun.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -8,6 +8,7 @@ torchvision's ``references/detection`` does.
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.os_errors import explain_os_error
 from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
 from colab_utils.shards.index import ShardIndex, read_index
@@ -97,12 +99,10 @@ class CocoFolder(CocoSamples):
         """The image file's bytes."""
         path = self.find_path(index)
         try:
-            return read_file(path, self.retries)
+            return self.retries.run_listed(path, partial(read_file, path, self.retries))
         except OSError as error:
-            raise ColabUtilsError(
-                f"expected an image file, found none at {path} ({error.strerror}). "
-                "Run check on the dataset."
-            ) from None
+            reason = explain_os_error(error, "Run check on the dataset.")
+            raise ColabUtilsError(f"expected an image file at {path}, found: {reason}") from None
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the

@@ -30,11 +30,11 @@ from torchvision.datasets import CocoDetection
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from colab_utils import files
 from colab_utils.data.masks import unpack_masks
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import dataset as dataset_module
-from colab_utils.loading import readers
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -266,7 +266,7 @@ def count_descriptors():
 
 
 def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, monkeypatch):
-    monkeypatch.setattr(readers, "OPEN_FILES", 2)
+    monkeypatch.setattr(files, "OPEN_FILES", 2)
     before = count_descriptors()
     dataset = ShardDataset(tiny_shards)
     assert count_descriptors() == before  # a thousand shards must not need a thousand open files
