@@ -57,7 +57,10 @@ def load_shard(folder: Path, shard: ShardInfo, *, retries: Retries) -> ShardArra
     """
 
     def load() -> ShardArrays:
+        path = folder / shard.name
         with guard_drive(folder):
+            if not path.exists():
+                retries.find_again([path])
             return _load(folder, shard)
 
     return retries.run(load)

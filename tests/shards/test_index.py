@@ -229,8 +229,8 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "kind", "found"),
     [
-        (errno.ENOSPC, ColabUtilsError, "No space left.*free some"),
-        (errno.EDQUOT, ColabUtilsError, "quota exceeded.*free some"),
+        (errno.ENOSPC, ColabUtilsError, "No space left.*Free some space"),
+        (errno.EDQUOT, ColabUtilsError, "quota exceeded.*Free some space"),
         (errno.EACCES, ColabUtilsError, "Permission denied"),
         (errno.EROFS, ColabUtilsError, "Read-only"),
         (errno.ENOTCONN, DriveLostError, "force_remount"),
