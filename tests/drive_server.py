@@ -144,6 +144,10 @@ class Drive:
             raise OSError(errno.EIO, "Input/output error")
         return [".", "..", *names]
 
+    def readlink(self, path: str) -> str:
+        self.check()
+        return os.readlink(self.find(path))
+
     def statfs(self, path: str) -> dict[str, int]:
         self.check()
         found = os.statvfs(self.backing)

@@ -63,10 +63,9 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     path = Path(folder) / file_name
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(folder)) and not _is_shortcut(folder, real):
-        link = next(place for place in (path, *path.parents) if place.is_symlink())
         raise ColabUtilsError(
-            f"expected an image below {folder}, found the link {link} out of it, which is not "
-            f"opened. Name {os.path.realpath(link)} as the image folder (IMAGES), or copy it there."
+            f"expected an image below {folder}, found the link {path} to {real}, which is not "
+            f"opened. Name {real.parent} as the image folder (IMAGES), or copy the images there."
         )
     return path
 

@@ -116,8 +116,9 @@ def _lock_here(folder: Path) -> Iterator[bool]:
 
     place = hash_bytes(os.fsencode(os.path.realpath(folder)))
     with explain_write(Path(os.environ.get("TMPDIR", "/tmp"))):
-        path = Path(gettempdir(), f"colab_utils-{os.getuid()}-{place}.lock")
-        file = open(path, "ab")  # noqa: SIM115
+        temporary = Path(gettempdir())
+    with explain_write(temporary):
+        file = open(temporary / f"colab_utils-{os.getuid()}-{place}.lock", "ab")  # noqa: SIM115
     with file:
         # The workers of a killed process would go on holding it.
         register_after_fork(file, type(file).close)

@@ -12,8 +12,11 @@ import pytest
 from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, hash_file, write_file
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
+from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.records import split_member
+from colab_utils.shards.verify import verify_shards
 from tests.bad_reads import BadReads, alter, cut
 
 INFO = ShardInfo(
@@ -191,6 +194,20 @@ def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, chang
     reads = BadReads(monkeypatch, ".json", change, times)
     assert read_index(tmp_path, retries) == INDEX
     assert reads.times == 0
+
+
+@pytest.mark.parametrize("read", [read_index, verify_shards, ShardDataset])
+def test_a_folder_that_preprocess_writes_is_told(tmp_path, read):
+    with (
+        hold_folder(tmp_path),
+        pytest.raises(
+            ColabUtilsError, match=rf"preprocess is writing there \('process {os.getpid()} on"
+        ),
+    ):
+        read(tmp_path)
+    tmp_path.mkdir(exist_ok=True)
+    with pytest.raises(ColabUtilsError, match=r"expected index\.json in .*found none"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("change", [cut, alter])
