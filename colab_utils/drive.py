@@ -3,7 +3,7 @@
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
 from functools import partial
@@ -179,7 +179,7 @@ class Retries:
                 raise
         return self.run(call)
 
-    def find_again(self, paths: Collection[Path]) -> set[Path]:
+    def find_again(self, paths: list[Path]) -> set[Path]:
         """Return those of some missing files that are there after all.
 
         Drive says "no such file" of a file for a while, at times. So on Drive their folders are

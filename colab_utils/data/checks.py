@@ -139,14 +139,11 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
         chained = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
         findings = list(show_progress("check", chained, total=len(dataset), unit="image"))
     # On Drive, a file may be missing for a while.
-    missing = {
-        i: dataset.find_image(images, i)[0]
-        for i, found in enumerate(findings)
-        if "missing image" in dict(found.header.defects)
-    }
-    returned = Retries().find_again(missing.values())
-    for i, path in missing.items():
-        if path in returned:
+    missing = [
+        i for i, found in enumerate(findings) if "missing image" in dict(found.header.defects)
+    ]
+    if Retries().find_again([dataset.find_image(images, i)[0] for i in missing]):
+        for i in missing:
             findings[i] = _inspect_part(images, deep, dataset.subset(i, i + 1))[0]
     return findings
 

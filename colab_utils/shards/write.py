@@ -142,11 +142,11 @@ def write_shards(
             with explain_write(folder):
                 run = partial(_run_jobs, processes=processes, executor=executor, max_bad=max_bad)
                 done = run(jobs)
-                missing = {
+                missing = [
                     images / image.file_name
                     for image in _join_skipped(done)
                     if image.reason == MISSING
-                }
+                ]
                 if retries.find_again(missing):
                     # Their shards are written again, and the others are found finished.
                     done = run(jobs)
