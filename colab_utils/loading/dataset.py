@@ -99,7 +99,7 @@ class CocoFolder(CocoSamples):
         """The image file's bytes."""
         path = self.find_path(index)
         try:
-            return self.retries.run_listed(path, partial(read_file, path, self.retries))
+            return self.retries.run_listed(path, partial(read_file, path))
         except OSError as error:
             reason = explain_os_error(error, "Run check on the dataset.")
             raise ColabUtilsError(f"expected an image file at {path}, found: {reason}") from None
