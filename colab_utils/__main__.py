@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
-from colab_utils.files import require_new, write_file
+from colab_utils.files import name_temporary, require_new, write_file
+from colab_utils.os_errors import explain_os_error
 from colab_utils.processes import explain_limits
 from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 130
         except OSError as error:
-            return _fail(f"expected to read and write files, found: {error}. Check disk and Drive.")
+            reason = explain_os_error(error, "Check disk and Drive.")
+            return _fail(f"expected to read and write {error.filename or 'files'}, found: {reason}")
 
 
 def _finish(report: Any, command: str, target: str) -> int:
@@ -107,7 +110,12 @@ def _check_json(target: str) -> None:
         raise ColabUtilsError(
             f"expected a folder to write --json into, found {folder}: make it first"
         )
-    require_new(Path(target), _JSON_START)
+    path = require_new(Path(target), _JSON_START)
+    # Work of hours must not end at a name that is too long, or a full disk.
+    with explain_write(folder):
+        temporary = name_temporary(path)
+        temporary.write_bytes(_JSON_START)
+        temporary.unlink()
 
 
 def _to_json(content: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import psutil
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
+from colab_utils.os_errors import explain_os_error
 
 
 def list_processes() -> list[psutil.Process]:
@@ -53,12 +54,8 @@ def end_with_parent() -> None:
     start_thread(wait, "parent")
 
 
-_CURES = {
-    errno.EAGAIN: "Close other programs, use fewer workers, or raise the limit of processes: "
-    "`ulimit -u`, or pids.max of a container.",
-    errno.ENOMEM: "Free some memory, or use fewer workers.",
-    errno.EMFILE: "Raise the limit of open files (`ulimit -n 4096`), or use fewer workers.",
-}
+# What the system says where it starts no more processes or threads, or opens no more files.
+_LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
 
 
 @contextmanager
@@ -72,18 +69,18 @@ def explain_limits() -> Iterator[None]:
         >>> with explain_limits():
         ...     raise RuntimeError("can't start new thread")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to start what this work needs, found: can't ...
+        colab_utils.errors.ColabUtilsError: The system gives no more to this work: can't start new ...
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        number = getattr(error, "errno", None)
+        cause: Exception = error
         if str(error) == "can't start new thread":
-            number = errno.EAGAIN
-        if number not in _CURES:
+            cause = BlockingIOError(errno.EAGAIN, str(error))
+        if getattr(cause, "errno", None) not in _LIMITS:
             raise
-        text = f"expected to start what this work needs, found: {error}. {_CURES[number]}"
-        raise ColabUtilsError(text) from None
+        reason = explain_os_error(cause, "")
+        raise ColabUtilsError(f"The system gives no more to this work: {reason}") from None
 
 
 class ThreadPool(ThreadPoolExecutor):
@@ -111,6 +108,19 @@ def start_thread(call: Callable[[], object], name: str) -> Thread:
     with explain_limits():
         thread.start()
     return thread
+
+
+@contextmanager
+def explain_shared_memory() -> Iterator[None]:
+    """Say what to do where the block cannot make what processes share, such as their locks."""
+    try:
+        yield
+    except OSError as error:
+        reason = explain_os_error(error, "Make it writable.")
+        raise ColabUtilsError(
+            f"expected locks for processes in /dev/shm, found: {reason} In Docker, --shm-size "
+            "makes it larger."
+        ) from None
 
 
 class _ForkPool(ProcessPoolExecutor):
@@ -164,7 +174,8 @@ def fork_pool(
         end_with_parent()
         initializer(*arguments)
 
-    pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
+    with explain_shared_memory():
+        pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
     # Blocked from the first moment on: a handler is set too late for a process that has only begun.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

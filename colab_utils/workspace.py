@@ -16,6 +16,7 @@ from colab_utils.drive import guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
+from colab_utils.os_errors import explain_os_error
 from colab_utils.require import require_choice, require_local_path
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_index, find_recipe, write_shards
@@ -123,9 +124,8 @@ def _make_folder(setting: str, folder: Path, *, parents: bool) -> None:
         with guard_drive(folder):
             folder.mkdir(parents=parents, exist_ok=True)
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected to make {folder}, found {error.strerror}: name another {setting}"
-        ) from error
+        reason = explain_os_error(error, f"Name another {setting}.")
+        raise ColabUtilsError(f"expected to make {folder}, found: {reason}") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> Path:

@@ -77,7 +77,7 @@ class Drive:
         self._lock = threading.Lock()
         self._pipe = _Stream(total_bytes_per_s) if total_bytes_per_s else None
 
-    def check(self, *, writes: bool = False, reads: bool = False) -> None:
+    def check(self, *, writes: bool = False, reads: bool = False, looks: bool = False) -> None:
         """Raise what is to go wrong now."""
         with self._lock:
             changed = self.faults_file.stat().st_mtime_ns
@@ -88,6 +88,9 @@ class Drive:
                 raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
             if writes and self._faults["full"]:
                 raise OSError(errno.ENOSPC, "No space left on device")
+            if looks and self._faults.get("call_errors", 0) > 0:
+                self._faults["call_errors"] -= 1
+                raise OSError(errno.EIO, "Input/output error")
             if reads and self._faults["errors"] > 0:
                 self._faults["errors"] -= 1
                 raise OSError(errno.EIO, "Input/output error")
@@ -96,7 +99,12 @@ class Drive:
         return str(self.backing / path.lstrip("/"))
 
     def hides(self, path: str) -> bool:
-        """Whether another machine wrote this so lately that it does not show yet."""
+        """Whether another machine wrote this so lately that it does not show yet, or it is to be
+        hidden.
+        """
+        hidden = self._faults.get("hidden_name")
+        if hidden and hidden in path:
+            return True
         late_s = self._faults.get("late_s", 0.0)
         return (
             bool(late_s)
@@ -107,7 +115,7 @@ class Drive:
     # --- calls that look
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        self.check()
+        self.check(looks=True)
         if self.hides(path):
             raise OSError(errno.ENOENT, "No such file or directory")
         if path not in self._known:
@@ -135,6 +143,10 @@ class Drive:
         if len(names) > self._faults["most_entries"]:
             raise OSError(errno.EIO, "Input/output error")
         return [".", "..", *names]
+
+    def readlink(self, path: str) -> str:
+        self.check()
+        return os.readlink(self.find(path))
 
     def statfs(self, path: str) -> dict[str, int]:
         self.check()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -317,6 +318,28 @@ def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
     assert not [name for name in after if name.endswith(".part")]
     if arguments[:1] != ["verify"]:  # which tells how many shards it looked at
         assert out == ""
+
+
+def test_a_json_that_cannot_be_written_is_told_before_the_work(run, world):
+    words = ["preprocess", *COCO, "--shards", "{}/unwritten", "--json", "{}/" + 250 * "n"]
+    status, _, err = run(*(word.replace("{}", str(world)) for word in words))
+    assert_one_error(status, err, contains="File name too long. Choose a shorter name.")
+    assert not (world / "unwritten").exists()
+
+
+@pytest.mark.parametrize("options", ["size=4k,nr_inodes=1", "ro"])
+def test_a_full_or_locked_dev_shm_is_named(world, options):
+    """Locks of processes lie there: the folder of shards is not what is full."""
+    words = ["preprocess", *COCO, "--shards", "{}/unwritten"]
+    command = [sys.executable, "-m", "colab_utils", *words, "--storage", "keep"]
+    command = [word.replace("{}", str(world)) for word in command]
+    mount = f"mount -t tmpfs -o {options} none /dev/shm && exec {shlex.join(command)}"
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True, check=False
+    )
+    if "error: " not in result.stderr:
+        pytest.skip(f"/dev/shm cannot be exchanged here: {result.stderr}")
+    assert_one_error(result.returncode, result.stderr, contains="locks for processes in /dev/shm")
 
 
 def test_a_bad_line_in_a_real_process(world):

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "colab_utils"
 FLOORS = (
     "errors",
+    "os_errors",
     "require",
     "units",
     "progress",

@@ -137,8 +137,16 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
     parts = (dataset.subset(start, min(start + chunk, len(dataset))) for start in starts)
     workers = max(1, min(count_cores(), len(starts)))
     with fork_pool(workers) as pool:
-        findings = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
-        return list(show_progress("check", findings, total=len(dataset), unit="image"))
+        chained = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
+        findings = list(show_progress("check", chained, total=len(dataset), unit="image"))
+    # On Drive, a file may be missing for a while.
+    missing = [
+        i for i, found in enumerate(findings) if "missing image" in dict(found.header.defects)
+    ]
+    if Retries().find_again([dataset.find_image(images, i)[0] for i in missing]):
+        for i in missing:
+            findings[i] = _inspect_part(images, deep, dataset.subset(i, i + 1))[0]
+    return findings
 
 
 def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:

@@ -13,6 +13,7 @@ from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import find_free_memory
+from colab_utils.os_errors import explain_os_error
 
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
@@ -73,10 +74,8 @@ def _read_text(path: Path) -> tuple[str, str]:
     try:
         data = read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected an annotations file at {path}, found: {error.strerror}. Check the name; on "
-            "Colab, mount Drive first."
-        ) from None
+        reason = explain_os_error(error, "Check the name; on Colab, mount Drive first.")
+        raise ColabUtilsError(f"expected an annotations file at {path}, found: {reason}") from None
     kind = name_kind(data)
     if kind:
         raise _expect(path, kind, "Then name the JSON.")

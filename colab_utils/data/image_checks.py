@@ -19,9 +19,10 @@ from colab_utils.data.decoding import (
     to_rgb,
 )
 from colab_utils.data.defects import EFFECTS, Defect
+from colab_utils.data.image_paths import list_base_names, take_base_name
 from colab_utils.data.object_checks import check_object
-from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError, UnavailableError, escape
 from colab_utils.files import read_file
 
 # What a whole file ends with; some cameras write zeros or a preview after it.
@@ -68,24 +69,32 @@ def read_header(
     """
     try:
         path, by_base_name = dataset.find_image(images, i)
-    except DriveLostError:
+    except UnavailableError:
         raise
-    except ColabUtilsError:
-        text = "leaves the image folder, where no file, or several, have its base name"
-        return Header([("unsafe file_name", text)])
+    except ColabUtilsError as error:
+        return Header([("unsafe file_name", str(error))])
     notes: list[Defect] = []
     if by_base_name:
         notes.append(("found by base name", escape(str(path.relative_to(images)))))
     try:
         return _describe(read_file(path, retries), notes, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return Header([("missing image", f"not in {images}")])
-    except DriveLostError:
+        return Header([("missing image", _explain_missing(images, dataset.file_name(i)))])
+    except UnavailableError:
         raise
     # Pillow's many readers raise whatever they like on damaged data.
     except Exception as error:
         kind = "truncated image" if "truncated" in str(error) else "bad image"
         return Header([(kind, str(error))])
+
+
+def _explain_missing(images: Path, name: str) -> str:
+    """Return where an image is missing, and where its folder lies."""
+    with suppress(ColabUtilsError):
+        place = list_base_names(str(images)).get(take_base_name(name))
+        if place:
+            return f"not in {images}, but in {Path(images, place).parent}: name that folder"
+    return f"not in {images}"
 
 
 @guard_pillow()

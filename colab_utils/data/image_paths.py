@@ -7,9 +7,13 @@ from pathlib import Path, PureWindowsPath
 from unicodedata import normalize
 from urllib.parse import unquote
 
-from colab_utils.drive import guard_drive
+from colab_utils.drive import find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.os_errors import explain_os_error
 from colab_utils.require import require_local_path
+
+# Below a mount of Drive, what its shortcuts lead to.
+_SHORTCUTS = ".shortcut-targets-by-id"
 
 
 def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tuple[Path, bool]:
@@ -65,12 +69,23 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     """Return the file of a ``file_name`` as it is named, where no link leads out of the folder."""
     path = Path(folder) / file_name
     real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(folder)):
+    if not real.is_relative_to(os.path.realpath(folder)) and not _is_shortcut(folder, real):
         raise ColabUtilsError(
             f"expected an image below {folder}, found the link {path} to {real}, which is not "
-            "opened. Copy the image itself there."
+            f"opened. Name {real.parent} as the image folder (IMAGES), or copy the images there."
         )
     return path
+
+
+def _is_shortcut(folder: str | Path, real: Path) -> bool:
+    """Return whether a link below a folder, to this place, is a shortcut that the user made on
+    Drive: a link within its mount.
+    """
+    roots = [parent / _SHORTCUTS for parent in Path(os.path.realpath(folder)).parents]
+    mount = find_mount(folder)
+    if mount is not None:
+        roots.append(mount)
+    return any(real.is_relative_to(root) for root in roots)
 
 
 def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
@@ -135,26 +150,32 @@ def list_meanings(name: str) -> set[str]:
 @lru_cache(4)
 def list_base_names(folder: str) -> dict[str, str | None]:
     """Return where the file of each base name lies below a folder; None where several have it. No
-    link is followed.
+    link is followed, but Drive's shortcuts.
 
     Raises:
         ColabUtilsError: the folder cannot be listed.
     """
     places: dict[str, str | None] = {}
     folders = [folder]
+    followed = {os.path.realpath(folder)}
     try:
         with guard_drive(folder):
             # The list grows while it is walked.
             for parent in folders:
                 for entry in os.scandir(parent):
-                    if entry.is_dir(follow_symlinks=False):
+                    follows = False
+                    if entry.is_symlink():
+                        real = os.path.realpath(entry.path)
+                        # A shortcut may lead back to where it lies.
+                        follows = real not in followed and _is_shortcut(folder, Path(real))
+                        followed.add(real)
+                    if entry.is_dir(follow_symlinks=follows):
                         folders.append(entry.path)
-                    elif entry.is_file(follow_symlinks=False):
+                    elif entry.is_file(follow_symlinks=follows):
                         base = normalize("NFC", entry.name)
                         is_new = base not in places
                         places[base] = os.path.relpath(entry.path, folder) if is_new else None
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected to list the images in {folder}, found: {error}. Check the folder."
-        ) from None
+        reason = explain_os_error(error, "Check the folder.")
+        raise ColabUtilsError(f"expected to list the images in {folder}, found: {reason}") from None
     return places

@@ -83,10 +83,7 @@ def repair_annotations(
     folder = require_local_path(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
-    headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
-    if validation is not None:
-        for i in find_shared(folder, dataset, headers, *validation):
-            headers[i] = Header([("image in validation, too", "")])
+    headers = _read_headers(folder, dataset, deep, validation)
     done = defaultdict[str, list[str]](list)
     for i in _find_swapped(dataset, headers):
         dataset.sizes[i] = headers[i].size
@@ -259,6 +256,20 @@ class _MendedImage:
             values["iscrowd"] = 0
             self.changes.append("crowd taken as an object")
         return values
+
+
+def _read_headers(
+    folder: Path,
+    dataset: CocoDataset,
+    deep: bool,
+    validation: tuple[str | Path, str | Path] | None,
+) -> list[Header]:
+    """Return the header of each image; those of the validation set, too, are marked as bad."""
+    headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
+    if validation is not None:
+        for i in find_shared(folder, dataset, headers, *validation):
+            headers[i] = Header([("image in validation, too", "")])
+    return headers
 
 
 def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:

@@ -11,11 +11,14 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.data.object_checks import count_faults
 from colab_utils.data.segmentations import is_nothing
-from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import read_file
 from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.stored_images import StoredImage, store_image
+
+MISSING = "the file is missing"
+"""Why an image was left out whose file was not found."""
 
 
 class Member(NamedTuple):
@@ -114,7 +117,7 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
     try:
         return read_file(dataset.find_image(images, i)[0], retries)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ColabUtilsError("the file is missing") from None
+        raise ColabUtilsError(MISSING) from None
     except OSError as error:
         raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
 
@@ -144,7 +147,7 @@ def try_sample(
             storage=recipe["storage"],
         )
         record = make_record(image, dataset.annotations(i), stored, faults)
-    except DriveLostError:
+    except UnavailableError:
         raise
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))

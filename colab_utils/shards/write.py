@@ -9,16 +9,17 @@ from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
-from colab_utils.drive import Retries, explain_write
+from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
-from colab_utils.processes import fork_pool, pop_done
+from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
@@ -32,6 +33,7 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import count_processes, make_recipe, open_annotations, try_images
+from colab_utils.shards.records import MISSING
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes
@@ -142,7 +144,17 @@ def write_shards(
             recipe = retries.write(folder, _begin_folder, folder, images, dataset, recipe)
             jobs = _list_jobs(folder, images, dataset, recipe, streams)
             with explain_write(folder):
-                done = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
+                run = partial(_run_jobs, processes=processes, executor=executor, max_bad=max_bad)
+                done = run(jobs)
+                missing = [
+                    images / image.file_name
+                    for image in _join_skipped(done)
+                    if image.reason == MISSING
+                ]
+                if retries.find_again(missing):
+                    # Their shards are written again, and the others are found finished.
+                    done = run(jobs)
+                _check_images(_join_skipped(done), len(dataset), max_bad)
             index = ShardIndex(
                 fingerprint=dataset.fingerprint,
                 recipe=recipe,
@@ -286,8 +298,11 @@ def _run_jobs(
     total = sum(len(job.dataset) for job in jobs)
     objects = sum(len(job.dataset.ids) - job.dataset.crowds for job in jobs)
     context = multiprocessing.get_context("fork")
-    images_done = context.Value("q", 0)
-    progress = WorkerProgress(images_done, context.Event())
+    # What Drive does not show is looked for again at the end.
+    is_patient = is_on_drive(jobs[0].images)
+    with explain_shared_memory():
+        images_done = context.Value("q", 0)
+        progress = WorkerProgress(images_done, context.Event())
     with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
         if executor is None:
             pool = fork_pool(min(processes, len(jobs)), join_run, progress)
@@ -306,7 +321,10 @@ def _run_jobs(
             # The workers count images of unfinished shards, too. Their number is read without its
             # lock, which a worker that was killed may hold.
             bar.update(max(count, images_done.get_obj().value) - bar.n)
-            _check_images(_join_skipped(done), total, max_bad)
+            skipped = _join_skipped(done)
+            if is_patient:
+                skipped = tuple(image for image in skipped if image.reason != MISSING)
+            _check_images(skipped, total, max_bad)
             require_sound_objects(_sum_faults(done), objects, max_bad)
     return done
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import socket
 import tracemalloc
 from collections import defaultdict
@@ -21,6 +22,7 @@ from colab_utils.data.image_paths import list_base_names
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
+from tests.drive_mount import mount_or_skip
 
 QUICK = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -709,6 +711,55 @@ def test_no_link_is_followed_to_an_image(tmp_path):
         find(tmp_path, ["a/x.jpg"], files=[])
     (tmp_path / "images" / "loop").symlink_to("loop")
     assert find(tmp_path, ["loop/x.jpg"], files=[]) == ("loop/x.jpg", False)
+
+
+@pytest.fixture
+def shortcut(tmp_path):
+    """A folder of images on Drive, in which a shared folder is a shortcut."""
+    shared = tmp_path / ".shortcut-targets-by-id" / "1AbC" / "photos"
+    shared.mkdir(parents=True)
+    (shared / "x.jpg").touch()
+    # It leads back to itself.
+    (shared / "loop").symlink_to(shared)
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "train").symlink_to(shared)
+    (images / "y.jpg").symlink_to(shared / "x.jpg")
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("train/x.jpg", "train/x.jpg"),
+        ("y.jpg", "y.jpg"),
+        # by its base name
+        ("/d/x.jpg", "train/x.jpg"),
+    ],
+)
+def test_shortcuts_of_drive_are_followed(tmp_path, shortcut, name, found):
+    assert find(tmp_path, [name], files=[])[0] == found
+
+
+def test_a_link_that_is_no_shortcut_is_named_with_its_target(tmp_path, shortcut):
+    shutil.move(tmp_path / ".shortcut-targets-by-id", tmp_path / "elsewhere")
+    (tmp_path / "images" / "train").unlink()
+    target = tmp_path / "elsewhere" / "1AbC" / "photos"
+    (tmp_path / "images" / "train").symlink_to(target)
+    with pytest.raises(
+        ColabUtilsError,
+        match=rf"the link {tmp_path}/images/train/x\.jpg to.*Name {target} as the image folder",
+    ):
+        find(tmp_path, ["train/x.jpg"], files=[])
+
+
+def test_a_link_within_the_mount_of_drive_is_followed(tmp_path):
+    for name in ("images", "shared"):
+        (tmp_path / "backing" / name).mkdir(parents=True)
+    (tmp_path / "backing" / "shared" / "x.jpg").touch()
+    with mount_or_skip(tmp_path / "backing", tmp_path / "drive") as mount:
+        (tmp_path / "backing" / "images" / "a").symlink_to(mount.folder / "shared")
+        assert find(mount.folder, ["a/x.jpg"], files=[]) == ("a/x.jpg", False)
 
 
 def test_plain_names_list_nothing(tmp_path, monkeypatch):
