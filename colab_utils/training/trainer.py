@@ -9,8 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, repeat
-from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,8 +27,9 @@ from colab_utils.training.checkpoint_writer import CheckpointWriter, copy_to_cpu
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.plan import TrainingPlan
-from colab_utils.training.report import LogLine, LossPoint, TrainReport
+from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
+from colab_utils.training.skipped import SkippedSteps
 from colab_utils.training.step import TrainingStep
 
 # Steps between two lines of the log.
@@ -75,8 +75,9 @@ class Trainer:
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
-        # Losses still on the device, where asking for each would stall it, and the images they are
-        # of.
+        self.skipped = SkippedSteps(has_scale=step.scaler.is_enabled())
+        # Losses still on the device, where asking for each would stall it, each with whether its
+        # step was skipped, and the images they are of.
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._is_interrupted = False
@@ -129,6 +130,7 @@ class Trainer:
             ap=self.ap,
             plan=self.plan,
             best=self.best,
+            skipped_steps=self.skipped.count,
         )
 
     def _load_batches(self) -> Iterator[Any]:
@@ -169,7 +171,8 @@ class Trainer:
                 f"found: {error} End them with v2.SanitizeBoundingBoxes()."
             ) from error
         self.clock.end_step()
-        self._pending.append((loss, ids))
+        is_skipped = self.step.is_skipped.to(loss.dtype)
+        self._pending.append((torch.stack([loss, is_skipped]), ids))
         self.done += 1
         self._position = self.loader.state_dict()
 
@@ -199,6 +202,7 @@ class Trainer:
 
     def _log(self, log: "Callable[[LogLine], object] | None") -> None:
         self._fetch_losses()
+        self._tell_skipped()
         gpu_bytes = None
         if self.step.device.type == "cuda":
             gpu_bytes = torch.cuda.max_memory_allocated(self.step.device)
@@ -209,7 +213,7 @@ class Trainer:
         line = LogLine(
             step=self.done,
             steps=self.plan.steps,
-            loss=fmean(self.losses[self._logged_step :]),
+            loss=average_losses(self.losses[self._logged_step :]),
             learning_rate=self.step.optimizer.param_groups[0]["lr"],
             images_per_second=images_per_second,
             wait_share=wait_share,
@@ -253,6 +257,9 @@ class Trainer:
             return
         # A loss that is not a number must not be saved as progress.
         self._fetch_losses()
+        # Weights that give no finite loss must not take the place of those that did.
+        if self.skipped.in_a_row and not is_last:
+            return
         if self.ranks.is_first:
             state = {
                 **self._facts,
@@ -300,26 +307,46 @@ class Trainer:
                 self.best = AveragePrecision(**best["ap"])
 
     def _fetch_losses(self) -> None:
-        """Read the losses of the latest steps from the device, and stop where one is not a
-        number.
+        """Read the losses of the latest steps from the device, and stop where one is not a number
+        although its step moved the weights.
         """
         pending = self._pending
         self._pending = []
         if not pending:
             return
-        losses = torch.stack([loss for loss, _ in pending]).tolist()
-        for loss, (_, ids) in zip(losses, pending, strict=True):
+        rows = torch.stack([row for row, _ in pending]).tolist()
+        for (loss, is_skipped), (_, ids) in zip(rows, pending, strict=True):
             self.losses.append(loss)
+            if is_skipped:
+                self.skipped.add(len(self.losses), loss=loss, ids=ids)
+                continue
+            self.skipped.in_a_row = 0
             if not math.isfinite(loss):
-                # Weights that are not numbers are not saved.
-                self._saved_step = self.done
-                self.writer.finish()
-                raise ColabUtilsError(
+                self._refuse_loss(
                     f"expected a finite loss, found {loss} at step {len(self.losses)}, of the "
-                    f"images with the ids {', '.join(map(str, ids))}. Look at these, and go on "
-                    f"from {self.folder.newest or 'the start'} with a learning_rate below "
-                    f"{self.plan.learning_rate:g}."
+                    f"images with the ids {', '.join(map(str, ids))}"
                 )
+
+    def _tell_skipped(self) -> None:
+        """Warn of steps that were skipped; stop, in all processes alike, where only such come."""
+        is_last = self.done == self.plan.steps
+        failure = self.skipped.find_failure(
+            trained=self.done - self.plan.first_step, is_last=is_last
+        )
+        if failure:
+            self._refuse_loss(f"expected a finite loss and finite gradients, found {failure}")
+        if self.ranks.is_first:
+            self.skipped.warn(is_last=is_last)
+
+    def _refuse_loss(self, text: str) -> NoReturn:
+        """Raise an error that begins with ``text``: the weights are none to go on with."""
+        # They are not saved.
+        self._saved_step = self.done
+        self.writer.finish()
+        raise ColabUtilsError(
+            f"{text}. Look at these, and go on from {self.folder.newest or 'the start'} with a "
+            f"learning_rate below {self.plan.learning_rate:g}."
+        )
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:

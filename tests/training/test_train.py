@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -24,6 +25,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import checkpoint_folder, checkpoint_writer, trainer
+from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
@@ -807,6 +809,79 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
     monkeypatch.setattr(TrainingStep, "__call__", break_down)
     with pytest.raises(ColabUtilsError, match="found inf at step 1"):
         train(tiny_shards, tmp_path, steps=5, **TINY)
+
+
+def break_images(monkeypatch, is_broken, factor=float("nan")):
+    """Let the losses of batches with some images be no numbers."""
+    real = step_module.compute_losses
+
+    def compute(model, batch, **options):
+        losses = real(model, batch, **options)
+        if any(is_broken(number) for number in batch.image_ids.tolist()):
+            losses["loss_mask"] = losses["loss_mask"] * factor
+        return losses
+
+    monkeypatch.setattr(step_module, "compute_losses", compute)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_run_survives_a_bad_batch_and_resumes_exactly(tiny_shards, tmp_path, monkeypatch, bad):
+    broken = min(ShardDataset(tiny_shards).image_ids.tolist())
+    break_images(monkeypatch, lambda number: number == broken, bad)
+    with pytest.warns(ColabUtilsWarning, match=rf"skipped, .*\b{broken}\b") as told:
+        whole = train(tiny_shards, tmp_path / "whole", steps=9, **TINY)
+    assert ["3 steps were skipped" in str(warning.message) for warning in told] == [True]
+    is_finite = [math.isfinite(point.loss) for point in whole.losses]
+    assert is_finite.count(False) == whole.skipped_steps == 3
+    assert "3 steps skipped" in str(whole)
+    assert "nan" not in str(whole)
+    assert all(torch.isfinite(value).all() for value in load_weights(whole).values())
+
+    def interrupt(line):
+        if getattr(line, "step", 0) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(trainer, "_LOG_STEPS", 1)
+    with pytest.warns(ColabUtilsWarning, match="skipped"), pytest.raises(KeyboardInterrupt):
+        train(tiny_shards, tmp_path / "cut", steps=9, log=interrupt, **TINY)
+    with pytest.warns(ColabUtilsWarning, match="skipped"):
+        resumed = train(tiny_shards, tmp_path / "cut", steps=9, **TINY)
+    assert resumed.plan.first_step == 5
+    # A NaN is not equal to itself.
+    assert str(resumed.losses) == str(whole.losses)
+    for name, value in load_weights(whole).items():
+        assert torch.equal(value, load_weights(resumed)[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.parametrize(
+    ("steps", "words"), [(30, "in the last 18 steps, from step 3"), (4, "in 2 of 4")]
+)
+def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
+    tiny_shards, tmp_path, monkeypatch, steps, words
+):
+    """The checkpoint before them stays the newest, however long they go on."""
+    seen = []
+
+    def is_broken(number):
+        seen.append(number)
+        return len(seen) > 4
+
+    break_images(monkeypatch, is_broken)
+    with pytest.raises(ColabUtilsError, match=rf"found none {words}.*00002\.pt") as caught:
+        train(tiny_shards, tmp_path, steps=steps, checkpoint_steps=1, **TINY)
+    assert "\n" not in str(caught.value)
+    assert list_names(tmp_path) == ["checkpoint-00000001.pt", "checkpoint-00000002.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.parametrize("rate", [1e4, 1e8, 1e30, 1e38])
+def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, rate):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a finite loss.*learning_rate below"
+    ) as told:
+        train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(
