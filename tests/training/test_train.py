@@ -38,6 +38,7 @@ from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
+from tests.drive_mount import mount_or_skip
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
@@ -115,7 +116,8 @@ def load_weights(report: TrainReport) -> dict[str, torch.Tensor]:
 
 
 def list_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Without the identity of the run."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "run-id")
 
 
 def interrupt_call(monkeypatch, owner, name, number, action) -> None:
@@ -405,7 +407,7 @@ class Refusal:
 
     def write(self, path, *parts):
         left = self.times.get(path.name, 0)
-        is_waiting = path.parent.parent.name == "colab_utils-checkpoints"
+        is_waiting = path.parent.parent.name.startswith("colab_utils-checkpoints-")
         if is_waiting or left == 0:
             return self._write(path, *parts)
         if left is not None:
@@ -456,8 +458,8 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
 ):
     folder = CheckpointFolder(tmp_path / "run")
     refusal.times[name] = None
-    lies = rf"{name} is not in {folder.run}, and lies in {folder.waiting}"
-    with pytest.raises(DriveLostError, match=lies):
+    lies = rf"{name} is not in {folder.run}, and lies in .*colab_utils-checkpoints-\d+/(\w+) of"
+    with pytest.raises(DriveLostError, match=lies) as caught:
         train(
             tiny_shards,
             folder.run,
@@ -466,6 +468,7 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
             **options,
             **TINY,
         )
+    assert folder.waiting.name in str(caught.value)
     assert list_names(folder.waiting) == [name]
     assert name not in list_names(folder.run)
     refusal.times.clear()
@@ -496,9 +499,55 @@ def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
     goes_on = [text for text in texts if "training goes on" in text]
     assert goes_on
     assert not any(name in text for text in goes_on for name in (NEWEST, BEST))
-    tried = [text for text in texts if text.endswith("Drive is tried again now")]
+    tried = [text for text in texts if text.endswith("it is tried again now")]
     assert len(tried) == 2
     assert len(texts) == len(goes_on) + len(tried)
+
+
+@pytest.mark.filterwarnings("ignore:Drive does not answer")
+def test_a_run_that_was_deleted_does_not_come_back(tiny_shards, tmp_path, refusal):
+    refusal.times = {BEST: None, NEWEST: None}
+    with pytest.raises(DriveLostError):
+        train(tiny_shards, tmp_path / "run", steps=3, **TINY)
+    shutil.rmtree(tmp_path / "run")
+    refusal.times.clear()
+    report = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
+    assert report.plan.first_step == 0
+    assert "a new run" in str(report.plan)
+
+
+@pytest.mark.usefixtures("every_step")
+def test_training_goes_on_where_the_disk_of_the_run_is_full(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
+    """Somebody else fills it in the middle of the run, and frees it before the end."""
+    (tmp_path / "backing").mkdir()
+    settings = {"steps": 5, "checkpoint_steps": 1, **TINY}
+    with mount_or_skip(tmp_path / "backing", tmp_path / "drive") as mount:
+
+        def note(line):
+            step = getattr(line, "step", 0)
+            if step in (2, 5):
+                mount.fail(full=step == 2)
+
+        with pytest.warns(ColabUtilsWarning, match="takes no more files .*training goes on"):
+            report = train(tiny_shards, mount.folder / "run", log=note, **settings)
+        assert report.losses == undisturbed.losses
+        assert list_names(tmp_path / "backing" / "run")[-1] == "checkpoint-00000005.pt"
+
+        def fill(line):
+            mount.fail(full=True)
+
+        with (
+            pytest.warns(ColabUtilsWarning, match="takes no more files"),
+            pytest.raises(DriveLostError, match=r"00005\.pt is not in .* Free space there, then"),
+        ):
+            train(tiny_shards, mount.folder / "run", resume="never", log=fill, **settings)
+        mount.fail()
+        with pytest.warns(ColabUtilsWarning, match="waited in"):
+            again = train(tiny_shards, mount.folder / "run", **settings)
+        assert again.plan.first_step == 5
+        assert again.losses == undisturbed.losses
 
 
 @pytest.mark.usefixtures("every_step")
