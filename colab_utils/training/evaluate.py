@@ -4,7 +4,9 @@ The model finds objects in batches of images, which threads decode ahead. Anothe
 masks and computes COCO's sums meanwhile.
 """
 
+import errno
 import io
+import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,10 +31,19 @@ from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.sizes import Size, choose_sizes, fit_shape
 
 _DECODING_THREADS = 2
+# What is missing where the process that draws masks does not start.
+_MISSING = {
+    errno.ENOSPC: "/dev/shm is full. Free it, or give a container more (--shm-size)",
+    errno.EROFS: "/dev/shm is read-only. Make it writable",
+    errno.EACCES: "/dev/shm is not writable. Make it so",
+    errno.EAGAIN: "no more processes are allowed. Close others, or raise `ulimit -u`",
+    errno.ENOMEM: "memory is full. Free some",
+    errno.EMFILE: "too many files are open. Raise `ulimit -n`",
+}
 
 
 class EvaluationProcessError(ColabUtilsError):
-    """The process that draws masks and computes COCO's sums was killed, twice."""
+    """The process that draws masks and computes COCO's sums was killed, twice, or cannot start."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ def evaluate(
 
     Raises:
         EvaluationProcessError: The process that draws masks was killed twice, for example because
-            memory was full.
+            memory was full, or cannot start; the message names what is missing.
         ColabUtilsError: The images hold no objects, or the model's classes are not those of the
             dataset.
 
@@ -170,7 +181,13 @@ def _evaluate(
 ) -> AveragePrecision:
     ids = dataset.category_ids
     # It is forked before there are threads.
-    pool = fork_pool(1, _keep_truth, truth)
+    try:
+        pool = fork_pool(1, _keep_truth, truth)
+    except OSError as error:
+        reason = _MISSING.get(error.errno or 0, f"{error.strerror}. Free some memory")
+        raise EvaluationProcessError(
+            f"expected to start the process that draws masks, found that {reason}."
+        ) from error
     drawing: list[Future[None]] = []
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
@@ -233,6 +250,8 @@ _results: list[dict[str, Any]] = []
 
 
 def _keep_truth(truth: Any) -> None:
+    # Training's own handler would only note it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The threads of the parent process do not exist in this one.
     torch.set_num_threads(1)
     _truth[:] = [truth]

@@ -17,15 +17,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
-from colab_utils.training.checkpoint_writer import CheckpointWriter, copy_to_cpu
+from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
-from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
+from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
@@ -34,6 +34,8 @@ from colab_utils.training.step import TrainingStep
 
 # Steps between two lines of the log.
 _LOG_STEPS = 10
+# A terminal that is closed sends the last one.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Steps after which several processes ask each other whether to stop.
 _AGREE_STEPS = 10
 
@@ -80,7 +82,8 @@ class Trainer:
         # step was skipped, and the images they are of.
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
-        self._is_interrupted = False
+        # The signal that asked this run to stop.
+        self._signal = 0
         self._is_evaluating = False
 
     def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
@@ -89,6 +92,7 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
+            SystemExit: Likewise after SIGTERM, with the status 143, and SIGHUP, with 129.
             DriveLostError: The run has ended, and Drive does not take its last checkpoint or its
                 best one.
         """
@@ -116,6 +120,7 @@ class Trainer:
             self._save_last()
             self._stop_if_asked()
             self._evaluate()
+            self.writer.finish()
         if self.ranks.is_first:
             self.folder.send_waiting()
         # The report is of the whole session.
@@ -234,20 +239,21 @@ class Trainer:
             try:
                 measured = evaluate(model, self.validation, device=self.step.device)
                 self.ap = replace(measured, step=self.done)
-            except EvaluationProcessError as error:
+            except (ColabUtilsError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+                # What was trained is not lost for it: the next evaluation tries again.
                 self.ap = None
-                text = f"this evaluation is skipped: {error}"
+                text = f"this evaluation is skipped: {describe_error(error)}"
                 warnings.warn(text, ColabUtilsWarning, stacklevel=2)
             self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 state = {
                     **self._facts,
-                    "model": copy_to_cpu(model.state_dict()),
+                    "model": model.state_dict(),
                     "ap": asdict(self.ap),
                     "validation": self.validation.fingerprint,
                 }
                 is_last = self.done >= self.plan.steps
-                self.folder.save(state, step=self.done, which="best", is_last=is_last)
+                self.writer.submit(state, step=self.done, which="best", is_last=is_last)
                 self.best = self.ap
         self.ap, self.best = self.ranks.send((self.ap, self.best))
 
@@ -350,37 +356,52 @@ class Trainer:
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:
-        """Finish the step in progress at the first Ctrl-C, and save the state at any error.
+        """Finish the step in progress at the first Ctrl-C, SIGTERM or SIGHUP, and save the state at
+        any error.
 
-        A second Ctrl-C, or one during an evaluation, interrupts at once. Of several processes none
+        A second signal, or one during an evaluation, interrupts at once. Of several processes none
         does: ``torchrun`` sends several for one.
         """
 
         def note(number: int, _: object) -> None:
-            if self.ranks.count == 1 and (self._is_interrupted or self._is_evaluating):
-                raise KeyboardInterrupt
-            self._is_interrupted = True
+            if self.ranks.count == 1 and (self._signal or self._is_evaluating):
+                _interrupt(number)
+            self._signal = number
 
-        previous = signal.getsignal(signal.SIGINT)
-        is_main = threading.current_thread() is threading.main_thread()
-        # Signals reach the main thread only. A shell's background job ignores Ctrl-C, and so does
-        # its training.
-        if is_main and previous not in (signal.SIG_IGN, None):
-            signal.signal(signal.SIGINT, note)
+        previous = {}
+        # Signals reach the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number, handler in previous.items():
+            # A shell's background job ignores Ctrl-C, nohup ignores SIGHUP, and so does training.
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, note)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             # Whatever it is: the state is that of the step before.
             self._save_last()
+            # A whole group was signalled, and its workers ended first.
+            if self._signal and isinstance(error, ColabUtilsError):
+                _interrupt(self._signal)
             raise
         finally:
-            if signal.getsignal(signal.SIGINT) is note:
-                signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                if signal.getsignal(number) is note:
+                    signal.signal(number, handler)
 
     def _stop_if_asked(self) -> None:
         """Stop if this process was interrupted, or any other: all of them after the same step."""
         # To ask the others takes time.
         if self.ranks.count > 1 and self.done % _AGREE_STEPS and self.done < self.plan.steps:
             return
-        if any(self.ranks.gather(self._is_interrupted)):
-            raise KeyboardInterrupt
+        number = max(self.ranks.gather(self._signal))
+        if number:
+            _interrupt(number)
+
+
+def _interrupt(number: int) -> NoReturn:
+    """Raise what ends a run after a signal: of all but Ctrl-C the exit status that shells know."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

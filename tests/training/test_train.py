@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import checkpoint_folder, checkpoint_writer, trainer
+from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint_folder import CheckpointFolder
@@ -342,8 +344,10 @@ def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("where", ["log", "evaluation"])
 def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, monkeypatch, where):
+    error = DriveLostError if where == "log" else ZeroDivisionError
+
     def fail(*given, **more):
-        raise DriveLostError("gone")  # say that of the validation images
+        raise error("gone")
 
     def note(line):
         if where == "log" and getattr(line, "step", 0) == 4:
@@ -353,7 +357,7 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
     monkeypatch.setattr(
         trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: found
     )
-    with pytest.raises(DriveLostError):
+    with pytest.raises(error):
         train(
             tiny_shards,
             tmp_path,
@@ -931,6 +935,129 @@ def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, 
     ) as told:
         train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "/dev/shm is full"),
+        (OSError(errno.EROFS, "Read-only file system"), "/dev/shm is read-only"),
+        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "no more processes"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory is full"),
+        (OSError(errno.EMFILE, "Too many open files"), "too many files are open"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (DriveLostError("expected to read a shard, found that Drive got disconnected"), "Drive"),
+        (MemoryError("no room"), "MemoryError: no room"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
+    ],
+)
+def test_an_evaluation_that_fails_is_told_and_tried_again(
+    tiny_shards, tmp_path, monkeypatch, error, words
+):
+    def fail():
+        raise error
+
+    interrupt_call(monkeypatch, evaluate_module, "fork_pool", 1, fail)
+    with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as told:
+        report = train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, **TINY)
+    assert len(told) == 1
+    assert words in str(told[0].message)
+    assert "\n" not in str(told[0].message)
+    assert report.steps == 6
+    assert report.ap is not None
+    assert report.best.step == 6
+
+
+def test_the_best_weights_are_written_in_a_thread(tiny_shards, tmp_path, monkeypatch):
+    real = CheckpointFolder.save
+    threads = {}
+
+    def save(self, state, *, step, which="newest", **more):
+        threads[which] = threading.current_thread().name
+        return real(self, state, step=step, which=which, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save)
+    report = train(tiny_shards, tmp_path, epochs=1, val_shards=tiny_shards, **TINY)
+    assert {name.partition("_")[0] for name in threads.values()} == {"checkpoint"}
+    assert sorted(threads) == ["best", "newest"]
+    assert CheckpointFolder(tmp_path).read("best")["step"] == report.best.step == 3
+
+
+def test_best_weights_that_cannot_be_written_end_the_run(tiny_shards, tmp_path, monkeypatch):
+    real = CheckpointFolder.save
+
+    def save(self, state, *, which="newest", **more):
+        if which == "best":
+            raise ColabUtilsError("expected to write the checkpoint x, found: Permission denied")
+        return real(self, state, which=which, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save)
+    with pytest.raises(ColabUtilsError, match="Permission denied"):
+        train(tiny_shards, tmp_path, epochs=1, val_shards=tiny_shards, **TINY)
+    assert list_names(tmp_path) == ["checkpoint-00000003.pt"]
+
+
+STOPS = pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["TERM", "HUP"]
+)
+
+
+@STOPS
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_session_that_is_ended_saves_its_step_first(
+    undisturbed, tiny_shards, tmp_path, number, status, workers
+):
+    """As `timeout` and a closed terminal do it: the workers get the signal, too."""
+
+    def end(line):
+        if getattr(line, "step", 0) == 4:
+            os.killpg(0, number)
+
+    def train_alone():
+        os.setpgid(0, 0)
+        train(tiny_shards, tmp_path, steps=5, log=end, **{**TINY, "workers": workers})
+
+    process = multiprocessing.get_context("fork").Process(target=train_alone)
+    process.start()
+    process.join(120)
+    assert process.exitcode == status
+    assert list_names(tmp_path) == ["checkpoint-00000004.pt"]
+    resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert resumed.plan.first_step == 4
+    assert resumed.losses == undisturbed.losses
+
+
+@STOPS
+@pytest.mark.usefixtures("every_step")
+def test_a_handler_of_a_notebook_is_put_back(tiny_shards, tmp_path, number, status):
+    def own(number, frame):
+        raise AssertionError("this is called after training alone")
+
+    def end(line):
+        if getattr(line, "step", 0) == 2:
+            signal.raise_signal(number)
+
+    previous = signal.signal(number, own)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            train(tiny_shards, tmp_path, steps=5, log=end, **TINY)
+        assert caught.value.code == status
+        assert signal.getsignal(number) is own
+        # What is ignored, as by nohup, ends no training.
+        signal.signal(number, signal.SIG_IGN)
+        assert train(tiny_shards, tmp_path, steps=5, log=end, **TINY).steps == 5
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, previous)
+    assert list_names(tmp_path)[-1] == "checkpoint-00000005.pt"
+
+
+def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
+    handlers = [signal.getsignal(number) for number in trainer._SIGNALS]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, tiny_shards, tmp_path, steps=1, **TINY).result().steps == 1
+    assert [signal.getsignal(number) for number in trainer._SIGNALS] == handlers
 
 
 @pytest.mark.parametrize(
