@@ -89,7 +89,8 @@ peers: setup
 benchmark: setup
 	$(RUN) -m benchmarks.loaders --images $(IMAGES) --annotations $(ANNOTATIONS) --json runs/benchmarks/results.json
 
-# On a machine with a GPU and torch: what only a GPU can tell, in at most 25 minutes; needs no .venv
+# On a machine with a GPU, torch and the packages of requirements.txt: what only a GPU can tell, in
+# at most 25 minutes; needs no .venv. What else is missing is named, and its rows are left out
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json
 

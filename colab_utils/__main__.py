@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on
-    Ctrl-C.
+    Ctrl-C. Training also ends with 143 and 129, after SIGTERM and SIGHUP.
     """
     # What is left of the options is passed on to the command's function.
     options = vars(_make_parser().parse_args(arguments))

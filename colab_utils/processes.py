@@ -69,7 +69,7 @@ def explain_limits() -> Iterator[None]:
         >>> with explain_limits():
         ...     raise RuntimeError("can't start new thread")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: The system gives no more to this work: can't start new ...
+        colab_utils.errors.ColabUtilsError: The system gives no more to this work: can't ...
     """
     try:
         yield

@@ -24,7 +24,8 @@ from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
-    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|(?:checkpoint|best)-\d{8,}\.pt"
+    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|run-id|"
+    r"(?:checkpoint|best)-\d{8,}\.pt"
 )
 _PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
 # Marks of the folders that this process holds.

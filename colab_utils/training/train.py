@@ -105,8 +105,8 @@ def train(
             ones to ``run/previous-1`` and so on, and starts anew.
         seed: Decides the order of the images, the flips and the random weights.
         checkpoint_steps: Steps between checkpoints. Default: one a minute, and at the end of an
-            epoch if ten seconds have passed. There are others after the last step, on Ctrl-C and on
-            errors. They are written in a thread while training goes on.
+            epoch if ten seconds have passed. There are others after the last step, on Ctrl-C, on
+            SIGTERM and on errors. They are written in a thread while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the
             batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for
@@ -131,6 +131,7 @@ def train(
             model, another process that trains in ``run``, a full disk, a batch too large for the
             GPU, a loss that is not a number, or a default dtype of torch other than float32.
         KeyboardInterrupt: After the step in progress is finished and saved.
+        SystemExit: Likewise after SIGTERM, with the status 143, and SIGHUP, with 129.
 
     Example:
         >>> report = train("no/such/shards", "runs/first", steps=200, log=print)
