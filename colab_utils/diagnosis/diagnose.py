@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.causes import Cause, refine_causes
+from colab_utils.diagnosis.causes import refine_causes
 from colab_utils.diagnosis.changes import Change
+from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, time_loop
 from colab_utils.diagnosis.stages import Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches

@@ -20,8 +20,8 @@ from colab_utils.loading.loader import Loader
 from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.processes import quiet_fork
 
-# Seconds between two looks at the clock; less where timeout_s is short.
-_PAUSE_S = 0.5
+# Seconds between two looks; less where timeout_s is short.
+_PAUSE_S = 0.2
 # Seconds for which a worker is observed, and of one tick of them.
 _LOOK_S = 0.5
 _TICK_S = 0.1
@@ -70,12 +70,12 @@ class Pass:
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
         try:
-            with self._record.measure_pass() as clock:
+            with self._record.measure_pass():
                 while True:
-                    batch = self._fetch(clock.ask())
+                    batch = self._fetch(self._record.ask())
                     if batch is _END:
                         break
-                    clock.receive(count_images(batch))
+                    self._record.receive(count_images(batch))
                     yield batch
         finally:
             self._over.set()
@@ -172,6 +172,8 @@ class Pass:
             # What is looked at may go away meanwhile. Then it is looked at again.
             with suppress(Exception):
                 self._record.memory.look(self._record.clock.count)
+            with suppress(Exception):
+                self._record.looks.take(self._record.phase, self._thread)
             if asked_s is not None:
                 with suppress(Exception):
                     due_s = self._look(asked_s, due_s, verdicts)
