@@ -122,9 +122,7 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if len(rare) > 1:
         every = len(between) / len(rare)
         each_s = float(between[rare].mean())
-        why = (
-            f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
-        )
+        why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
         return make_cause("periodic", share, why + where)
     why = (
         f"After the step of a batch this process is busy for {1000 * between.mean():.3g} ms before "

@@ -5,13 +5,13 @@ from collections import Counter
 from pathlib import PurePath
 
 from colab_utils.diagnosis.processes import WorkerMonitor
-from colab_utils.diagnosis.system_calls import classify_call
 
 # So many looks are evidence, where half of all say the same.
 _LEAST_LOOKS = 5
 _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
-# What a process is in that waits for what its workers send, or takes it in.
+# What a process is in that waits for what its workers send, and that takes it in.
 _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
+_TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
@@ -66,8 +66,10 @@ class Looks:
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
         if any(name in stack for name in _QUEUES):
-            is_blocked = classify_call(activity.call, activity.path)
-            return WORKERS if is_blocked else HANDOFF
+            # Unpickling is C, below the line that calls it.
+            takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
+            takes_in |= any(name in stack for name in _TAKES_IN)
+            return HANDOFF if takes_in else WORKERS
         if activity.sample is not None:
             return SAMPLE
         line = activity.stack[0] if activity.stack else ""
