@@ -10,10 +10,10 @@ from contextlib import suppress
 from time import perf_counter, sleep
 from typing import Any
 
-from colab_utils.diagnosis.processes import Activity, waiting
+from colab_utils.diagnosis.processes import Activity, list_other_workers, waiting
 from colab_utils.diagnosis.stalls import FINDINGS, Stall
 from colab_utils.diagnosis.summary import LoopRecord
-from colab_utils.diagnosis.system_calls import read_ending
+from colab_utils.diagnosis.system_calls import read_call, read_ending
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
@@ -276,6 +276,10 @@ class Pass:
         alive = [pid for pid in pids if not read_ending(pid)]
         busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle]
         candidates = busy or alive
+        if not pids:
+            # Their samples are not seen. One that waits for work polls a pipe.
+            pids = list_other_workers()
+            candidates = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
         if candidates:
             return WorkerJob(pids.index(candidates[0]), candidates[0])
         sample = self._monitor.inspect_thread(self._thread).sample

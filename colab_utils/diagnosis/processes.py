@@ -266,9 +266,9 @@ class WorkerMonitor:
             if at_work:
                 waits.append(find_wait(pid, at_work[0].task))
         if not samples:
-            waits = [find_wait(pid, pid) for pid in list_other_workers()]
-            # They wait for work at a pipe.
-            waits = [wait for wait in waits if wait != "process"]
+            # One that waits for work polls a pipe.
+            pids = [pid for pid in list_other_workers() if read_call(pid, pid)[0] != "poll"]
+            waits = [find_wait(pid, pid) for pid in pids]
         if len(waits) == 1:
             # It takes turns with nobody.
             waits[0] = waits[0].replace("lock", "thread")
