@@ -38,7 +38,7 @@ class Looks:
 
     def take(self, phase: str, thread: threading.Thread) -> None:
         """Look at the thread that runs the loop, in this phase of it, and at the workers."""
-        place = self._find_place(phase, thread)
+        place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
         self.waits.update(self._monitor.list_waits())
 
@@ -59,7 +59,7 @@ class Looks:
         places = self._places.get(phase, Counter())
         return places[place] / max(_LEAST_LOOKS, places.total())
 
-    def _find_place(self, phase: str, thread: threading.Thread) -> str:
+    def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
         """Return the innermost line of Python that a thread is at, or one of the names above."""
         activity = self._monitor.inspect_thread(thread)
         stack = "\n".join(activity.stack)

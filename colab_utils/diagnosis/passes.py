@@ -10,10 +10,11 @@ from contextlib import suppress
 from time import perf_counter, sleep
 from typing import Any
 
+from colab_utils.diagnosis.looks import HANDOFF, WORKERS
 from colab_utils.diagnosis.processes import Activity, list_other_workers, waiting
 from colab_utils.diagnosis.stalls import FINDINGS, Stall
 from colab_utils.diagnosis.summary import LoopRecord
-from colab_utils.diagnosis.system_calls import read_call, read_ending
+from colab_utils.diagnosis.system_calls import find_wait, read_call, read_ending
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
@@ -260,7 +261,7 @@ class Pass:
         """Return who is waited for.
 
         That is who has had the oldest batch; else the worker that has been longest at a sample;
-        else one that is not idle; else this process.
+        else one that is not idle, unless this process is at a line of its own; else this process.
         """
         if isinstance(self._loader, Loader):
             jobs = self._loader.list_jobs()
@@ -276,6 +277,9 @@ class Pass:
         alive = [pid for pid in pids if not read_ending(pid)]
         busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle]
         candidates = busy or alive
+        waits_here = self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF)
+        if waits_here and all(find_wait(pid, pid) == "process" for pid in candidates):
+            candidates = []
         if not pids:
             # Their samples are not seen. One that waits for work polls a pipe.
             pids = list_other_workers()

@@ -115,7 +115,11 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     """Name what takes most of the time of samples, by the evidence for each."""
     times = facts.times
     evidence = _weigh_evidence(times, facts.looks)
-    largest = max(evidence, key=lambda name: evidence[name])
+    # Where a worker waits for a core, others may wait for what it holds.
+    rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
+    largest = max(rest, key=lambda name: rest[name])
+    if evidence.get("queue", 0.0) > sum(rest.values()):
+        largest = "queue"
     id, _ = _EVIDENCE[largest]
     cure = id
     busy = facts.cpu_s / loop_s

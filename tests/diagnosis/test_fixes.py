@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -147,6 +148,29 @@ def test_settings_are_forecast_and_measured(quiet_machine):
             fix.measured_images_per_second, rel=0.3
         ), fix
     assert found["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_restarts"),
+    [
+        ({"num_workers": 1}, True),
+        ({"num_workers": 1, "persistent_workers": True}, False),
+        ({}, False),
+        ({"num_workers": 1, "sampler": [0] * 10_000}, False),
+    ],
+    ids=["start anew", "stay", "none", "no end of an epoch was seen"],
+)
+def test_workers_that_stay_are_a_fix_where_they_start_anew(settings, has_restarts):
+    loader = DataLoader(_Sleepy(), batch_size=4, **settings)
+    loop = BatchTimes((0.1,) * 20, (0.0,) * 20, 80, 0.1, 0.1)
+    now = Situation(loader, EmulatedStep(5), loop, loop, {}, (), 1, False, 0.0)
+    assert now.has_restarts == has_restarts
+
+
+def test_no_forecast_is_above_the_rate_on_batches_that_lie_ready():
+    now = _look_at(DataLoader(_Sleepy(), batch_size=4))
+    found = _find(replace(now, ceiling=7.0))
+    assert [fix.forecast_images_per_second for fix in found.values()] == [7.0]
 
 
 def test_your_own_step_is_never_run_in_a_trial():

@@ -247,3 +247,17 @@ def test_time_calls_caps_its_time_and_counts_cpu():
     assert 5 <= slept.median_ms <= slept.p95_ms
     assert slept.cpu_ms < slept.mean_ms
     assert time_calls("burn", _burn, [0.005] * 3, max_s=2).cpu_ms >= 5
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_a_dataset_that_gives_batches_is_timed_by_them(count):
+    asked = []
+
+    class Batched:
+        def __getitems__(self, indices):
+            asked.append(len(indices))
+            return list(indices)
+
+    (whole,) = time_samples(Batched(), range(9), images=count, seconds=5).values()
+    assert whole.name == "sample"
+    assert set(asked) == {min(count, 9)}
