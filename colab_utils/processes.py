@@ -64,8 +64,8 @@ def _is_cut(addresses: str, rights: str, offset: str, device: str, inode: str, p
     # A library may have no file behind its last pages.
     if not path.startswith("/") or ".so" in path:
         return False
-    first, last = (int(address, 16) for address in addresses.split("-"))
-    end = int(offset, 16) + last - first
+    first, _, last = addresses.partition("-")
+    end = int(offset, 16) + int(last, 16) - int(first, 16)
     # A file may be gone.
     with suppress(OSError):
         status = os.stat(path)

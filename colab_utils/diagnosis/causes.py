@@ -37,24 +37,20 @@ def find_causes(
         facts: what else was seen.
     """
     causes = [_explain_between(between, loop_s, facts)]
-    steps_s = loop_s - float(waits.sum()) - float(between.sum())
-    other = facts.looks.count_share("step", OTHER_LOADER)
-    causes.append(
-        make_cause(
-            "other_loader",
-            other * steps_s / loop_s,
-            f"In {other:.0%} of the looks at its step, the loop waited for another loader.",
-        )
-    )
-    if _is_crowded(loop_s, facts):
-        causes.append(_explain_crowd(waits, loop_s, facts))
+    place, looks = facts.looks.find_place("step")
+    if place == OTHER_LOADER:
+        step_share = 1 - float(waits.sum() + between.sum()) / loop_s
+        why = f"Within its step, the loop waits for another loader ({looks})."
+        causes.append(make_cause("other_loader", step_share, why))
+    crowd = _explain_crowd(waits, loop_s, facts)
+    if crowd is not None:
+        causes.append(crowd)
     else:
         is_start = is_first if facts.workers else np.arange(len(waits)) == 0
-        later = np.where(is_start, 0.0, waits)
-        causes.append(explain_waits(later, loop_s, facts))
+        causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
         # Every run starts once.
-        if is_first.sum() > 1 and facts.workers:
-            causes.append(explain_starts(waits[is_first][1:], loop_s, facts))
+        if is_start.sum() > 1:
+            causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
@@ -103,12 +99,8 @@ def refine_causes(
             cause = make_cause(id, cause.share, f"{cause.why} {part}")
         refined.append(cause)
     if slower > _SLOWER:
-        contention = make_cause(
-            "contention",
-            (1 - 1 / slower) * step_share,
-            f"Beside the loader the step takes {slower:.1f} times as long as alone.",
-        )
-        refined.append(contention)
+        why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
+        refined.append(make_cause("contention", (1 - 1 / slower) * step_share, why))
     # loading that takes the cores from the step is cured by cheaper loading: it comes first
     return sorted(refined, key=lambda cause: (works and cause.id == "contention", -cause.share))
 
@@ -131,19 +123,13 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
     return make_cause("between", share, why + where)
 
 
-def _is_crowded(loop_s: float, facts: LoopFacts) -> bool:
-    """Whether more workers than cores wait for one another, at the start of a pass most of all."""
+def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
+    """More workers than cores, which wait for one another, at the start of a pass most of all."""
     cores = count_cores()
+    times = facts.times
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
-    waits_for_cores = facts.times.queued_s >= max(facts.times.cpu_s, facts.times.blocked_s)
-    return facts.workers > cores and (is_busy or waits_for_cores)
-
-
-def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    cores = count_cores()
-    return make_cause(
-        "too_many_workers",
-        float(waits[1:].sum()) / loop_s,
-        f"{facts.workers} workers share {cores} cores, and wait for one another.",
-        cores=cores,
-    )
+    waits_for_cores = times.queued_s >= max(times.cpu_s, times.blocked_s)
+    if facts.workers <= cores or not (is_busy or waits_for_cores):
+        return None
+    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+    return make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)

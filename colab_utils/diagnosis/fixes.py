@@ -58,6 +58,8 @@ TIMEOUT_S = 60.0  # for a batch
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 8.0  # times the seconds of a diagnosis: nothing more is tried
 _LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
+# Batches of an epoch that has no end.
+_MANY = 10_000
 # Shares of the seconds of a diagnosis, for each fix.
 _TRIAL_SHARE = 0.3
 _VERIFY_SHARE = 0.5
@@ -125,20 +127,18 @@ class Situation:
         )
 
     @property
-    def epoch_images(self) -> int:
-        """Images of an epoch; at least those of a batch."""
-        sampler = getattr(self.loader, "sampler", None)
-        # A sampler may be endless.
+    def epoch_batches(self) -> int:
+        """Batches of an epoch; many where a sampler is endless."""
         with suppress(TypeError):
-            return max(len(self.loader.dataset if sampler is None else sampler), 1)
-        return len(self.loader.dataset)
+            return max(1, len(self.loader))
+        return _MANY
 
     @property
     def has_restarts(self) -> bool:
         """Whether workers start anew within the time that was measured."""
         keeps = getattr(self.loader, "persistent_workers", True)
-        images = self.loop.images + _WARMUP * self.loop.batch_size
-        return count_workers(self.loader) > 0 and not keeps and self.epoch_images < images
+        is_short = self.epoch_batches < _WARMUP + len(self.loop.wait_s)
+        return count_workers(self.loader) > 0 and not keeps and is_short
 
     def make_placeholder(self) -> EmulatedStep | None:
         """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
@@ -182,7 +182,8 @@ def open_like(
     data = loader.dataset
     if not same:
         # Each image comes once before any comes again.
-        data = Subset(dataset, np.resize(range(len(dataset)), now.epoch_images).tolist())
+        images = now.epoch_batches * now.loop.batch_size
+        data = Subset(dataset, np.resize(range(len(dataset)), images).tolist())
     if same and isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
     workers = count_workers(loader) if workers is None else workers

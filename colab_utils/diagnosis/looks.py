@@ -52,12 +52,7 @@ class Looks:
         place, count = places.most_common(1)[0]
         if 2 * count < places.total():
             return "", ""
-        return place, f"seen in {count} of {places.total()} looks"
-
-    def count_share(self, phase: str, place: str) -> float:
-        """Return the share of the looks at a phase in which the loop was at a place, 0 to 1."""
-        places = self._places.get(phase, Counter())
-        return places[place] / max(_LEAST_LOOKS, places.total())
+        return place, f"in {count} of {places.total()} looks"
 
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
         """Return the innermost line of Python that a thread is at, or one of the names above."""

@@ -129,14 +129,13 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         if largest == "queue" and busy < _LITTLE * count_cores():
             cure = "no_core"
     if id == "read" and times.samples:
-        size = format_bytes(times.bytes_read / times.samples)
         mb_per_s = times.bytes_read / 1e6 / max(times.blocked_s, 1e-9)
-        why += f" It reads {size}, "
+        limit = "it waits mostly for the first byte of each file"
         if mb_per_s > _SENDS_MB_PER_S:
             cure = "bandwidth"
-            why += f"at {mb_per_s:.2g} MB/s: it is the bandwidth."
-        else:
-            why += "so it waits mostly for the first byte of each file."
+            limit = "it is the bandwidth"
+        why += f" It reads {format_bytes(times.bytes_read / times.samples)}, "
+        why += f"at {mb_per_s:.2g} MB/s: {limit}."
     return make_cause(id, share, why, cure=cure)
 
 
@@ -167,19 +166,18 @@ def _weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
 def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks: Looks) -> str:
     """Say what takes the time of a sample, the most first; what takes little is left out."""
     whole = sum(evidence.values())
+    unit = "%"
+    scale = 100 / whole
+    start = f"In {looks.waits.total()} looks at workers"
+    if times.samples:
+        unit = " ms"
+        scale = 1000 / times.samples
+        start = f"A sample takes {scale * times.wall_s:.3g} ms"
     parts = []
     for name in sorted(evidence, key=lambda name: -evidence[name]):
-        words = _EVIDENCE[name][1]
-        if evidence[name] < _WORTH_A_WORD * whole:
-            continue
-        if times.samples:
-            parts.append(f"{1000 * evidence[name] / times.samples:.3g} ms {words}")
-        else:
-            parts.append(f"{evidence[name] / whole:.0%} {words}")
-    if not times.samples:
-        return f"In {looks.waits.total()} looks at workers: {', '.join(parts)}."
-    whole_ms = 1000 * times.wall_s / times.samples
-    return f"A sample takes {whole_ms:.3g} ms: {', '.join(parts)}."
+        if evidence[name] >= _WORTH_A_WORD * whole:
+            parts.append(f"{scale * evidence[name]:.3g}{unit} {_EVIDENCE[name][1]}")
+    return f"{start}: {', '.join(parts)}."
 
 
 def _explain_rare_batches(waits: Array, share: float, facts: LoopFacts) -> Cause | None:

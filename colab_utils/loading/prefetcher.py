@@ -29,8 +29,6 @@ from colab_utils.units import format_bytes
 PREFETCH = 2
 """Batches ahead for each worker."""
 
-# Of /dev/shm, where a batch may not find room.
-_LITTLE_SHARE = 0.05
 # A training loop may hold these: its batch, the next one, and two more that somebody looks at.
 _LENT_BUFFERS = 4
 
@@ -98,16 +96,11 @@ def _explain_bus_error() -> str:
             f"{cut} is shorter than what is mapped of it: it was cut, or is written anew. Write it "
             "under a new name, and put it in its place when it is complete."
         )
-    shm = shutil.disk_usage("/dev/shm")
-    if shm.free < _LITTLE_SHARE * shm.total:
-        return (
-            f"Only {format_bytes(shm.free)} of /dev/shm are free: use fewer workers, a smaller "
-            "prefetch or a smaller batch, and run it again."
-        )
+    shm = format_bytes(shutil.disk_usage("/dev/shm").free)
     return (
-        f"Now {format_bytes(shm.free)} of /dev/shm are free. Either a mapped file became shorter "
-        "or could not be read (a numpy memmap, an LMDB): copy it to the local disk; or /dev/shm "
-        "was full: use a smaller batch. Which of them was not seen."
+        f"Now {shm} of /dev/shm are free. Either a mapped file became shorter or could not be read "
+        "(a numpy memmap, an LMDB): copy it to the local disk; or /dev/shm was full: use a smaller "
+        "batch. Which of them was not seen."
     )
 
 

@@ -112,7 +112,7 @@ def test_a_place_is_evidence_where_half_of_five_looks_say_the_same():
     looks = Looks(WorkerMonitor(None))
     for place, count in (("a.py:1", 3), ("b.py:2", 2)):
         looks._places.setdefault("wait", Counter())[place] += count
-    assert looks.find_place("wait") == ("a.py:1", "seen in 3 of 5 looks")
+    assert looks.find_place("wait") == ("a.py:1", "in 3 of 5 looks")
     looks._places["wait"]["c.py:3"] += 2
     assert looks.find_place("wait") == ("", "")
     assert looks.find_place("step") == ("", "")
@@ -143,7 +143,7 @@ def test_a_loop_is_seen_in_a_sample_and_in_another_loader():
     assert dataset.looks._places["wait"] == {SAMPLE: 8}
     dataset.phase = "step"
     list(DataLoader(dataset))
-    assert dataset.looks.count_share("step", OTHER_LOADER) == 1
+    assert dataset.looks.find_place("step") == (OTHER_LOADER, "in 8 of 8 looks")
 
 
 class _Locked(Dataset):
