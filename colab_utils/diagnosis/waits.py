@@ -78,7 +78,8 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     or workers start anew.
     """
     share = float(starts.sum()) / loop_s
-    why = f"Each of the {len(starts)} later passes waits {starts.mean():.2g} s for its first batch"
+    each_s = f"{starts.mean():.2g} s each"
+    why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch"
     place, looks = facts.looks.find_place("start")
     if place not in ("", WORKERS, HANDOFF, SAMPLE):
         return make_cause("main_process", share, f"{why}: this process is at {place} ({looks}).")
@@ -150,7 +151,7 @@ def _weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
         if at_work + count < _LEAST_LOOKS:
             return {"unseen": 1.0}
         return {"work": at_work, **seen}
-    outside_s = times.worker_cpu_s - times.cpu_s
+    outside_s = max(0.0, times.worker_cpu_s - times.cpu_s)
     evidence = {"work": times.cpu_s, "queue": times.queued_s, "collate": outside_s}
     if count < _LEAST_LOOKS:
         seen = {"unseen": 1}
@@ -172,7 +173,7 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     if times.samples:
         unit = " ms"
         scale = 1000 / times.samples
-        start = f"A sample takes {scale * times.wall_s:.3g} ms"
+        start = f"A sample takes {scale * whole:.3g} ms"
     parts = []
     for name in sorted(evidence, key=lambda name: -evidence[name]):
         if evidence[name] >= _WORTH_A_WORD * whole:

@@ -77,13 +77,13 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "share": 0.3,
             },
             "restarts",
-            r"3 later passes waits 1 s .* start anew.*persistent_workers=True",
+            r"Passes after the first \(3\) wait 1 s each.* start anew.*persistent_workers=True",
         ),
         # workers stay: that cure is in place
         (
             {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99), "share": 0.3},
             "restarts",
-            r"3 later passes waits 1 s for its first batch\. Workers stay already",
+            r"wait 1 s each for their first batch\. Workers stay already",
         ),
         # workers start anew, but that is not what takes the time
         (
