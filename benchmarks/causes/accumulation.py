@@ -28,6 +28,6 @@ class Accumulating(Step):
             burn(self.step_ms)
 
 
-def make_loop(folder: Path, *, log_ms: float = 60) -> Loop:
+def make_loop(folder: Path, *, step_ms: float = 20, log_ms: float = 60) -> Loop:
     """Loading and the step are fast, the logging is slow."""
-    return make_plain_loader(Photos(folder)), Accumulating(), lambda number: burn(log_ms)
+    return make_plain_loader(Photos(folder)), Accumulating(step_ms), lambda number: burn(log_ms)

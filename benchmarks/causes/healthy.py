@@ -133,7 +133,7 @@ def make_quick_sampler(folder: Path) -> Loop:
 
 def make_quiet_accumulation(folder: Path) -> Loop:
     """Gradients of eight batches, and a millisecond of logging after each."""
-    return accumulation.make_loop(folder, log_ms=1)
+    return accumulation.make_loop(folder, step_ms=STEP_MS, log_ms=1)
 
 
 def make_quick_files(folder: Path) -> Loop:

@@ -1,4 +1,4 @@
-"""The sampler takes a second at the start of each epoch, and workers persist."""
+"""The sampler takes half a second at the start of each epoch, and workers persist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Weighing(Sampler[int]):
         return iter([index % 50 for index in range(60)])
 
 
-def make_loop(folder: Path, *, cpu_ms: float = 1000) -> Loop:
+def make_loop(folder: Path, *, cpu_ms: float = 500) -> Loop:
     """Fifteen batches an epoch, which workers load in time."""
     sampler = Weighing(cpu_ms)
     workers = {"num_workers": 2, "persistent_workers": True}

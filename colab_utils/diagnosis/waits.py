@@ -99,14 +99,15 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
         why = "This process loads the samples itself, between its steps."
         return slow or make_cause("work", share, why, cure="alone")
     place, looks = facts.looks.find_place("wait")
-    if place == HANDOFF:
-        why = f"This process takes in what workers send ({looks} at a wait)."
-        return make_cause("hand-off", share, why)
-    if place not in ("", WORKERS):
+    if place not in ("", WORKERS, HANDOFF):
         why = f"Before it takes a batch, this process is at {place} ({looks})."
         return make_cause("main_process", share, why)
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
-    if times.samples and at_work_s < _IDLE * float(waits.sum()):
+    is_idle = at_work_s < _IDLE * float(waits.sum())
+    if is_idle and place == HANDOFF:
+        why = f"This process takes in what workers send ({looks} at a wait)."
+        return make_cause("hand-off", share, why)
+    if is_idle and times.samples:
         why = "Workers are idle while a batch is waited for: what it waits for was not seen."
         return make_cause("wait", share, why, cure="idle")
     return _explain_slow_samples(waits, share, times) or _explain_samples(share, loop_s, facts)
@@ -153,14 +154,18 @@ def _weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
         return {"work": at_work, **seen}
     outside_s = max(0.0, times.worker_cpu_s - times.cpu_s)
     evidence = {"work": times.cpu_s, "queue": times.queued_s, "collate": outside_s}
-    if count < _LEAST_LOOKS:
-        seen = {"unseen": 1}
-        count = 1
+    left_s = times.blocked_s
+    if at_work + count < _LEAST_LOOKS:
+        return {**evidence, "unseen": left_s}
     reads_files = times.bytes_read >= _LEAST_BYTES * times.samples
     for name, number in seen.items():
         # A stand-in for a slow disk sleeps.
         name = "read" if name == "sleep" and reads_files else name
-        evidence[name] = evidence.get(name, 0.0) + times.blocked_s * number / count
+        seconds = min(left_s, times.wall_s * number / (at_work + count))
+        evidence[name] = evidence.get(name, 0.0) + seconds
+        left_s -= seconds
+    # In the other looks a thread of the worker could run, and had no core.
+    evidence["queue"] += left_s
     return evidence
 
 
