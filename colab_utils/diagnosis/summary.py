@@ -295,7 +295,7 @@ def count_batches_per_step(parts_s: _Array) -> float:
     """Return how many batches there are to one step of the optimizer; infinity where none stepped.
 
     Example:
-        >>> count_batches_per_step(np.array([[0, 0.1, 0], [0, 0.1, 0.2]]))
+        >>> float(count_batches_per_step(np.array([[0, 0.1, 0], [0, 0.1, 0.2]])))
         2.0
     """
     steps = np.count_nonzero(parts_s[:, 2])
