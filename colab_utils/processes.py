@@ -4,12 +4,14 @@ import errno
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 from threading import Thread
 from time import sleep
 from typing import Any
@@ -38,6 +40,40 @@ def list_processes() -> list[psutil.Process]:
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
         return [psutil.Process(pid) for pid in pids]
     return [main, *main.children(recursive=True)]
+
+
+def find_cut_file() -> str:
+    """Return a file that this process or one below it has mapped beyond its end; "" without one.
+
+    To touch what lies there is a bus error.
+
+    Example:
+        >>> find_cut_file()
+        ''
+    """
+    for process in list_processes():
+        # A process may have ended.
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                words = line.split(maxsplit=5)
+                if len(words) == 6 and _is_cut(*words):
+                    return words[5]
+    return ""
+
+
+def _is_cut(addresses: str, rights: str, offset: str, device: str, inode: str, path: str) -> bool:
+    """Return whether a mapping, as Linux lists it, goes on for a page or more after its file."""
+    # A library may have no file behind its last pages.
+    if not path.startswith("/") or ".so" in path:
+        return False
+    first, _, last = addresses.partition("-")
+    end = int(offset, 16) + int(last, 16) - int(first, 16)
+    # A file may be gone.
+    with suppress(OSError):
+        status = os.stat(path)
+        is_same = status.st_ino == int(inode) and S_ISREG(status.st_mode)
+        return is_same and end - resource.getpagesize() >= status.st_size
+    return False
 
 
 def end_with_parent() -> None:
