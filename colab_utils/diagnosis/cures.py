@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 CURES = {
-    "read": "Store the data on the local disk, in few large files: preprocess, then copy. Until "
-    "then, try more workers.",
+    "read": "Read many files at once: load a CocoFolder by make_loader, or give your dataset the "
+    "__getitems__ of README. Then store the data on the local disk, in few large files: "
+    "preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
     "work": "Make a sample cheaper, or do its work once, offline.",
     "no_core": "End the other programs that take the cores, or raise the limit of this container: "

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -32,9 +33,14 @@ from colab_utils.processes import quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
+from colab_utils.streams import is_remote
 
 FIXES = {  # the name of each fix, and what it is; those that cost you least come first
     "persistent_workers": ("persistent workers", "Use persistent_workers=True"),
+    "streams": (
+        "more streams",
+        "Load the files by make_loader(CocoFolder(...)), whose workers read many at once",
+    ),
     "workers": ("more workers", "Use workers"),
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
     "local_files": ("image files on the local SSD", "Copy the files"),
@@ -238,6 +244,8 @@ def find_fixes(now: Situation) -> list[Fix]:
     if now.has_restarts:
         fix = _make_fix("persistent_workers")
         plans.append((fix, partial(dict, persistent=True)))
+    if _reads_one_by_one(now.loader):
+        plans.append((_make_fix("streams"), partial(_widen, now.loader.dataset)))
     more = f"={count}, not {workers}"
     if workers == 0 and isinstance(now.loader, DataLoader):
         more += ", and persistent_workers=True"
@@ -255,6 +263,21 @@ def find_fixes(now: Situation) -> list[Fix]:
                 each_s = (perf_counter() - began_s) / len(fixes)
             fixes.append(_try_out(now, fix, prepare, each_s))
         return rank_fixes(fixes)
+
+
+def _reads_one_by_one(loader: Any) -> bool:
+    """Return whether loose files of a slow folder are read without reading ahead."""
+    dataset = loader.dataset
+    if not isinstance(dataset, CocoFolder) or not is_remote(dataset.folder):
+        return False
+    return not isinstance(loader, Loader) or not loader.reads_ahead
+
+
+def _widen(dataset: CocoFolder) -> dict[str, Any]:
+    """Return the options of a loader that reads these files ahead, many at once."""
+    wide = copy(dataset)
+    wide.streams = "auto"
+    return {"dataset": wide, "packs": True}
 
 
 def _make_fix(id: str, more: str = "") -> Fix:

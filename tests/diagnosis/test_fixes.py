@@ -97,7 +97,7 @@ def _find(now):
 @pytest.fixture
 def slow_folder(tiny_dataset):
     slow_down(tiny_dataset.images, SLOW)
-    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations, streams=1)
 
 
 @pytest.mark.clock
@@ -111,7 +111,7 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
         loader = make_loader(slow_folder, batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
     found = _find(now)
-    own = {"packed_masks"} if plain else set()
+    own = {"streams", "packed_masks"} if plain else {"streams"}
     assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers"} | own
     for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
         assert found[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
@@ -121,6 +121,14 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
         "shards on the local SSD, images resized once, and workers="
     )
     assert found["local_files"].sentence.startswith("Copy the files: about ")
+
+
+def test_files_that_are_read_ahead_already_need_no_streams(tiny_dataset):
+    slow_down(tiny_dataset.images, DriveProfile("quick", 0.001, 1e9, "a test"))
+    wide = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    loader = make_loader(wide, batch_size=2, workers=0)
+    assert "streams" not in _find(_look_at(loader))
+    loader.close()
 
 
 @pytest.mark.clock
@@ -206,7 +214,7 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
     monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
     found = _find(now)
-    assert len(found) == 7
+    assert len(found) == 8
     assert all(fix.forecast_images_per_second is None for fix in found.values())
     assert found["local_files"].sentence == (
         "Copy the files. Not tried: there is no time left, it takes about 1 s more. Raise seconds."
