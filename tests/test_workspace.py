@@ -286,13 +286,13 @@ def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
     slow = tmp_path / "d"
     with pytest.raises(
-        ColabUtilsError, match=r"nowhere.*No such file or directory: name another DRIVE_FOLDER"
+        ColabUtilsError, match=r"nowhere.*No such file or directory. Name another DRIVE_FOLDER"
     ):
         Workspace.open(tmp_path / "nowhere" / "d", ssd=tmp_path / "s")
     with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
         Workspace.open(tmp_path / "file", ssd=tmp_path / "s")
     with pytest.raises(
-        ColabUtilsError, match=r"(File exists|Not a directory): name another SSD_FOLDER"
+        ColabUtilsError, match=r"(File exists|Not a directory)\. A file has the name"
     ):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="own disk"):
