@@ -83,7 +83,7 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
     made = setting.prepared.get(kind)
     name, _, disk = kind.partition("_on_")
     if name == "files":
-        return PillowFolder(made.folder, setting.prepared.annotations)
+        return PillowFolder(made.folder, setting.prepared.annotations, streams=1)
     if name == "tensors":
         map_file = partial(torch.load, mmap=True, weights_only=True)
         return Items(made.files, map_file if disk == "ssd" else _load_tensors)

@@ -62,7 +62,7 @@ _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
 _SAME = 0.95  # of the best rate: as good
 TIMEOUT_S = 60.0  # for a batch
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
-_LATE = 8.0  # times the seconds of a diagnosis: nothing more is tried
+_LATE = 12.0  # times the seconds of a diagnosis: nothing more is tried
 _LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
 # Batches of an epoch that has no end.
 _MANY = 10_000
