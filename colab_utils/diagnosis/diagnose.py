@@ -109,7 +109,7 @@ def diagnose(
         seconds: about how long to measure. Each fix, where there is something to win, takes 0.3 of
             it, half of that untimed, until the memory of each process has grown (up to three times
             0.3 with a slow loader); and ``verify`` 0.5 of it more. Without ``verify``, no fix is
-            tried any more after eight times these seconds.
+            tried any more after twelve times these seconds.
         verify: also measure the fixes for longer with your own step, those for the data on a sample
             of the images.
         restore: what your step changes: a model, its optimizer, a scheduler; anything with
