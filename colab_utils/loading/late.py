@@ -18,6 +18,9 @@ from colab_utils.loading.prefetcher import (
 )
 from colab_utils.loading.shared_memory import SharedBufferPool
 
+# Times max_wait_s: where nothing else has come by then, a late batch that has come is given early.
+_MOST_WAITS = 1.25
+
 
 class LateSample(NamedTuple):
     """A sample that did not come in time."""
@@ -55,8 +58,8 @@ class BoundedPrefetcher(Prefetcher):
     end, and the one after it is given.
 
     Its worker goes on, and a second process tries the same batch; after growing waits the older one
-    is killed, and another one tries. A new worker does at once what else the old one was asked for,
-    in buffers of its own: one that was killed may still hang in a read, and write later.
+    is killed, and another one tries. A new worker does at once what else the old one was asked for.
+    Each has buffers of its own: one that was killed may still hang in a read, and write later.
 
     Args:
         fetcher, workers, prefetch: as for a `Prefetcher`.
@@ -76,12 +79,18 @@ class BoundedPrefetcher(Prefetcher):
         self._max_wait_s = max_wait_s
         self._named = late
         self._late: dict[int, _LateBatch] = {}
+        self._killed: list[Worker] = []
         self._most_late = 2 * workers + 8
         # When a batch was moved or given up last.
         self._changed_s = 0.0
         # Where it is not known which sample hangs, a second attempt reads one after the other.
         self._is_noted = fetcher.reads_ahead or not fetcher.reads_batches
         super().__init__(fetcher, workers, prefetch)
+
+    def close(self) -> None:
+        """End the workers; what they were doing is lost."""
+        super().close()
+        end_workers(self._killed)
 
     def list_moved(self) -> list[int]:
         """The batches that others were given before, by number, in the order in which they come."""
@@ -99,8 +108,10 @@ class BoundedPrefetcher(Prefetcher):
             self._sent.clear()
             self._done.clear()
             self._late.clear()
-            self._pool = self._make_pool()
-            self._workers = [self._start_worker(self._pool) for _ in range(workers)]
+            self._workers = [self._start_worker() for _ in range(workers)]
+
+    def _start_worker(self, pool: SharedBufferPool | None = None) -> Worker:
+        return super()._start_worker(pool or self._make_pool())
 
     def _ask(self, worker: Worker, load: Load, place: int | None = None) -> Request:
         return super()._ask(worker, load._replace(is_noted=load.is_noted or self._is_noted), place)
@@ -114,7 +125,7 @@ class BoundedPrefetcher(Prefetcher):
         first = next(iter(self._sent), None)
         if first in self._done:
             return self._finish(first)
-        if first is None or now_s - asked_s >= self._max_wait_s:
+        if first is None or now_s - asked_s >= _MOST_WAITS * self._max_wait_s:
             for number, batch in self._late.items():
                 if batch.result is not None:
                     return self._finish_late(number, batch.result)
@@ -145,7 +156,7 @@ class BoundedPrefetcher(Prefetcher):
         batch.attempts = [(self._workers[place], request)]
         self._late[number] = batch
         self._changed_s = now_s
-        worker = self._start_worker(self._make_pool())
+        worker = self._start_worker()
         self._workers[place] = worker
         for other, asked in self._sent.items():
             if asked.job.worker == place and other not in self._done:
@@ -239,6 +250,8 @@ class BoundedPrefetcher(Prefetcher):
 
     def _kill(self, attempts: list[tuple[Worker, Request]]) -> None:
         """End processes that nobody waits for any more, and do not wait for their end either."""
+        self._killed = [worker for worker in self._killed if worker.process.is_alive()]
         for worker, _ in attempts:
             del self._listening[worker.connection]
-        end_workers([worker for worker, _ in attempts], 0)
+            worker.process.kill()
+            self._killed.append(worker)

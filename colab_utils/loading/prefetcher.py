@@ -162,12 +162,12 @@ class Worker:
             self.connection.send(message)
 
 
-def end_workers(workers: Sequence[Worker], patience_s: float = _DEATH_S) -> None:
-    """End workers; one that has not ended by then is left alone."""
+def end_workers(workers: Sequence[Worker]) -> None:
+    """End workers; one that hangs in the system is left alone."""
     for worker in workers:
         worker.process.kill()
         worker.connection.close()
-    until_s = perf_counter() + patience_s
+    until_s = perf_counter() + _DEATH_S
     for worker in workers:
         worker.process.join(max(0.0, until_s - perf_counter()))
         if worker.process.exitcode is None:
@@ -248,7 +248,7 @@ class Prefetcher:
         try:
             self._pool = self._make_pool()
             for _ in range(workers):
-                self._workers.append(self._start_worker(self._pool))
+                self._workers.append(self._start_worker())
         except BaseException:
             self.close()
             raise
@@ -306,8 +306,8 @@ class Prefetcher:
         with quiet_fork():
             return SharedBufferPool(self._ahead, LENT_BUFFERS)
 
-    def _start_worker(self, pool: SharedBufferPool) -> Worker:
-        worker = Worker(self._fetcher, pool)
+    def _start_worker(self, pool: SharedBufferPool | None = None) -> Worker:
+        worker = Worker(self._fetcher, pool or self._pool)
         self._listening[worker.connection] = worker
         return worker
 
