@@ -4,21 +4,27 @@ gpu`.
 It runs the tests that are skipped without a GPU, then measures on data made by code: the step of
 torchvision's references (with AMP) and each change of ours, for two models and several batches; the
 same in float16 with a batch of 4, as a T4 trains; the memory of 300 objects an image; training from
-shards against training on one batch that lies ready; and evaluation. What no longer fits into its
-minutes is left out, and named in the JSON. The table goes into ``benchmarks/README.md``.
+shards against training on one batch that lies ready; and evaluation. The rows that take longest
+come last, and after them the compiled network. What no longer fits into its minutes is left out,
+and named in the JSON; so is what this machine lacks. A row that fails is kept with its error, and
+the others go on. The table goes into ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -53,16 +59,26 @@ from colab_utils.training.evaluate import evaluate
 from colab_utils.training.model import GPU_MODEL
 
 __all__ = [
+    "find_missing",
+    "list_runs",
     "main",
     "make_batch",
     "make_shards",
     "measure_real_data",
+    "measure_rows",
+    "run_tests",
     "tabulate_results",
     "write_table",
 ]
 
 MODELS = ("maskrcnn_resnet50_fpn", GPU_MODEL)
 BATCH_SIZES = (2, 8, 16)
+# A T4 takes 5 to 8 seconds for a step of more images.
+LARGE_BATCH = 8
+# Of the minutes, so much may be the tests'.
+TESTS_SHARE = 0.25
+# Characters of an error in the table.
+SHOWN = 60
 MARKS = "<!-- gpu: written by benchmarks.gpu -->", "<!-- end of gpu -->"
 README = Path(__file__).with_name("README.md")
 TESTS = (
@@ -72,10 +88,50 @@ TESTS = (
 )
 
 
-def run_tests() -> str:
-    """The last line of pytest over the tests that want a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
-    done = subprocess.run(command, cwd=README.parent.parent, capture_output=True, text=True)
+# What a row needs beside torch, or a test, and what pip installs it as.
+PACKAGES = {
+    "pycocotools": "pycocotools",
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+    "hypothesis": "hypothesis",
+}
+Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
+"""What names a measurement, and the measurement."""
+
+
+def find_missing() -> list[str]:
+    """Return what this machine lacks of that which the tests and the rows need, each with its cure.
+
+    Without it, most of them run all the same.
+    """
+    missing = []
+    for name, package in PACKAGES.items():
+        try:
+            import_module(name)
+        except ImportError:
+            missing.append(f"{package} (pip install {package})")
+    compilers = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    if not any(shutil.which(name) for name in compilers if name):
+        missing.append("a C compiler (apt-get install gcc), for the compiled network")
+    return missing
+
+
+def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
+    """Return the last line of pytest over the tests that want a GPU, and which of them failed."""
+    # The settings of the repository say -q already: with one more, no line says how many passed.
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    # Where pytest-timeout is missing its setting is unknown; where hypothesis is, one file fails.
+    command += ["-W", "ignore::pytest.PytestConfigWarning", "--continue-on-collection-errors"]
+    try:
+        done = subprocess.run(
+            [*command, *paths],
+            cwd=README.parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit_s:.0f} s"
     lines = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return "; ".join([*failed, lines[-1]])
@@ -114,9 +170,10 @@ def make_shards(folder: Path, *, images: int) -> ShardDataset:
 
 
 def measure_real_data(
-    dataset: ShardDataset, name: str, *, batch_size: int, min_size: int, device: str
+    make_data: Callable[[], ShardDataset], name: str, *, batch_size: int, min_size: int, device: str
 ) -> dict[str, float]:
     """Images per second of training from shards, and on one batch of them that lies ready."""
+    dataset = make_data()
     model = make_model(name, num_classes=dataset.num_classes, min_size=min_size)
     images = 0
     step = make_step(model, device, CHANGES)
@@ -141,9 +198,10 @@ def measure_real_data(
 
 
 def measure_evaluation(
-    dataset: ShardDataset, name: str, *, min_size: int, device: str
+    make_data: Callable[[], ShardDataset], name: str, *, min_size: int, device: str
 ) -> dict[str, float]:
     """Milliseconds an image of an evaluation, drawing of masks and scores included."""
+    dataset = make_data()
     model = make_model(name, num_classes=dataset.num_classes, min_size=min_size)
     evaluate(model, dataset, device=device)
     began_s = perf_counter()
@@ -156,63 +214,107 @@ def _finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def measure_step(
+    name: str,
+    size: int,
+    changes: Sequence[str],
+    *,
+    min_size: int,
+    device: str,
+    objects: int = 8,
+    in_float16: bool = False,
+) -> dict[str, float]:
+    """Milliseconds of a step with these changes, where its losses are the references'."""
+    model = make_model(name, num_classes=2, min_size=min_size)
+    batch = make_batch(size, objects=objects)
+    # It compares in float32, which takes more than the step itself.
+    with suppress(torch.cuda.OutOfMemoryError):
+        compare_losses(copy.deepcopy(model), [batch], device)
+    half = patch("colab_utils.training.step.choose_precision", lambda device: torch.float16)
+    with half if in_float16 else nullcontext():
+        return time_steps(model, [batch], device, changes)
+
+
 def list_runs(
     models: Sequence[str],
     sizes: Sequence[int],
     *,
     min_size: int,
     device: str,
-    dataset: ShardDataset,
-) -> list[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
-    """What names each measurement, and the measurement, the most telling first."""
-    runs: list[tuple[dict[str, Any], Callable[[], dict[str, float]]]] = []
+    make_data: Callable[[], ShardDataset],
+) -> list[Run]:
+    """Return all measurements: what is quick and telling, then what needs data, then what takes
+    long, and the compiled network last.
+    """
     full = {"min_size": min_size, "device": device}
 
-    def add(
-        what: str, name: str, size: int, call: Callable[[], dict[str, float]], step: str = ""
-    ) -> None:
-        runs.append(({"what": what, "model": name, "batch_size": size, "step": step}, call))
+    def name_run(what: str, name: str, size: int, step: str, call: Callable[..., Any]) -> Run:
+        return {"what": what, "model": name, "batch_size": size, "step": step}, call
 
-    def time(
-        name: str, size: int, changes: Sequence[str], objects: int, half: bool
-    ) -> dict[str, float]:
-        model = make_model(name, num_classes=2, min_size=min_size)
-        batch = make_batch(size, objects=objects)
-        compare_losses(copy.deepcopy(model), [batch], device)
-        with (
-            patch("colab_utils.training.step.choose_precision", lambda device: torch.float16)
-            if half
-            else patch.dict({})
-        ):
-            return time_steps(model, [batch], device, changes)
+    def add_step(name: str, size: int, number: int) -> Run:
+        label = f"+ {CHANGES[number - 1]}" if number else REFERENCES
+        call = partial(measure_step, name, size, CHANGES[:number], **full)
+        return name_run("step", name, size, label, call)
 
-    # the last and the first change are told in any case
-    for number in (len(CHANGES), 0, *range(1, len(CHANGES))):
+    # The last and the first change are told in any case.
+    ends = (len(CHANGES), 0)
+    between = range(1, len(CHANGES))
+    small = [size for size in sizes if size <= LARGE_BATCH]
+    large = [size for size in sizes if size > LARGE_BATCH]
+    runs = [add_step(name, size, number) for size in small for name in models for number in ends]
+    for changes, label in ((CHANGES, "ours"), ((), REFERENCES)):
+        half = partial(measure_step, models[-1], 4, changes, in_float16=True, **full)
+        runs.append(name_run("float16, as a T4", models[-1], 4, label, half))
+        crowded = partial(measure_step, models[0], 2, changes, objects=300, **full)
+        runs.append(name_run("300 objects an image", models[0], 2, label, crowded))
+    for name in models:
+        train = partial(measure_real_data, make_data, name, batch_size=8, **full)
+        runs.append(name_run("real data", name, 8, "", train))
+        test = partial(measure_evaluation, make_data, name, **full)
+        runs.append(name_run("evaluation", name, 8, "", test))
+    for sizes_of_batches, numbers in ((small, between), (large, ends), (large, between)):
         for name in models:
-            for size in sizes:
-                label = f"+ {CHANGES[number - 1]}" if number else REFERENCES
-                add(
-                    "step", name, size, partial(time, name, size, CHANGES[:number], 8, False), label
-                )
+            runs += [add_step(name, size, n) for size in sizes_of_batches for n in numbers]
     for name in models:
-        add(
-            "step", name, 8, partial(time, name, 8, (*CHANGES, COMPILED), 8, False), f"+ {COMPILED}"
-        )
-    for changes, label in (((), REFERENCES), (CHANGES, "ours")):
-        add(
-            "300 objects an image",
-            models[0],
-            2,
-            partial(time, models[0], 2, changes, 300, False),
-            label,
-        )
-        add(
-            "float16, as a T4", models[-1], 4, partial(time, models[-1], 4, changes, 8, True), label
-        )
-    for name in models:
-        add("real data", name, 8, partial(measure_real_data, dataset, name, batch_size=8, **full))
-        add("evaluation", name, 8, partial(measure_evaluation, dataset, name, **full))
+        compiled = partial(measure_step, name, 8, (*CHANGES, COMPILED), **full)
+        runs.append(name_run("step", name, 8, f"+ {COMPILED}", compiled))
     return runs
+
+
+def measure_rows(
+    runs: Sequence[Run], results: dict[str, Any], path: Path, *, until_s: float
+) -> None:
+    """Measure one row after the other, and write the JSON after each; what fails is kept with its
+    error.
+
+    A row is left out where the slowest one so far would not end before ``until_s``, of
+    ``perf_counter``.
+    """
+    slowest_s = 0.0
+    for names, run in runs:
+        began_s = perf_counter()
+        if began_s + slowest_s >= until_s:
+            results["left_out"].append(names)
+        else:
+            print(*names.values(), file=sys.stderr, flush=True)
+            results["rows"].append(names | _measure_row(run))
+            slowest_s = max(slowest_s, perf_counter() - began_s)
+        # What the row before held on the GPU. An error of the GPU itself comes here, too.
+        gc.collect()
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+        write_file(path, json.dumps(results, indent=1, default=str).encode())
+
+
+def _measure_row(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
+    """Return the figures of a row, or its error in one line."""
+    try:
+        return run()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        text = f"{type(error).__name__}: {lines[0]}"
+        print(f"note: this row failed, the next one goes on: {text}", file=sys.stderr)
+        return {"error": text}
 
 
 def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
@@ -223,7 +325,7 @@ def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
     references = {
         (row["what"], row["model"], row["batch_size"]): row
         for row in rows
-        if row["step"] == REFERENCES
+        if row["step"] == REFERENCES and "step_ms" in row
     }
     for row in rows:
         line = {
@@ -234,7 +336,9 @@ def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
         }
         line |= {"figure": "", "over the references": "", "MB": ""}
         usual = references.get((row["what"], row["model"], row["batch_size"]))
-        if "step_ms" in row:
+        if "error" in row:
+            line["figure"] = f"failed: {row['error'][:SHOWN]}"
+        elif "step_ms" in row:
             line |= {"figure": f"{row['step_ms']:.1f} ms", "MB": f"{row.get('memory_mb', 0):,.0f}"}
             line["over the references"] = (
                 f"{usual['step_ms'] / row['step_ms']:.2f}" if usual else ""
@@ -261,6 +365,15 @@ def write_table(text: str, path: Path = README) -> None:
     write_file(path, between.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", content).encode())
 
 
+def describe_run(results: dict[str, Any]) -> str:
+    """Return what the rows were measured on, and how the tests ended there."""
+    machine = results["machine"]
+    text = f"{machine['gpu']}, {machine['software']}, {machine['cpu']}. Tests: {results['tests']}"
+    if results["missing"]:
+        text += f". Missing: {', '.join(results['missing'])}"
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = make_parser("gpu", __doc__, builtin="gpu")
@@ -276,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results: dict[str, Any] = {
         "machine": asdict(describe_machine()),
+        "missing": find_missing(),
         "tests": "",
         "left_out": [],
         "rows": [],
@@ -284,26 +398,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def measure() -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ColabUtilsError("expected a GPU, found none: run this on a machine that has one")
-        began_s = perf_counter()
+        until_s = perf_counter() + 60 * options.minutes
+        for name in results["missing"]:
+            print(f"note: this machine lacks {name}", file=sys.stderr)
         if options.device == "cuda":
-            results["tests"] = run_tests()
+            results["tests"] = run_tests(limit_s=60 * options.minutes * TESTS_SHARE)
             print(results["tests"], file=sys.stderr)
-        dataset = make_shards(options.work, images=64)
-        settings = {"min_size": options.min_size, "device": options.device, "dataset": dataset}
-        for names, run in list_runs(options.models, options.batch_sizes, **settings):
-            if perf_counter() - began_s > 60 * options.minutes:
-                results["left_out"].append(names)
-            else:
-                print(*names.values(), file=sys.stderr, flush=True)
-                results["rows"].append(names | run())
-            write_file(options.json, json.dumps(results, indent=1, default=str).encode())
-        if options.device == "cuda":
-            machine = results["machine"]
-            about = (
-                f"{machine['gpu']}, {machine['software']}, {machine['cpu']}. Tests: "
-                f"{results['tests']}"
+        runs = list_runs(
+            options.models,
+            options.batch_sizes,
+            min_size=options.min_size,
+            device=options.device,
+            make_data=cache(partial(make_shards, options.work, images=64)),
+        )
+        try:
+            measure_rows(runs, results, options.json, until_s=until_s)
+        finally:
+            if options.device == "cuda":
+                write_table(f"{describe_run(results)}\n\n{tabulate_results(results['rows'])}")
+        failed = [row for row in results["rows"] if "error" in row]
+        if failed:
+            raise ColabUtilsError(
+                f"{len(failed)} of {len(results['rows'])} rows failed, the first with "
+                f"{failed[0]['error']}. The others are in {options.json}."
             )
-            write_table(f"{about}\n\n{tabulate_results(results['rows'])}")
 
     return run_to_end(measure, lambda: tabulate_results(results["rows"]))
 

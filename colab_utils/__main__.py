@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
-from colab_utils.files import require_new, write_file
+from colab_utils.files import name_temporary, require_new, write_file
+from colab_utils.os_errors import explain_os_error
 from colab_utils.processes import explain_limits
 from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
@@ -32,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on
-    Ctrl-C.
+    Ctrl-C. Training also ends with 143 and 129, after SIGTERM and SIGHUP.
     """
     # What is left of the options is passed on to the command's function.
     options = vars(_make_parser().parse_args(arguments))
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 130
         except OSError as error:
-            return _fail(f"expected to read and write files, found: {error}. Check disk and Drive.")
+            reason = explain_os_error(error, "Check disk and Drive.")
+            return _fail(f"expected to read and write {error.filename or 'files'}, found: {reason}")
 
 
 def _finish(report: Any, command: str, target: str) -> int:
@@ -87,10 +90,13 @@ def _finish(report: Any, command: str, target: str) -> int:
         )
     if not getattr(report, "ok", True):
         problem = next(one for one in report.problems if not one.effect.startswith("note"))
+        cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
+        # Some effects end with what to do.
+        if ": " in problem.effect:
+            cure = ""
         raise ColabUtilsError(
             f"expected a dataset without defects, found {problem.count:,} x {problem.kind} "
-            f"({problem.examples[0]}): {problem.effect}. Write a repaired annotations file with "
-            "--repair OUT.json, or repair the files."
+            f"({problem.examples[0]}): {problem.effect}. {cure}"
         )
     return 0
 
@@ -104,7 +110,12 @@ def _check_json(target: str) -> None:
         raise ColabUtilsError(
             f"expected a folder to write --json into, found {folder}: make it first"
         )
-    require_new(Path(target), _JSON_START)
+    path = require_new(Path(target), _JSON_START)
+    # Work of hours must not end at a name that is too long, or a full disk.
+    with explain_write(folder):
+        temporary = name_temporary(path)
+        temporary.write_bytes(_JSON_START)
+        temporary.unlink()
 
 
 def _to_json(content: dict[str, Any]) -> str:
@@ -154,10 +165,16 @@ def _check(
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
+    if val_images and not val_annotations:
+        raise ColabUtilsError(
+            "expected --val-annotations FILE beside --val-images, found none. Name its JSON."
+        )
+    validation = (val_images or images, val_annotations) if val_annotations else None
     if repair:
-        checked = repair_annotations(images, annotations, output=repair, crowds=crowds)
+        checked = repair_annotations(
+            images, annotations, output=repair, crowds=crowds, deep=deep, validation=validation
+        )
     else:
-        validation = (val_images or images, val_annotations) if val_annotations else None
         checked = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
     if report:
         page = write_check(checked, images, annotations, report, repaired=repair)
@@ -287,6 +304,9 @@ def _add_preprocess_options(command: _Parser) -> None:
     _add_dataset(command, required=True)
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
     _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
+    _add_count(
+        command, "--streams", "files that each process reads at once (auto)", kind=number_or_auto
+    )
     _add_count(command, "--min-size", "shorter side in training, px (800)")
     _add_count(command, "--max-size", "limit of the longer side, px (1333)")
     command.add_argument(

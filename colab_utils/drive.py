@@ -1,25 +1,31 @@
 """Google Drive as a mounted folder: what lies on it, and what to do when it fails."""
 
-import errno
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.machine import COLAB_ROOT, is_colab
+from colab_utils.os_errors import SHORTAGES, explain_os_error
 
 # A burst of errors lasts seconds, a remount about a minute.
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)
+# They come from a dead mount only.
+_GONE = (ENOTCONN, ECONNABORTED)
+# A broken disk gives them as well.
+_GONE_ON_DRIVE = (EIO, ETIMEDOUT, ESTALE, ENODEV)
 _Result = TypeVar("_Result")
 
 
-class DriveLostError(ColabUtilsError):
+class DriveLostError(UnavailableError):
     """Drive went away in the middle of a read; what was finished before is safe."""
 
 
@@ -65,21 +71,26 @@ def find_mount(path: str | Path) -> Path | None:
 
 @contextmanager
 def guard_drive(path: str | Path) -> Iterator[None]:
-    """Turn the errors of a Drive that went away into a `DriveLostError` with a cure.
+    """Turn the errors of a Drive that went away into a `DriveLostError` with a cure; and those of a
+    machine that lacks memory or open files into an `UnavailableError`.
 
-    Errno 107 comes from a dead mount only. Errno 5 also comes from a broken disk: it counts only on
-    Drive.
+    Errno 107 comes from a dead mount only. Others, such as 5, also come from a broken disk: they
+    count only on Drive.
 
     Example:
         >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
-        ...     raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        ...     raise OSError(ENOTCONN, "Transport endpoint is not connected")
         Traceback (most recent call last):
         colab_utils.drive.DriveLostError: expected to read /content/drive/MyDrive/a.jpg, found ...
     """
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOTCONN and not (error.errno == errno.EIO and is_on_drive(path)):
+        if error.errno in SHORTAGES:
+            reason = explain_os_error(error, "")
+            raise UnavailableError(f"expected to open {path}, found: {reason}") from None
+        is_suspect = error.errno in _GONE_ON_DRIVE and is_on_drive(path)
+        if error.errno not in _GONE and not is_suspect:
             raise
         mount = find_mount(path) or COLAB_ROOT / "drive"
         raise DriveLostError(
@@ -106,11 +117,10 @@ def explain_write(folder: Path) -> Iterator[None]:
             yield
     except (OSError, ValueError) as error:
         # A ValueError: the path is not a valid file name.
-        reason = getattr(error, "strerror", None) or error
+        reason = explain_os_error(error, "Name another folder.")
         raise ColabUtilsError(
-            f"expected to write into {folder}, found: {reason}: "
-            "free some space, or make it a folder that you may write to, "
-            "and run the same again: it continues there"
+            f"expected to write into {folder}, found: {reason} "
+            "Then run the same again: it continues there."
         ) from None
 
 
@@ -134,6 +144,8 @@ class Retries:
         self.count = 0
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
+        # Drive said to the end of the waits that a file is missing.
+        self._trusts_absence = False
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """Return what ``call`` returns.
@@ -162,6 +174,45 @@ class Retries:
         """
         return self.run(partial(explain_write(folder)(call), *arguments))
 
+    def run_listed(self, path: Path, call: Callable[[], _Result]) -> _Result:
+        """Return what ``call`` returns, which reads a file that a list names; see `find_again`."""
+        try:
+            return self.run(call)
+        except FileNotFoundError:
+            if not self.find_again([path]):
+                raise
+        return self.run(call)
+
+    def find_again(self, paths: list[Path]) -> set[Path]:
+        """Return those of some missing files that are there after all.
+
+        Drive says "no such file" of a file for a while, at times. So on Drive their folders are
+        listed, which asks it anew, and they are looked for after the same growing waits: one wait
+        for all files. Once Drive has kept to it, later files get a single look.
+
+        Example:
+            >>> Retries().find_again([Path("/tmp/no/such/file")])
+            set()
+        """
+        missing = set(paths)
+        for wait_s in (0, *RETRY_WAITS_S):
+            self.stop.wait(wait_s)
+            missing = {path for path in missing if _is_absent(path)}
+            if self._trusts_absence or not missing or not is_on_drive(min(missing)):
+                break
+            if not wait_s:
+                warnings.warn(
+                    f"Drive does not show {len(missing):,} of the files that are listed, such as "
+                    f"{min(missing)}. They are waited for.",
+                    ColabUtilsWarning,
+                    stacklevel=3,
+                )
+            for folder in {path.parent for path in missing}:
+                with suppress(OSError):
+                    os.listdir(folder)
+        self._trusts_absence = bool(missing)
+        return set(paths) - missing
+
     def __reduce__(self) -> "tuple[type[Retries], tuple[()]]":
         # Another process counts its own.
         return Retries, ()
@@ -171,3 +222,11 @@ class Retries:
             return ""
         times = "1 time" if self.count == 1 else f"{self.count} times"
         return f"Drive failed {times} and was tried again"
+
+
+def _is_absent(path: Path) -> bool:
+    """Return whether a file cannot be opened, whatever its folder says of it."""
+    with suppress(OSError):
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        return os.path.isdir(path)
+    return True

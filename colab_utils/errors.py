@@ -50,6 +50,10 @@ class ColabUtilsError(_OneLine, Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+class UnavailableError(ColabUtilsError):
+    """A file could not be read, for a reason that says nothing about the file."""
+
+
 class ColabUtilsWarning(_OneLine, UserWarning):
     """One line on something that was decided for you; the command line prints it as a note."""
 

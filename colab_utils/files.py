@@ -6,24 +6,30 @@ import errno
 import hashlib
 import io
 import os
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, BinaryIO, TypeVar
+from weakref import WeakSet
 
 import xxhash
 
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, ShortReadError, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
+from colab_utils.os_errors import SHORTAGES
 from colab_utils.slow_drive import DriveProfile, find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
+
+OPEN_FILES = 512
+"""Files of a dataset that stay open at most."""
 
 MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole: no photo is larger."""
@@ -45,15 +51,16 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     try:
-        if not os.path.isfile(file.fileno()):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ColabUtilsError(
                 f"expected a file at {path} that memory holds, found a device or a pipe: "
                 "put the file there"
             )
-        size = os.path.getsize(file.fileno())
-        if size > most_bytes:
+        if status.st_size > most_bytes:
             raise ColabUtilsError(
-                f"expected a file at {path} that memory holds, found {format_bytes(size)}, "
+                f"expected a file at {path} that memory holds, found "
+                f"{format_bytes(status.st_size)}, "
                 f"more than {format_bytes(most_bytes)}: split it, or save it smaller"
             )
     except BaseException:
@@ -64,7 +71,14 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
 
 def _open_at_once(path: str, flags: int) -> int:
     # Otherwise a named pipe waits for its writer.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    flags |= getattr(os, "O_NONBLOCK", 0)
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno not in SHORTAGES:
+            raise
+    close_files()
+    return os.open(path, flags)
 
 
 def read_file(
@@ -225,7 +239,7 @@ class DriveFile(io.IOBase):
         if self.retries is None:
             call()
         else:
-            self.retries.run(call)
+            self.retries.run_listed(self.path, call)
 
     def _fill(self, piece: "_Piece") -> None:
         """Read until the view is full or the file ends, from where the last try failed."""
@@ -245,6 +259,50 @@ class DriveFile(io.IOBase):
     def _open(self) -> None:
         with guard_drive(self.path):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
+
+
+class OpenFiles:
+    """Files of a dataset that stay open to be read again: those that were read last.
+
+    All datasets of a process share half of the files that it may have open. What falls out is
+    closed when nothing reads it any more. Threads may share it.
+
+    Args:
+        retries: Of each `DriveFile`.
+
+    Attributes:
+        get: Returns the file of a path, open.
+
+    Example:
+        >>> files = OpenFiles(Retries())
+        >>> files.get(__file__) is files.get(__file__)
+        True
+    """
+
+    get: Callable[[str], DriveFile]
+
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
+        _open_files.add(self)
+        close_files()
+
+    def close(self) -> None:
+        """Close all files that nothing reads, and keep as many open as this process may now."""
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
+        self.get = lru_cache(most)(partial(DriveFile, retries=self._retries))
+
+
+# Of all datasets of this process.
+_open_files: WeakSet[OpenFiles] = WeakSet()
+
+
+def close_files() -> None:
+    """Close what the datasets of this process keep open; they open it again when they read."""
+    for files in list(_open_files):
+        files.close()
 
 
 def name_temporary(path: Path) -> Path:

@@ -4,12 +4,14 @@ import errno
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 from threading import Thread
 from time import sleep
 from typing import Any
@@ -18,6 +20,7 @@ import psutil
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
+from colab_utils.os_errors import explain_os_error
 
 
 def list_processes() -> list[psutil.Process]:
@@ -39,26 +42,58 @@ def list_processes() -> list[psutil.Process]:
     return [main, *main.children(recursive=True)]
 
 
+def find_cut_file() -> str:
+    """Return a file that this process or one below it has mapped beyond its end; "" without one.
+
+    To touch what lies there is a bus error.
+
+    Example:
+        >>> find_cut_file()
+        ''
+    """
+    for process in list_processes():
+        # A process may have ended.
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                words = line.split(maxsplit=5)
+                if len(words) == 6 and _is_cut(*words):
+                    return words[5]
+    return ""
+
+
+def _is_cut(addresses: str, rights: str, offset: str, device: str, inode: str, path: str) -> bool:
+    """Return whether a mapping, as Linux lists it, goes on for a page or more after its file."""
+    # A library may have no file behind its last pages.
+    if not path.startswith("/") or ".so" in path:
+        return False
+    first, _, last = addresses.partition("-")
+    end = int(offset, 16) + int(last, 16) - int(first, 16)
+    # A file may be gone.
+    with suppress(OSError):
+        status = os.stat(path)
+        is_same = status.st_ino == int(inode) and S_ISREG(status.st_mode)
+        return is_same and end - resource.getpagesize() >= status.st_size
+    return False
+
+
 def end_with_parent() -> None:
     """End this worker process when the process that started it is killed.
 
     Nobody would end it then.
     """
-    parent: Any = multiprocessing.parent_process()
+    import fcntl
 
-    def wait() -> None:
-        parent.join()
+    parent: Any = multiprocessing.parent_process()
+    # A signal that ends a process comes when the parent's end of this pipe closes. A thread that
+    # waits for that would need one more of what a limit counts.
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    if not parent.is_alive():
         os._exit(1)
 
-    start_thread(wait, "parent")
 
-
-_CURES = {
-    errno.EAGAIN: "Close other programs, use fewer workers, or raise the limit of processes: "
-    "`ulimit -u`, or pids.max of a container.",
-    errno.ENOMEM: "Free some memory, or use fewer workers.",
-    errno.EMFILE: "Raise the limit of open files (`ulimit -n 4096`), or use fewer workers.",
-}
+# What the system says where it starts no more processes or threads, or opens no more files.
+_LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
 
 
 @contextmanager
@@ -72,18 +107,18 @@ def explain_limits() -> Iterator[None]:
         >>> with explain_limits():
         ...     raise RuntimeError("can't start new thread")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to start what this work needs, found: can't ...
+        colab_utils.errors.ColabUtilsError: The system gives no more to this work: can't ...
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        number = getattr(error, "errno", None)
+        cause: Exception = error
         if str(error) == "can't start new thread":
-            number = errno.EAGAIN
-        if number not in _CURES:
+            cause = BlockingIOError(errno.EAGAIN, str(error))
+        if getattr(cause, "errno", None) not in _LIMITS:
             raise
-        text = f"expected to start what this work needs, found: {error}. {_CURES[number]}"
-        raise ColabUtilsError(text) from None
+        reason = explain_os_error(cause, "")
+        raise ColabUtilsError(f"The system gives no more to this work: {reason}") from None
 
 
 class ThreadPool(ThreadPoolExecutor):
@@ -111,6 +146,19 @@ def start_thread(call: Callable[[], object], name: str) -> Thread:
     with explain_limits():
         thread.start()
     return thread
+
+
+@contextmanager
+def explain_shared_memory() -> Iterator[None]:
+    """Say what to do where the block cannot make what processes share, such as their locks."""
+    try:
+        yield
+    except OSError as error:
+        reason = explain_os_error(error, "Make it writable.")
+        raise ColabUtilsError(
+            f"expected locks for processes in /dev/shm, found: {reason} In Docker, --shm-size "
+            "makes it larger."
+        ) from None
 
 
 class _ForkPool(ProcessPoolExecutor):
@@ -164,7 +212,8 @@ def fork_pool(
         end_with_parent()
         initializer(*arguments)
 
-    pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
+    with explain_shared_memory():
+        pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
     # Blocked from the first moment on: a handler is set too late for a process that has only begun.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

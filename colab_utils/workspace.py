@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from colab_utils.data.archives import is_archive, unpack_dataset
+from colab_utils.data.coco import read_coco
 from colab_utils.drive import guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
+from colab_utils.os_errors import explain_os_error
 from colab_utils.require import require_choice, require_local_path
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.write import ShardReport, find_recipe, write_shards
+from colab_utils.shards.write import ShardReport, find_index, find_recipe, write_shards
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
@@ -122,9 +124,8 @@ def _make_folder(setting: str, folder: Path, *, parents: bool) -> None:
         with guard_drive(folder):
             folder.mkdir(parents=parents, exist_ok=True)
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected to make {folder}, found {error.strerror}: name another {setting}"
-        ) from error
+        reason = explain_os_error(error, f"Name another {setting}.")
+        raise ColabUtilsError(f"expected to make {folder}, found: {reason}") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> Path:
@@ -179,7 +180,9 @@ class EnsuredDataset:
     """A dataset that is there, and the folder that bears its name."""
 
     name: str
-    """Made of the names of image folder and JSON; of a zip's, its address is a part."""
+    """Made of the names of image folder and JSON, and a hash of their paths or of a zip's
+    address.
+    """
     images: Path
     annotations: Path
     note: str
@@ -254,6 +257,11 @@ def ensure_dataset(
     if images:
         _write_json(workspace.drive / "settings.json", settings)
     name = _name_dataset(paths, part)
+    if paths and not is_archive(paths[0]):
+        # Earlier versions gave several datasets this name.
+        earlier = find_index(workspace.drive / "shards" / name)
+        if earlier is None or earlier.fingerprint != read_coco(text).fingerprint:
+            name += f"-{hash_bytes(*map(os.fsencode, paths))[:8]}"
     return EnsuredDataset(
         name,
         pictures,

@@ -32,7 +32,9 @@ class Faults:
     cannot be listed; reads return ``short_read`` bytes at most; what another machine wrote shows
     ``late_s`` seconds after that; of what is written, the last ``lost_bytes`` of every piece are
     stored as zeros; the next ``cut_opens`` files that are opened to be read and have ``cut_name``
-    in their names end in their middle, while their size stays what it is.
+    in their names end in their middle, while their size stays what it is; the next ``call_errors``
+    looks at a file or a folder fail with EIO; files that have ``hidden_name`` in their paths do not
+    show.
     """
 
     errors: int = 0
@@ -44,6 +46,8 @@ class Faults:
     lost_bytes: int = 0
     cut_opens: int = 0
     cut_name: str = ""
+    call_errors: int = 0
+    hidden_name: str = ""
 
 
 def can_mount() -> str:

@@ -20,6 +20,8 @@ from typing import Any
 
 from colab_utils.slow_drive import DriveProfile, get_profile
 
+# More reads at once than any reader begins: the profile decides, and not the library.
+_MOST_THREADS = 400
 # a stream goes on for so long while nobody reads it, into the buffers of its connection
 BUFFERED_S = 0.01
 
@@ -75,9 +77,11 @@ class Drive:
         self._known: set[str] = set()
         self._ours: set[str] = set()
         self._lock = threading.Lock()
+        self._served = threading.Semaphore(profile.streams if profile else 1)
+        self._in_line = 0
         self._pipe = _Stream(total_bytes_per_s) if total_bytes_per_s else None
 
-    def check(self, *, writes: bool = False, reads: bool = False) -> None:
+    def check(self, *, writes: bool = False, reads: bool = False, looks: bool = False) -> None:
         """Raise what is to go wrong now."""
         with self._lock:
             changed = self.faults_file.stat().st_mtime_ns
@@ -88,6 +92,9 @@ class Drive:
                 raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
             if writes and self._faults["full"]:
                 raise OSError(errno.ENOSPC, "No space left on device")
+            if looks and self._faults.get("call_errors", 0) > 0:
+                self._faults["call_errors"] -= 1
+                raise OSError(errno.EIO, "Input/output error")
             if reads and self._faults["errors"] > 0:
                 self._faults["errors"] -= 1
                 raise OSError(errno.EIO, "Input/output error")
@@ -96,7 +103,12 @@ class Drive:
         return str(self.backing / path.lstrip("/"))
 
     def hides(self, path: str) -> bool:
-        """Whether another machine wrote this so lately that it does not show yet."""
+        """Whether another machine wrote this so lately that it does not show yet, or it is to be
+        hidden.
+        """
+        hidden = self._faults.get("hidden_name")
+        if hidden and hidden in path:
+            return True
         late_s = self._faults.get("late_s", 0.0)
         return (
             bool(late_s)
@@ -107,7 +119,7 @@ class Drive:
     # --- calls that look
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        self.check()
+        self.check(looks=True)
         if self.hides(path):
             raise OSError(errno.ENOENT, "No such file or directory")
         if path not in self._known:
@@ -136,6 +148,10 @@ class Drive:
             raise OSError(errno.EIO, "Input/output error")
         return [".", "..", *names]
 
+    def readlink(self, path: str) -> str:
+        self.check()
+        return os.readlink(self.find(path))
+
     def statfs(self, path: str) -> dict[str, int]:
         self.check()
         found = os.statvfs(self.backing)
@@ -154,13 +170,24 @@ class Drive:
 
     # --- calls that read
 
+    def wait_in_line(self, profile: DriveProfile) -> None:
+        """Wait until a cold file is served, or refuse it, as Drive with so many streams does."""
+        with self._lock:
+            if profile.most_reads is not None and self._in_line >= profile.most_reads:
+                raise OSError(errno.EIO, "Input/output error")
+            self._in_line += 1
+        with self._served:
+            time.sleep(profile.open_s)
+        with self._lock:
+            self._in_line -= 1
+
     def open(self, path: str, flags: int) -> int:
         writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
         self.check(writes=writes)
         descriptor = os.open(self.find(path), flags & ~os.O_APPEND & ~os.O_EXCL)
         cached = path in self._cached
         if self.profile and not cached and not writes:
-            time.sleep(self.profile.open_s)
+            self.wait_in_line(self.profile)
         stream = _Stream(self.profile.bytes_per_s) if self.profile and not cached else None
         file = _Open(descriptor, cached, stream, written=writes)
         with self._lock:
@@ -288,7 +315,15 @@ def main() -> None:
     )
     folder = str(options.folder)
     direct = options.direct
-    mfusepy.FUSE(drive, folder, foreground=True, subtype="drive", direct_io=direct, nothreads=False)
+    mfusepy.FUSE(
+        drive,
+        folder,
+        foreground=True,
+        subtype="drive",
+        direct_io=direct,
+        nothreads=False,
+        max_threads=_MOST_THREADS,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from colab_utils import drive
 from colab_utils.__main__ import main
+from colab_utils.errors import ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import lock
 from colab_utils.shards.write import write_shards
@@ -199,6 +201,69 @@ def test_a_burst_of_errors_is_tried_again(world, command):
     prepare(world, command)
     world.mount.fail(errors=3)
     run_complete(world, command)
+
+
+@every
+def test_a_burst_of_errors_at_looking_is_tried_again(world, command):
+    prepare(world, command)
+    world.mount.fail(call_errors=2)
+    run_complete(world, command)
+
+
+@pytest.fixture
+def hide(world, monkeypatch):
+    """Hide a file until somebody lists its folder."""
+    list_folder = os.listdir
+
+    def show(folder="."):
+        world.mount.fail()
+        return list_folder(folder)
+
+    def hide_file(name):
+        world.mount.fail(hidden_name=name)
+        monkeypatch.setattr(os, "listdir", show)
+
+    return hide_file
+
+
+@every
+def test_a_listed_file_that_does_not_show_for_a_while(world, command, hide):
+    prepare(world, command)
+    images = sorted(path.name for path in (world.backing / "images").iterdir())
+    hide(images[0] if command == "preprocess" else "shard-000001.tar")
+    result = run_complete(world, command)
+    assert result.get("skipped", []) == []
+
+
+def test_repair_drops_no_image_that_drive_does_not_show_for_a_while(world, hide):
+    images = sorted(path.name for path in (world.backing / "images").iterdir())
+    hide(images[0])
+    output = world.backing / "repaired.json"
+    words = ["check", "--images", world.drive / "images", "--repair", output]
+    words += ["--annotations", world.drive / "annotations.json"]
+    assert main([str(word) for word in words]) == 0
+    assert "Drive does not show 1 of the files" in world.output.readouterr().err
+    assert len(json.loads(output.read_text())["images"]) == len(images)
+
+
+def test_images_that_are_gone_are_left_out_after_one_wait(world, monkeypatch):
+    images = sorted((world.backing / "images").iterdir())
+    for path in images[:2]:
+        path.unlink()
+    listed = []
+    list_folder = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder) or list_folder(folder))
+    with pytest.warns(ColabUtilsWarning, match="Drive does not show 2 of the files"):
+        report = write_shards(
+            world.drive / "images",
+            world.drive / "annotations.json",
+            shards=world.drive / "new",
+            max_bad=0.5,
+            workers=1,
+        )
+    assert [image.file_name for image in report.skipped] == [path.name for path in images[:2]]
+    assert listed == [world.drive / "images"] * len(listed)
+    assert len(listed) == 1 + len(drive.RETRY_WAITS_S)
 
 
 @every

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -319,6 +320,28 @@ def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
         assert out == ""
 
 
+def test_a_json_that_cannot_be_written_is_told_before_the_work(run, world):
+    words = ["preprocess", *COCO, "--shards", "{}/unwritten", "--json", "{}/" + 250 * "n"]
+    status, _, err = run(*(word.replace("{}", str(world)) for word in words))
+    assert_one_error(status, err, contains="File name too long. Choose a shorter name.")
+    assert not (world / "unwritten").exists()
+
+
+@pytest.mark.parametrize("options", ["size=4k,nr_inodes=1", "ro"])
+def test_a_full_or_locked_dev_shm_is_named(world, options):
+    """Locks of processes lie there: the folder of shards is not what is full."""
+    words = ["preprocess", *COCO, "--shards", "{}/unwritten"]
+    command = [sys.executable, "-m", "colab_utils", *words, "--storage", "keep"]
+    command = [word.replace("{}", str(world)) for word in command]
+    mount = f"mount -t tmpfs -o {options} none /dev/shm && exec {shlex.join(command)}"
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True, check=False
+    )
+    if "error: " not in result.stderr:
+        pytest.skip(f"/dev/shm cannot be exchanged here: {result.stderr}")
+    assert_one_error(result.returncode, result.stderr, contains="locks for processes in /dev/shm")
+
+
 def test_a_bad_line_in_a_real_process(world):
     status, _, err = finish("verify", "--shards", world / "cut")
     assert_one_error(status, err)
@@ -562,6 +585,35 @@ def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
         world / "faulty.json",
     )
     assert_one_error(status, err, contains=says)
+
+
+def test_check_and_its_repair_never_go_round_for_a_leak(run, world):
+    """What check advises, done with the options it was called with, is what check then accepts."""
+    coco = json.loads((world / "coco.json").read_text())
+    val = {**coco, "images": coco["images"][:2], "annotations": []}
+    (world / "val.json").write_text(json.dumps(val))
+    start = ("check", "--images", world / "images", "--val-annotations", world / "val.json")
+    status, _, err = run(*start, "--annotations", world / "coco.json")
+    assert_one_error(status, err, contains="--repair beside --val-annotations leaves it out")
+    options = ("--annotations", world / "coco.json", "--repair", world / "whole.json")
+    status, out, _ = run(*start, *options)
+    assert status == 0
+    assert "2 x image in validation, too" in out
+    status, out, _ = run(*start, "--annotations", world / "whole.json")
+    assert (status, out.split()[0]) == (0, "10")
+
+
+def test_val_images_alone_are_refused(run, world):
+    status, _, err = run(
+        "check",
+        "--images",
+        world / "images",
+        "--annotations",
+        world / "coco.json",
+        "--val-images",
+        world / "images",
+    )
+    assert_one_error(status, err, contains="--val-annotations")
 
 
 # preprocess: the plan

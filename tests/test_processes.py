@@ -100,7 +100,7 @@ def test_too_few_processes_are_said_in_one_line(command, value, user, tiny_datas
         [*command, *data], tmp_path, kind=resource.RLIMIT_NPROC, value=value, user=user
     )
     [line] = find_lines(done)
-    assert line.startswith("error: expected to start what this work needs, found: ")
+    assert line.startswith("error: The system gives no more to this work: ")
     assert "`ulimit -u`" in line
     assert done.returncode == 2
     assert list_processes_of(user) == []
@@ -120,7 +120,7 @@ def test_too_few_open_files_are_said_in_one_line(command, tiny_dataset, tmp_path
     data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
     done = run_limited([*command, *data], tmp_path, kind=resource.RLIMIT_NOFILE, value=10)
     [line] = find_lines(done)
-    assert line.startswith("error: expected to start what this work needs, found: [Errno 24] ")
+    assert line.startswith("error: The system gives no more to this work: Too many open files. ")
     assert "`ulimit -n 4096`" in line
     assert done.returncode == 2
 

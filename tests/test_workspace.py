@@ -7,6 +7,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import types
@@ -284,13 +286,13 @@ def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
     slow = tmp_path / "d"
     with pytest.raises(
-        ColabUtilsError, match=r"nowhere.*No such file or directory: name another DRIVE_FOLDER"
+        ColabUtilsError, match=r"nowhere.*No such file or directory. Name another DRIVE_FOLDER"
     ):
         Workspace.open(tmp_path / "nowhere" / "d", ssd=tmp_path / "s")
     with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
         Workspace.open(tmp_path / "file", ssd=tmp_path / "s")
     with pytest.raises(
-        ColabUtilsError, match=r"(File exists|Not a directory): name another SSD_FOLDER"
+        ColabUtilsError, match=r"(File exists|Not a directory)\. A file has the name"
     ):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="own disk"):
@@ -355,7 +357,8 @@ def test_half_of_a_dataset_is_refused(workspace, names):
 def test_folders_bear_the_name_of_their_dataset(workspace, own):
     builtin = ensure_dataset(workspace, n=2)
     mine = ensure_dataset(workspace, **own)
-    assert (builtin.name, mine.name) == ("built-in", "images-annotations")
+    assert builtin.name == "built-in"
+    assert re.fullmatch("images-annotations-[0-9a-f]{8}", mine.name)
     for data in (builtin, mine):
         assert data.shards_on_drive == workspace.drive / "shards" / data.name
         assert data.shards_on_ssd == workspace.ssd / "shards" / data.name
@@ -571,26 +574,64 @@ def test_shards_are_made_then_found(workspace, own):
     data = ensure_dataset(workspace, **own)
     made = ensure_shards(data)
     before = {path: path.stat().st_mtime_ns for path in data.shards_on_drive.iterdir()}
-    assert data.shards_on_drive == workspace.drive / "shards" / "images-annotations"
+    assert data.shards_on_drive == workspace.drive / "shards" / data.name
     assert replace(ensure_shards(data), seconds=made.seconds) == made
     assert {path: path.stat().st_mtime_ns for path in data.shards_on_drive.iterdir()} == before
     assert "12 images" in str(made)
 
 
+def copy_export(dataset, folder, images=12):
+    """Write an export as Roboflow's, with the dataset's first images; return its two paths."""
+    shutil.copytree(dataset.images, folder / "train")
+    content = json.loads(dataset.annotations.read_text())
+    content["images"] = content["images"][:images]
+    content["annotations"] = []
+    path = folder / "train/_annotations.coco.json"
+    path.write_text(json.dumps(content))
+    return {"images": str(folder / "train"), "annotations": str(path)}
+
+
+def test_two_exports_whose_folders_have_the_same_names_do_not_meet(
+    workspace, tmp_path, tiny_dataset
+):
+    first = ensure_dataset(workspace, **copy_export(tiny_dataset, tmp_path / "first"))
+    second = ensure_dataset(workspace, **copy_export(tiny_dataset, tmp_path / "second", 3))
+    assert first.name != second.name
+    assert first.name.startswith("train-_annotations.coco-")
+    assert (ensure_shards(first).images, ensure_shards(second).images) == (12, 3)
+    assert ensure_dataset(workspace).name == second.name
+
+
+def test_shards_under_the_earlier_name_are_those_of_their_dataset_alone(
+    workspace, tmp_path, tiny_dataset
+):
+    paths = copy_export(tiny_dataset, tmp_path / "first")
+    earlier = workspace.drive / "shards" / "train-_annotations.coco"
+    write_shards(**paths, shards=earlier, min_size=32, max_size=64, workers=1)
+    before = {path: path.stat().st_mtime_ns for path in earlier.iterdir()}
+    data = ensure_dataset(workspace, **paths)
+    assert (data.name, data.shards_on_drive) == (earlier.name, earlier)
+    ensure_shards(data)
+    assert {path: path.stat().st_mtime_ns for path in earlier.iterdir()} == before
+    other = ensure_dataset(workspace, **copy_export(tiny_dataset, tmp_path / "second", 3))
+    assert other.shards_on_drive != earlier
+    assert ensure_shards(other).images == 3
+
+
 def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path, tiny_dataset):
-    """Two datasets whose folders have the same names."""
+    """The annotations were changed after the shards were made."""
+    own["annotations"] = shutil.copy(own["annotations"], tmp_path / "own.json")
     data = ensure_dataset(workspace, **own)
     ensure_shards(data)
     folder = data.shards_on_drive
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = json.loads(tiny_dataset.annotations.read_text())
     content |= {"images": content["images"][:3], "annotations": []}
-    (tmp_path / "annotations.json").write_text(json.dumps(content))
-    other = own | {"annotations": str(tmp_path / "annotations.json")}
-    ensure_dataset(workspace, **other)  # as notebook 01 remembers it, for notebook 03
+    (tmp_path / "own.json").write_text(json.dumps(content))
     with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
         ensure_shards(ensure_dataset(workspace))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    shutil.copy(tiny_dataset.annotations, tmp_path / "own.json")
     assert ensure_shards(ensure_dataset(workspace, **own)).images == 12
 
 

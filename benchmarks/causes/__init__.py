@@ -28,6 +28,12 @@ CAUSES = (
     "periodic",
     "step",
     "contention",
+    "lock",
+    "sampler",
+    "accumulation",
+    "first_samples",
+    "helper_threads",
+    "other_process",
 )
 """The modules of this package that plant one."""
 

@@ -27,7 +27,7 @@ from benchmarks.causes import CAUSES, get_cause
 from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import run_loop
 from benchmarks.command import make_parser, run_to_end
-from colab_utils.diagnosis.causes import Cause
+from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.errors import ColabUtilsError

@@ -1,4 +1,4 @@
-"""Ten loops of different shapes that wait for nothing: a diagnosis must leave them alone."""
+"""Loops of different shapes that wait for nothing: a diagnosis must leave them alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from benchmarks.causes import accumulation, sampler
+from benchmarks.causes.first_samples import Files
+from benchmarks.causes.helper_threads import Threaded
+from benchmarks.causes.lock import Locked
 from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
+from benchmarks.causes.other_process import Asking
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
@@ -113,6 +118,43 @@ def make_variable_steps(folder: Path) -> Loop:
     return make_plain_loader(Photos(folder)), train, None
 
 
+def make_quick_lock(folder: Path) -> Loop:
+    """One lock for all workers, which each holds for a millisecond."""
+    dataset = Locked(folder)
+    dataset.held_ms = 1
+    return make_plain_loader(dataset), Step(STEP_MS), None
+
+
+def make_quick_sampler(folder: Path) -> Loop:
+    """A sampler that takes a millisecond for an epoch."""
+    loader, _, _ = sampler.make_loop(folder, cpu_ms=1)
+    return loader, Step(STEP_MS), None
+
+
+def make_quiet_accumulation(folder: Path) -> Loop:
+    """Gradients of eight batches, and a millisecond of logging after each."""
+    return accumulation.make_loop(folder, step_ms=STEP_MS, log_ms=1)
+
+
+def make_quick_files(folder: Path) -> Loop:
+    """Each worker opens eight files, each in a moment."""
+    dataset = Files(folder)
+    dataset.open_s = 0.01
+    return make_plain_loader(dataset), Step(STEP_MS), None
+
+
+def make_quick_threads(folder: Path) -> Loop:
+    """A thread of the worker that has little to do."""
+    return make_plain_loader(Photos(folder, transforms=Threaded(1)), workers=1), Step(STEP_MS), None
+
+
+def make_quick_process(folder: Path) -> Loop:
+    """Another program that answers at once."""
+    dataset = Asking(folder)
+    dataset.answer_s = 0.001
+    return make_plain_loader(dataset), Step(2 * STEP_MS), None
+
+
 HEALTHY: dict[str, Callable[[Path], Loop]] = {
     "in_memory": make_in_memory,
     "one_worker": make_one_worker,
@@ -124,5 +166,11 @@ HEALTHY: dict[str, Callable[[Path], Loop]] = {
     "slow_first": make_slow_first,
     "light_log": make_light_log,
     "variable_steps": make_variable_steps,
+    "quick_lock": make_quick_lock,
+    "quick_sampler": make_quick_sampler,
+    "quiet_accumulation": make_quiet_accumulation,
+    "quick_files": make_quick_files,
+    "quick_threads": make_quick_threads,
+    "quick_process": make_quick_process,
 }
 """The loops by name."""

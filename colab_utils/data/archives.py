@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import zlib
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException
@@ -18,7 +19,7 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 import xxhash
 
 from colab_utils.data.coco import read_coco
-from colab_utils.data.image_paths import take_base_name
+from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import write_file
@@ -34,6 +35,10 @@ _CURE = "or name a folder on a bigger disk"
 # OSError of damaged bzip2.
 _DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
 _DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
+# Of names without the mark of UTF-8, beside zip's own: what macOS writes, then Windows in China,
+# Japan, Korea, Taiwan, Russia and the West.
+_CODE_PAGES = ("utf-8", "gb18030", "cp932", "cp949", "cp950", "cp866", "cp1251", "cp1252", "cp850")
+_IS_UTF8 = 0x800
 # Names that are listed in a message, or compared.
 _NAMED = 9
 
@@ -110,20 +115,36 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
 def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[str, str]:
     """Unpack what is needed; return the image folder and the JSON, relative to ``target``."""
     with ZipFile(path) as archive:
-        members = _list_members(archive, source)
+        members = _fit_names(archive, source, {take_base_name(annotations)})
         text = _choose_annotations(members, annotations, source)
-        _extract(archive, [members[text]], target)
+        _extract(archive, {text: members[text]}, target)
         coco = read_coco(target / text)
         names = [coco.file_name(i) for i in range(len(coco))]
-        bases = {take_base_name(name) for name in names} - {""}
-        wanted = [info for name, info in members.items() if take_base_name(name) in bases]
+        bases = set[str]().union(*map(list_meanings, names)) - {""}
+        members = _fit_names(archive, source, bases)
+        wanted = {name: members[name] for name in members if take_base_name(name) in bases}
         if not wanted:
+            cure = "name another JSON in ANNOTATIONS, or export it with its images"
+            if not all(map(str.isascii, members)):
+                cure = "the names in the zip are garbled, zip it again with names in UTF-8"
             raise ColabUtilsError(
-                f"expected in {source} the images of {text}, found none of {len(names):,}: name "
-                "another JSON in ANNOTATIONS, or export it with its images"
+                f"expected in {source} the images of {text}, found none of {len(names):,}: {cure}"
             )
         _extract(archive, wanted, target)
         return _find_folder(names, members), text
+
+
+def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipInfo]:
+    """Return what is in a zip by name, in the code page in which most of the base names are
+    there.
+    """
+    listings = [_list_members(archive, source)]
+    if all(map(str.isascii, listings[0])):
+        return listings[0]
+    for page in _CODE_PAGES:
+        with suppress(UnicodeError, ColabUtilsError):
+            listings.append(_list_members(archive, source, page))
+    return max(listings, key=lambda names: len(bases.intersection(map(take_base_name, names))))
 
 
 def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: str) -> str:
@@ -155,15 +176,19 @@ def _find_folder(names: list[str], members: dict[str, ZipInfo]) -> str:
     return ""
 
 
-def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
-    """Return what is in a zip, by name.
+def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[str, ZipInfo]:
+    """Return what is in a zip, by name in a code page; backslashes part folders, as in unzip.
 
     Raises:
+        UnicodeError: a name is none in this code page.
         ColabUtilsError: something in it is not what an export holds; nothing of it is unpacked.
     """
     members: dict[str, ZipInfo] = {}
     for info in archive.infolist():
         name = info.filename
+        if not info.flag_bits & _IS_UTF8:
+            name = info.orig_filename.encode("cp437").decode(page)
+        name = name.replace("\\", "/")
         if name.startswith("__MACOSX/") or name.endswith("/"):
             continue
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -182,14 +207,15 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
     return members
 
 
-def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:
+def _extract(archive: ZipFile, members: dict[str, ZipInfo], target: Path) -> None:
     """Unpack these files; zipfile compares their checksums, and those that are there are compared
     here.
     """
-    missing = [info for info in members if not _is_there(target / info.filename, info)]
-    require_space(target, sum(info.file_size for info in missing), _CURE)
-    for info in show_progress("unpacking", missing, total=len(missing), unit="file"):
-        archive.extract(info, target)
+    missing = [name for name in members if not _is_there(target / name, members[name])]
+    require_space(target, sum(members[name].file_size for name in missing), _CURE)
+    for name in show_progress("unpacking", missing, total=len(missing), unit="file"):
+        members[name].filename = name
+        archive.extract(members[name], target)
 
 
 def _is_there(path: Path, info: ZipInfo) -> bool:

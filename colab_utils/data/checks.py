@@ -4,7 +4,7 @@ data in numbers.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.data.defects import EFFECTS, SERIOUS, Defect
-from colab_utils.data.image_checks import Findings, check_image, read_header
+from colab_utils.data.image_checks import Findings, Header, check_image, read_header
 from colab_utils.data.image_paths import require_folder
 from colab_utils.data.statistics import DatasetStatistics, measure_dataset
 from colab_utils.drive import Retries
@@ -117,10 +117,11 @@ def check_dataset(
         require_local_path(place)
     dataset = read_coco(annotations)
     findings = inspect_images(folder, dataset, deep=deep)
-    shared: list[Defect] = []
+    shared: dict[int, str] = {}
     if validation:
-        shared = _find_shared(folder, dataset, findings, *validation)
-    return _sum_up(dataset, findings, shared)
+        headers = [found.header for found in findings]
+        shared = find_shared(folder, dataset, headers, *validation)
+    return _sum_up(dataset, findings, shared.values())
 
 
 def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
@@ -136,8 +137,16 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
     parts = (dataset.subset(start, min(start + chunk, len(dataset))) for start in starts)
     workers = max(1, min(count_cores(), len(starts)))
     with fork_pool(workers) as pool:
-        findings = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
-        return list(show_progress("check", findings, total=len(dataset), unit="image"))
+        chained = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
+        findings = list(show_progress("check", chained, total=len(dataset), unit="image"))
+    # On Drive, a file may be missing for a while.
+    missing = [
+        i for i, found in enumerate(findings) if "missing image" in dict(found.header.defects)
+    ]
+    if Retries().find_again([dataset.find_image(images, i)[0] for i in missing]):
+        for i in missing:
+            findings[i] = _inspect_part(images, deep, dataset.subset(i, i + 1))[0]
+    return findings
 
 
 def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
@@ -152,7 +161,7 @@ def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]
 
 
 def _sum_up(
-    dataset: CocoDataset, findings: Sequence[Findings], shared: Sequence[Defect]
+    dataset: CocoDataset, findings: Sequence[Findings], shared: Iterable[str]
 ) -> DatasetReport:
     """Return the report of what was found in each image, of what concerns the whole dataset, and of
     the images that another one shares.
@@ -166,7 +175,8 @@ def _sum_up(
                 scores[i] += _SERIOUS_SCORE
             elif kind != "image without objects":
                 scores[i] += 1
-    for kind, text in (*_find_in_all(dataset, findings), *shared):
+    examples["image in validation, too"] += shared
+    for kind, text in _find_in_all(dataset, findings):
         examples[kind].append(text)
     problems = []
     for kind, effect in EFFECTS.items():
@@ -198,6 +208,8 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
         yield "repeated image id", f"id {number}: the first image of it has the annotations"
     for number in dataset.unknown_images.tolist():
         yield "unknown image", f"annotation {number}"
+    for text in dataset.text_ids:
+        yield "image id that is text", escape(text)
     yield from _find_repeated_names(dataset, findings)
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
@@ -226,34 +238,35 @@ def _find_repeated_names(dataset: CocoDataset, findings: Sequence[Findings]) -> 
             yield kind, escape(name)
 
 
-def _find_shared(
+def find_shared(
     images: Path,
     dataset: CocoDataset,
-    findings: Sequence[Findings],
+    headers: Sequence[Header],
     others: str | Path,
     annotations: str | Path,
-) -> list[Defect]:
-    """Return the pictures that are in another dataset, too, by whatever name: files whose sizes
-    match are compared.
+) -> dict[int, str]:
+    """Return the pictures that are in another dataset, too, by whatever name, each with what it
+    is there: files whose sizes match are compared.
     """
     require_folder(others)
     by_size = defaultdict[int, list[int]](list)
     other = read_coco(annotations)
     retries = Retries()
-    for i, found in enumerate(findings):
-        by_size[found.header.bytes].append(i)
+    shared: dict[int, str] = {}
+    for i, header in enumerate(headers):
+        by_size[header.bytes].append(i)
 
-    def compare(i: int) -> Defect | None:
+    def compare(i: int) -> None:
         # What cannot be read is in no training.
         with suppress(OSError, ColabUtilsError):
             content = read_file(other.find_image(others, i)[0], retries)
             for twin in by_size.get(len(content), ()):
                 if read_file(dataset.find_image(images, twin)[0], retries) == content:
-                    text = f"{escape(dataset.file_name(twin))} is {escape(other.file_name(i))}"
-                    return "image in validation, too", text
-        return None
+                    name = escape(dataset.file_name(twin))
+                    shared[twin] = f"{name} is {escape(other.file_name(i))}"
 
     reader = Reader(compare, place=others, retries=retries)
-    shared = [reading.take() for reading in reader.read_all(range(len(other)))]
+    for reading in reader.read_all(range(len(other))):
+        reading.take()
     reader.close()
-    return [defect for defect in shared if defect is not None]
+    return dict(sorted(shared.items()))

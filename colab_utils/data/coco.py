@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco_json import UNREADABLE, Columns, read_columns
 from colab_utils.data.fields import FAULTS, read_annotation
-from colab_utils.data.image_paths import find_file, require_folder, take_base_name
+from colab_utils.data.image_paths import find_file, list_meanings, require_folder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
 from colab_utils.require import require_local_path
@@ -72,6 +72,8 @@ class CocoDataset:
     unknown_images: NDArray[np.int64]
     unknown_categories: NDArray[np.int64]
     """Ids of those among the A whose category is unknown."""
+    text_ids: tuple[str, ...] = ()
+    """Ids of images that are names, for which `image_ids` has integers."""
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -177,8 +179,9 @@ class CocoDataset:
             texts=self.texts[self.text_ends[start] : self.text_ends[stop]],
             text_ends=self.text_ends[start : stop + 1] - self.text_ends[start],
             shared_names=self.shared_names.intersection(
-                take_base_name(self.file_name(i)) for i in range(start, stop)
+                base for i in range(start, stop) for base in list_meanings(self.file_name(i))
             ),
+            text_ids=(),
         )
 
 
@@ -186,10 +189,10 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category
     ids.
 
-    What tools write beside the format is understood: numbers as text, ids of annotations that are
-    no numbers, LVIS's ``coco_url`` for a ``file_name``, and boxes and areas that are missing, which
-    come from the mask as in pycocotools. A faulty annotation refuses its image alone, and only when
-    you ask for it: see `CocoDataset.read_annotations`.
+    What tools write beside the format is understood: numbers as text, ids of annotations and images
+    that are no numbers, LVIS's ``coco_url`` for a ``file_name``, and boxes and areas that are
+    missing, which come from the mask as in pycocotools. A faulty annotation refuses its image
+    alone, and only when you ask for it: see `CocoDataset.read_annotations`.
 
     Args:
         annotations: the JSON file.
@@ -311,6 +314,7 @@ def _group(columns: Columns, fingerprint: str) -> CocoDataset:
         repeated_ids=np.delete(images["id"], places),
         unknown_images=rows["id"][~known_image],
         unknown_categories=rows["id"][known_image & ~known_category],
+        text_ids=tuple(columns.text_ids),
     )
 
 

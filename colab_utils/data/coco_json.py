@@ -9,10 +9,11 @@ from typing import Any
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import FAULTS, to_integer
-from colab_utils.data.image_paths import take_base_name
+from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import find_free_memory
+from colab_utils.os_errors import explain_os_error
 
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
@@ -24,7 +25,7 @@ UNREADABLE = -(2**63)
 """Stands for an id of an annotation that is no number; no id has it."""
 _NAME_INSTANCES = (
     "Name the instances file (such as instances_train2017.json), or export the "
-    "dataset as COCO instances."
+    "dataset as COCO instances: see docs/FORMATS.md."
 )
 _decode = json.JSONDecoder().raw_decode
 
@@ -73,10 +74,8 @@ def _read_text(path: Path) -> tuple[str, str]:
     try:
         data = read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected an annotations file at {path}, found: {error.strerror}. Check the name; on "
-            "Colab, mount Drive first."
-        ) from None
+        reason = explain_os_error(error, "Check the name; on Colab, mount Drive first.")
+        raise ColabUtilsError(f"expected an annotations file at {path}, found: {reason}") from None
     kind = name_kind(data)
     if kind:
         raise _expect(path, kind, "Then name the JSON.")
@@ -166,6 +165,7 @@ class Columns:
         self.has_shapes = False
         self.bases = dict[str, str]()
         self.shared_names = set[str]()
+        self.text_ids = list[str]()
 
     def add(self, section: str, entry: Any, text: str) -> None:
         """Add an entry of a section, and its text."""
@@ -188,7 +188,7 @@ class Columns:
     def _add_image(self, image: dict[str, Any]) -> None:
         url = image.get("coco_url")
         name = image.get("file_name")
-        if not name and isinstance(url, str):
+        if not name and isinstance(url, str) and "://" in url:
             name = take_base_name(url)
         if name is None:
             raise ValueError("no 'file_name'")
@@ -197,10 +197,12 @@ class Columns:
                 f"a file_name that is not text, or longer than a path may be: {name!r:.60}"
             )
         sizes = [to_integer(image.get(side) or 0, side, most=2**31) for side in ("height", "width")]
-        number = to_integer(image.get("id"), "id")
-        base = take_base_name(name)
-        if self.bases.setdefault(base, name) != name:
-            self.shared_names.add(base)
+        number = to_integer(image.get("id"), "image_id")
+        if isinstance(image["id"], str) and image["id"] != str(number):
+            self.text_ids.append(image["id"])
+        for base in list_meanings(name):
+            if self.bases.setdefault(base, name) != name:
+                self.shared_names.add(base)
         self.names += name.encode()
         self.images.extend((number, *sizes, len(self.names)))
 

@@ -1,16 +1,17 @@
-"""Decode the bytes of an image: JPEG by torchvision's libjpeg-turbo, raw pixels as they are, the
-rest by Pillow.
+"""Decode the bytes of an image: JPEG by the libjpeg-turbo of torchcodec or torchvision, raw pixels
+as they are, the rest by Pillow.
 """
 
 import io
+import logging
 import os
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,13 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 if TYPE_CHECKING:
     from PIL import Image
+
+Encoded = bytes | bytearray
+"""The content of an image file."""
+Pixels = NDArray[np.uint8]
+"""Decoded pixels, [H, W, 3]."""
+JpegDecoder = Callable[[Encoded], Pixels]
+"""Decodes a JPEG, or raises RuntimeError."""
 
 MOST_PIXELS = 112_000_000
 """Pixels of the largest image: phones of 108 megapixels pass, and reading one takes at most 1 GB,
@@ -30,6 +38,8 @@ _NPY_HEADER = re.compile(
     rb"]*)\), \} *\n",
     re.DOTALL,
 )
+# Bytes of a file that say what it is.
+_HEAD_BYTES = 2000
 # What people have in place of an image or of a JSON, by its first bytes.
 _KINDS = {
     b"PK\x03\x04": "a zip: unpack it first",
@@ -40,16 +50,37 @@ _KINDS = {
     b"%(PDF|!PS)": "a PDF or a PostScript file: save its pages as images",
     b"\\0{16}": "nothing but zeros: copy it again",
     b"$": "an empty file: copy it again",
+    b"\\s*#?filename,file_size": "VIA's CSV: export its JSON, see docs/FORMATS.md",
+    b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
+    b"\\s*\\d+([ \\t]+[\\d.]+){4}": "YOLO's text: see docs/FORMATS.md",
+}
+# What a JSON without a list of images is, by a key in its first bytes.
+_FOREIGN = {
+    b'(_via_|__VIA_|filename".*"regions")': "VIA's JSON",
+    b'(shapes|imagePath)"': "LabelMe's JSON",
+    b'(data_row|DataRow ID|Labeled Data)"': "Labelbox's JSON",
+    b'(Feature|FeatureCollection)"': "GeoJSON",
+    b'(classTitle"|tags".*"size")': "Supervisely's JSON",
+    b'(completed_by|from_name|polygonlabels|brushlabels)"': "Label Studio's own JSON",
+    b'coordinates"': "CreateML's JSON",
 }
 # The number of the orientation in EXIF.
 _ORIENTATION = 0x0112
-# The markers of a JPEG that its size follows.
+# The markers of a JPEG that its size, EXIF and its pixels follow, and one of what nobody reads.
 _JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_EXIF = 0xE1
+_JPEG_PIXELS = 0xDA
+_JPEG_UNREAD = 0xEF
 # The chunks without which a PNG has other pixels.
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _NUMPY = b"\x93NUMPY"
+_TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+# One scale for all images: each image's own would change what their colours mean.
+_SCALE = "-scale 0 MAX IN OUT, where MAX is the largest value of all your images"
+# A brightest value under it is of a camera or a sensor of 14 bits or fewer.
+_DARK = 64
 # Rows that are taken from Pillow at a time.
 _BAND = 1024
 # What Pillow may open: for EPS it starts another program, and an icon holds a larger image than it
@@ -88,22 +119,18 @@ class _PillowGuard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers = 0
-        self._skips_damage: Any = None
-        self._most_pixels: Any = None
+        self._users_values: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Set the switches, for the first reader and again for each further one."""
-        from PIL import Image, ImageFile
-
         with self._lock:
             self._readers += 1
-            # Other threads may have set them since.
-            if self._readers == 1 or ImageFile.LOAD_TRUNCATED_IMAGES is not False:
-                self._skips_damage = ImageFile.LOAD_TRUNCATED_IMAGES
-            if self._readers == 1 or Image.MAX_IMAGE_PIXELS is not _PILLOW_LIMIT:
-                self._most_pixels = Image.MAX_IMAGE_PIXELS
-            ImageFile.LOAD_TRUNCATED_IMAGES = False
-            Image.MAX_IMAGE_PIXELS = _PILLOW_LIMIT
+            for holder, name, ours in _list_switches():
+                value = getattr(holder, name)
+                # Other threads may have set them since.
+                if self._readers == 1 or value is not ours:
+                    self._users_values[name] = value
+                setattr(holder, name, ours)
 
     def end(self) -> None:
         """Give the user's values back after the last reader."""
@@ -120,16 +147,27 @@ class _PillowGuard:
             self._give_back()
 
     def _give_back(self) -> None:
-        from PIL import Image, ImageFile
-
-        if ImageFile.LOAD_TRUNCATED_IMAGES is False:
-            ImageFile.LOAD_TRUNCATED_IMAGES = self._skips_damage
-        if Image.MAX_IMAGE_PIXELS is _PILLOW_LIMIT:
-            Image.MAX_IMAGE_PIXELS = self._most_pixels
+        for holder, name, ours in _list_switches():
+            if getattr(holder, name) is ours:
+                setattr(holder, name, self._users_values[name])
 
 
-# Between one and two times `MOST_PIXELS`, `open_lazily` can say how large the image is.
-_PILLOW_LIMIT = _Limit(2 * MOST_PIXELS)
+@cache
+def _list_switches() -> tuple[tuple[Any, str, Any], ...]:
+    """Return where each switch is, its name, and our value."""
+    from PIL import Image, ImageFile
+
+    return (
+        (ImageFile, "LOAD_TRUNCATED_IMAGES", False),
+        # Into too small a block JPEGs are written without end.
+        (ImageFile, "MAXBLOCK", 65_536),
+        # Between one and two times `MOST_PIXELS`, `open_lazily` can say how large the image is.
+        (Image, "MAX_IMAGE_PIXELS", _Limit(2 * MOST_PIXELS)),
+        # It writes to the screen what an error of ours says better.
+        (logging.getLogger("PIL.TiffImagePlugin"), "disabled", True),
+    )
+
+
 _guard = _PillowGuard()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_guard.begin_anew)
@@ -169,13 +207,13 @@ def guard_pillow() -> Iterator[None]:
         _guard.end()
 
 
-def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
+def decode_pixels(data: Encoded) -> Pixels:
     """Return a JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as
     uint8 [H, W, 3].
 
-    torchvision's operator decodes straight into the array, Pillow gives its pixels away through two
-    copies; the pixels are the same. What the operator refuses (CMYK, cut short) Pillow decodes, or
-    says what is wrong.
+    A JPEG operator decodes straight into the array, Pillow gives its pixels away through two
+    copies; the pixels are the same. What the operator refuses (cut short) Pillow decodes, or says
+    what is wrong.
 
     Raises:
         ColabUtilsError: if the bytes are not a complete image of at most `MOST_PIXELS` pixels.
@@ -188,25 +226,16 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     """
     if data[:6] == _NUMPY:
         return _read_raw_pixels(data)
-    if 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
+    if 0 < _read_jpeg_header(data)[0] <= MOST_PIXELS:
         try:
             return load_jpeg_decoder()(data)
         except RuntimeError:
             # Pillow says what is wrong, or knows the kind.
             pass
-        except (AttributeError, TypeError) as error:
-            # Another version of torchvision takes or returns something else.
-            warnings.warn(
-                "found torchvision's JPEG operator failing "
-                f"({str(error).splitlines()[0]:.100}): Pillow decodes instead, more slowly",
-                ColabUtilsWarning,
-                stacklevel=2,
-            )
-    with guard_pillow():
-        return _take_pixels(to_rgb(open_image(data)))
+    return decode_upright(data, 0, 0)
 
 
-def _read_raw_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
+def _read_raw_pixels(data: Encoded) -> Pixels:
     try:
         start, shape, dtype = read_npy_header(data)
         if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
@@ -217,18 +246,15 @@ def _read_raw_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
 
 
 @guard_pillow()
-def decode_upright(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
-    """Decode as `decode_pixels`, at the size that annotations give: see `turn_upright`."""
+def decode_upright(data: Encoded, height: int, width: int) -> Pixels:
+    """Decode by Pillow, at the size that annotations give, 0 for none: see `turn_upright`."""
     return _take_pixels(to_rgb(turn_upright(open_image(data), height, width)))
 
 
-def _take_pixels(image: "Image.Image") -> NDArray[np.uint8]:
+def _take_pixels(image: "Image.Image") -> Pixels:
     """Return the pixels, taken in bands, because Pillow gives pixels away through two copies."""
     width, height = image.size
     pixels = np.empty((height, width, 3), np.uint8)
-    if height <= _BAND:
-        pixels[:] = np.asarray(image)
-        return pixels
     for top in range(0, height, _BAND):
         end = min(top + _BAND, height)
         pixels[top:end] = np.asarray(image.crop((0, top, width, end)))
@@ -236,13 +262,13 @@ def _take_pixels(image: "Image.Image") -> NDArray[np.uint8]:
 
 
 @guard_pillow()
-def open_image(data: bytes | bytearray) -> "Image.Image":
+def open_image(data: Encoded) -> "Image.Image":
     """Open a complete image by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not
     refuse its pixels.
 
     Raises:
         ColabUtilsError: if the bytes are none, or have more than `MOST_PIXELS` pixels, before any
-            of them is decoded.
+            of them is decoded; or 16 bits a channel of which so few are used that it becomes black.
     """
     try:
         return _load_image(data)
@@ -270,7 +296,10 @@ def open_lazily(file: Any) -> "Image.Image":
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
     except Image.UnidentifiedImageError:
         file.seek(0)
-        kind = name_kind(file.read(256))
+        head = file.read(256)
+        if head.startswith(_TIFFS):
+            raise ColabUtilsError(_name_tiff(file)) from None
+        kind = name_kind(head)
         raise ColabUtilsError(f"not an image: {kind}" if kind else "not an image") from None
     if image.width * image.height > MOST_PIXELS:
         raise ColabUtilsError(
@@ -280,11 +309,12 @@ def open_lazily(file: Any) -> "Image.Image":
     return image
 
 
-def _load_image(data: bytes | bytearray) -> "Image.Image":
+def _load_image(data: Encoded) -> "Image.Image":
     from PIL import Image
 
     try:
         image = open_lazily(io.BytesIO(data))
+        is_deep = has_16_bits(image)
         image.load()
     except (ColabUtilsError, Image.DecompressionBombError):
         raise
@@ -293,7 +323,18 @@ def _load_image(data: bytes | bytearray) -> "Image.Image":
         raise ColabUtilsError(
             f"not a complete image: {str(error) or type(error).__name__}"
         ) from None
+    peak = int(np.asarray(to_rgb(image)).max()) if is_deep else 255
+    if peak < _DARK:
+        raise ColabUtilsError(
+            f"its 16 bits hold no value above {peak * 256 + 255:,} of 65,535, so that the "
+            f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte {_SCALE}"
+        )
     return image
+
+
+def has_16_bits(image: "Image.Image") -> bool:
+    """Return whether an image that is not loaded yet has 16 bits a channel, of which 8 are kept."""
+    return "16" in f"{image.mode} {[tile[3] for tile in getattr(image, 'tile', ())]}"
 
 
 def read_orientation(image: "Image.Image") -> int:
@@ -351,7 +392,7 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
     from PIL import Image
 
     if image.mode in ("I", "F"):
-        kind = "floating point numbers" if image.mode == "F" else "32-bit integers"
+        kind = "floating point numbers" if image.mode == "F" else "integers beyond 8 bits"
         raise ColabUtilsError(
             f"its pixels are {kind}: scale them to 0 to 255 and save them as an 8-bit PNG"
         )
@@ -367,23 +408,27 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
         raise ColabUtilsError(f"not a complete image: {error}") from None
 
 
-def _count_jpeg_pixels(data: bytes | bytearray) -> int:
-    """Return the pixels that a JPEG's header gives; 0 where the bytes are none, or its markers are
-    damaged.
+def _read_jpeg_header(data: Encoded) -> tuple[int, list[int]]:
+    """Return the pixels that a JPEG's header gives, and where the markers of its EXIF stand; no
+    pixels where the bytes are no JPEG, or its markers are damaged.
     """
-    if data[:3] != _JPEG:
-        return 0
+    pixels = 0
+    exif = []
     place = 2
-    while place + 9 < len(data) and data[place] == 0xFF:
-        if data[place + 1] in _JPEG_SIZES:
+    while data[:3] == _JPEG and place + 9 < len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker in _JPEG_SIZES:
             height = int.from_bytes(data[place + 5 : place + 7])
-            width = int.from_bytes(data[place + 7 : place + 9])
-            return height * width
+            pixels = height * int.from_bytes(data[place + 7 : place + 9])
+        elif marker == _JPEG_EXIF:
+            exif.append(place + 1)
+        elif marker == _JPEG_PIXELS:
+            return pixels, exif
         place += 2 + int.from_bytes(data[place + 2 : place + 4])
-    return 0
+    return 0, []
 
 
-def _strip_png(data: bytes | bytearray) -> bytes:
+def _strip_png(data: Encoded) -> bytes:
     """Return a PNG without the chunks that its pixels do not need."""
     pieces = [data[:8]]
     place = 8
@@ -395,7 +440,7 @@ def _strip_png(data: bytes | bytearray) -> bytes:
     return b"".join(pieces)
 
 
-def name_kind(data: bytes | bytearray) -> str:
+def name_kind(data: Encoded) -> str:
     """Return what a file that is no image and no JSON is, and what to do; "" where that is not
     known.
 
@@ -403,14 +448,40 @@ def name_kind(data: bytes | bytearray) -> str:
         >>> name_kind(b"version https://git-lfs.github.com/spec/v1")
         'a Git LFS pointer: run `git lfs pull` where it comes from'
     """
-    head = bytes(data[:256])
+    head = bytes(data[:_HEAD_BYTES])
     for kind, name in _KINDS.items():
         if re.match(kind, head, re.IGNORECASE | re.DOTALL):
             return name
+    for key, name in _FOREIGN.items():
+        if re.match(b'\\s*[{\\[](?!.*"images").*"' + key, head, re.DOTALL):
+            return f"{name}: see docs/FORMATS.md"
     return ""
 
 
-def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+def _name_tiff(file: IO[bytes]) -> str:
+    """Return what a TIFF that Pillow cannot decode holds, and what to do."""
+    from PIL.TiffImagePlugin import BITSPERSAMPLE, SAMPLESPERPIXEL, ImageFileDirectory_v2
+
+    file.seek(0)
+    head = file.read(8)
+    try:
+        # A BigTIFF has a longer header.
+        tags = ImageFileDirectory_v2(head if 42 in head[:4] else head + file.read(8))
+        file.seek(tags.next)
+        tags.load(file)
+        bits = max(tags[BITSPERSAMPLE])
+        bands = tags[SAMPLESPERPIXEL]
+    # Damaged tags raise all kinds of errors.
+    except Exception:
+        return "not a complete image: a damaged TIFF"
+    chosen = "-b 1 -b 2 -b 3" if bands > 2 else "-b 1"
+    return (
+        f"a TIFF of {bits} bits x {bands} bands, which Pillow cannot decode: gdal_translate -ot "
+        f"Byte {chosen} {_SCALE}"
+    )
+
+
+def read_npy_header(data: Encoded) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     """Return where the values start in a ``.npy`` file that begins with ``data``, their shape and
     dtype.
 
@@ -438,22 +509,75 @@ def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.d
 
 
 @cache
-def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]]:
-    """Return the JPEG operator under torchvision's Python function, which newer versions deprecate.
+def load_jpeg_decoder() -> JpegDecoder:
+    """Return what decodes a JPEG's bytes to uint8 [H, W, 3]: torchcodec (from 0.16), else the
+    operator under torchvision's Python function, which newer versions deprecate, else Pillow.
 
-    It imports torchvision, for a second or two: call it before worker processes start, so that they
+    Each is tried on a small JPEG, and left out where it fails or gives other pixels than Pillow. It
+    imports torchvision, for a second or two: call it before worker processes start, so that they
     share it.
     """
+    sample = _make_sample_jpeg()
+    pixels = decode_upright(sample, 0, 0)
+    for load in (_load_torchcodec, _load_torchvision):
+        # What is missing, too old or damaged raises all kinds of errors.
+        with suppress(Exception):
+            decode = _decode_by(load())
+            if np.array_equal(decode(sample), pixels):
+                return decode
+    warnings.warn(
+        "Neither torchcodec nor torchvision decodes a JPEG as Pillow does: Pillow decodes instead, "
+        "more slowly. Install versions of torch and torchvision that fit each other.",
+        ColabUtilsWarning,
+        stacklevel=2,
+    )
+    return partial(decode_upright, height=0, width=0)
+
+
+@guard_pillow()
+def _make_sample_jpeg() -> bytes:
+    """Return a JPEG that EXIF would turn."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[_ORIENTATION] = 6
+    file = io.BytesIO()
+    Image.new("RGB", (24, 40), "teal").save(file, "JPEG", exif=exif)
+    return file.getvalue()
+
+
+def _load_torchcodec() -> Any:
+    from torchcodec.decoders import decode_jpeg
+
+    return decode_jpeg
+
+
+def _load_torchvision() -> Any:
     import torch
 
     # It registers the operator.
     import torchvision  # noqa: F401
 
-    def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
-        # torch warns of memory it must not write.
-        buffer = data if isinstance(data, bytearray) else bytearray(data)
-        encoded = torch.frombuffer(buffer, dtype=torch.uint8)
-        pixels: NDArray[np.uint8] = torch.ops.image.decode_jpeg(encoded, 3, False).numpy()
+    return partial(torch.ops.image.decode_jpeg, mode=3)
+
+
+def _decode_by(operator: Any) -> JpegDecoder:
+    """Return a decoder by what makes RGB of a tensor of bytes."""
+    import torch
+
+    def decode(data: Encoded) -> Pixels:
+        encoded = torch.frombuffer(_hide_exif(data), dtype=torch.uint8)
+        pixels: Pixels = operator(encoded).numpy()
         return pixels.transpose(1, 2, 0)
 
     return decode
+
+
+def _hide_exif(data: Encoded) -> bytearray:
+    """Return a JPEG that torchcodec does not turn: it always obeys EXIF, annotations need not. The
+    copy may be written to; of other memory torch warns.
+    """
+    hidden = bytearray(data)
+    for place in _read_jpeg_header(data)[1]:
+        hidden[place] = _JPEG_UNREAD
+    return hidden

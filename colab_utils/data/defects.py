@@ -1,7 +1,12 @@
 """The kinds of defects of a dataset, and what becomes of each."""
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 Defect = tuple[str, str]
 """Its kind, and what was found where."""
@@ -24,7 +29,7 @@ class Kind:
 
 
 KINDS = (
-    Kind("no images", "stops preprocess"),
+    Kind("no images", "stops preprocess: name a JSON of images"),
     Kind("repeated image id", "stops preprocess"),
     Kind("unknown image", "stops preprocess"),
     Kind("unknown category", "stops preprocess"),
@@ -42,19 +47,27 @@ KINDS = (
     Kind("box outside the image", "object becomes background"),
     Kind(
         "objects in several entries of an image",
-        "objects of one entry become background in the other: make it one entry",
+        "objects of one entry become background in the other: --repair makes it one entry",
     ),
     Kind(
         "many crowds",
         "objects become background; where they are CVAT's brush masks: --repair with --crowds "
         "objects",
     ),
+    Kind(
+        "crowd without area",
+        "object becomes background: --repair with --crowds objects; a crowd of COCO has an area",
+    ),
     Kind("normalised polygon", "object is trained without a pixel"),
     Kind("empty mask", "object is trained without a pixel"),
     Kind("box of corners", "object is trained with a wrong box"),
     Kind("mask and box disagree", "object is trained with a wrong box"),
-    Kind("image in validation, too", "average precision comes out too high"),
+    Kind(
+        "image in validation, too",
+        "average precision comes out too high: --repair beside --val-annotations leaves it out",
+    ),
     Kind("box without area", "note: left out of training"),
+    Kind("empty annotation", "note: left out of training"),
     Kind("crowd", "note: left out of training"),
     Kind("image without objects", "note: left out of training"),
     Kind("polygon beyond the image", "note: cut at the image's edge"),
@@ -65,6 +78,7 @@ KINDS = (
     Kind("repeated annotation", "note: counts twice"),
     Kind("repeated file_name", "note: counts twice"),
     Kind("found by base name", "note: taken as it is"),
+    Kind("image id that is text", "note: an integer stands for it, which --repair writes"),
     Kind("16-bit image", "note: becomes 8-bit RGB, its first frame"),
     Kind("animated image", "note: becomes 8-bit RGB, its first frame"),
 )
@@ -72,6 +86,11 @@ EFFECTS = {kind.name: kind.effect for kind in KINDS}
 """The effect of each kind, by its name."""
 SERIOUS = {kind.name for kind in KINDS if kind.is_serious}
 """The names of the kinds with which a dataset has problems."""
+
+
+def pick_serious(counts: Mapping[str, int]) -> Counter[str]:
+    """Return the counts of the serious kinds alone."""
+    return Counter({kind: counts[kind] for kind in counts if kind in SERIOUS})
 
 
 def describe_faults(faults: Mapping[str, int]) -> str:
@@ -82,3 +101,29 @@ def describe_faults(faults: Mapping[str, int]) -> str:
         '1,200 x empty mask: object is trained without a pixel'
     """
     return "; ".join(f"{count:,} x {kind}: {EFFECTS[kind]}" for kind, count in faults.items())
+
+
+def count_allowed(total: int, share: float) -> int:
+    """Return how many of a total a share is, rounded down."""
+    # 0.29 x 100 is a little less than 29.
+    return int(share * total + 1e-6)
+
+
+def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float) -> None:
+    """Raise ColabUtilsError for a larger share of objects with serious defects than ``max_bad``."""
+    faults = pick_serious(counts)
+    allowed = count_allowed(total, max_bad)
+    if faults.total() > allowed:
+        raise ColabUtilsError(
+            f"expected at most {allowed:,} bad objects of {total:,}, found "
+            f"{faults.total():,} so far ({describe_faults(faults)}). Repair the annotations with "
+            "`check --repair OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
+        )
+
+
+def warn_of_faults(source: str | Path, counts: Mapping[str, int]) -> None:
+    """Warn of the objects of a dataset that have serious defects."""
+    faults = pick_serious(counts)
+    if faults:
+        text = f"{source} has bad objects, see check: {describe_faults(faults)}"
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)

@@ -4,7 +4,9 @@ from contextlib import suppress
 from typing import Any
 
 from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.segmentations import count_numbers
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes
 
 # An integer of numpy is less.
 _TOO_LARGE = 2**63
@@ -68,6 +70,8 @@ def read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str,
     try:
         tight, pixels = measure_mask(encode_segmentation(annotation["segmentation"], height, width))
     except ColabUtilsError as error:
+        if not (box or area or count_numbers(annotation["segmentation"])):
+            box = [0.0] * 4
         if not box:
             raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None
         tight = box
@@ -92,11 +96,18 @@ def _to_number(
 
 
 def to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
-    """Return an integer, which may be text or a float without a fraction."""
+    """Return an integer, which may be text or a float without a fraction; for an ``image_id`` that
+    is a name, 52 bits of its hash, which any JSON keeps.
+    """
     # Nearly all values end here.
     if type(value) is int and abs(value) < most:
         return value
-    number = _to_number(value, name, "an integer")
+    try:
+        number = _to_number(value, name, "an integer")
+    except ValueError:
+        if name != "image_id" or not isinstance(value, str):
+            raise
+        number = int(hash_bytes(value.encode())[:13], 16)
     if number != int(number) or abs(number) >= most:
         raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
     return int(number)

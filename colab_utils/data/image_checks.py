@@ -1,6 +1,7 @@
 """Check one image file, and its annotations against it."""
 
 import io
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,21 +12,25 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import (
     guard_pillow,
+    has_16_bits,
     open_image,
     open_lazily,
     read_orientation,
     to_rgb,
 )
-from colab_utils.data.defects import Defect
+from colab_utils.data.defects import EFFECTS, Defect
+from colab_utils.data.image_paths import list_base_names, take_base_name
 from colab_utils.data.object_checks import check_object
-from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError, UnavailableError, escape
 from colab_utils.files import read_file
 
 # What a whole file ends with; some cameras write zeros or a preview after it.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 # Bytes at a file's end that are searched for it.
 _TAIL = 4096
+# Objects after which it is known whether many are bad.
+_SAMPLED_OBJECTS = 1000
 
 
 class Header(NamedTuple):
@@ -64,24 +69,32 @@ def read_header(
     """
     try:
         path, by_base_name = dataset.find_image(images, i)
-    except DriveLostError:
+    except UnavailableError:
         raise
-    except ColabUtilsError:
-        text = "leaves the image folder, where no file, or several, have its base name"
-        return Header([("unsafe file_name", text)])
+    except ColabUtilsError as error:
+        return Header([("unsafe file_name", str(error))])
     notes: list[Defect] = []
     if by_base_name:
         notes.append(("found by base name", escape(str(path.relative_to(images)))))
     try:
         return _describe(read_file(path, retries), notes, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return Header([("missing image", f"not in {images}")])
-    except DriveLostError:
+        return Header([("missing image", _explain_missing(images, dataset.file_name(i)))])
+    except UnavailableError:
         raise
     # Pillow's many readers raise whatever they like on damaged data.
     except Exception as error:
         kind = "truncated image" if "truncated" in str(error) else "bad image"
         return Header([(kind, str(error))])
+
+
+def _explain_missing(images: Path, name: str) -> str:
+    """Return where an image is missing, and where its folder lies."""
+    with suppress(ColabUtilsError):
+        place = list_base_names(str(images)).get(take_base_name(name))
+        if place:
+            return f"not in {images}, but in {Path(images, place).parent}: name that folder"
+    return f"not in {images}"
 
 
 @guard_pillow()
@@ -97,14 +110,16 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
         # A PNG's metadata may be damaged.
         opened = open_image(data)
     kind = opened.format or ""
+    is_deep = has_16_bits(opened)
+    if is_deep:
+        notes.append(("16-bit image", opened.mode))
     width, height = opened.size
-    # The file is cut short, or has much of something else after its end.
-    if deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
+    # Its pixels may all be dark; or the file is cut short, or has much of something else after its
+    # end.
+    if deep or is_deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
         to_rgb(open_image(data))
     # It refuses what does not fit 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
-    if "16" in f"{opened.mode} {[tile[3] for tile in getattr(opened, 'tile', ())]}":
-        notes.append(("16-bit image", opened.mode))
     orientation = read_orientation(opened)
     if kind != "MPO":
         with suppress(EOFError):
@@ -159,6 +174,21 @@ def _check_objects(
     return defects, objects
 
 
+def sample_faults(dataset: CocoDataset) -> Counter[str]:
+    """Return how many objects are trained wrongly, or not at all, by the kind of their defect.
+
+    Of a large dataset these are those of some images all over it.
+    """
+    order = np.random.default_rng(0).permutation(len(dataset))
+    counts = np.diff(dataset.first)[order].cumsum()
+    rows = order[: 1 + np.searchsorted(counts, _SAMPLED_OBJECTS)].tolist()
+    faults = Counter[str]()
+    for i in rows:
+        kinds = [kind for kind, _ in check_image(dataset, i, Header([])).defects]
+        faults.update(kind for kind in kinds if EFFECTS[kind].startswith("object"))
+    return faults
+
+
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
     """Return whether the annotations are of another size than the photo as its file has it, and as
     its EXIF orientation turns it.
@@ -168,6 +198,8 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
     upright = (width, height) if tag > 4 else header.size
     if all(size) and size not in (header.size, upright):
         text = f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}"
+        if size == (width, height):
+            text += ": sides swapped"
         return [("size mismatch", text)]
     if tag != 1 and (not all(size) or header.size == upright):
         return [("EXIF rotation, unclear", f"orientation {tag}, {width} x {height}")]

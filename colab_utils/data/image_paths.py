@@ -1,19 +1,24 @@
 """Find image files by the names that annotations give them."""
 
 import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PureWindowsPath
 from unicodedata import normalize
 from urllib.parse import unquote
 
-from colab_utils.drive import guard_drive
+from colab_utils.drive import find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.os_errors import explain_os_error
 from colab_utils.require import require_local_path
+
+# Below a mount of Drive, what its shortcuts lead to.
+_SHORTCUTS = ".shortcut-targets-by-id"
 
 
 def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tuple[Path, bool]:
-    """Return the file of a ``file_name``, always below ``folder``, and whether its base name alone
-    found it; see `CocoDataset.find_image`.
+    """Return the file of a ``file_name``, always below ``folder``, and whether another name than
+    this one found it; see `CocoDataset.find_image`.
 
     Args:
         folder: the image folder.
@@ -25,11 +30,17 @@ def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tu
             several; or a link in its place leads out.
         DriveLostError: Drive went away.
     """
+    meant = _decode_name(name)
     path = None if _leads_out(name) else _resolve(folder, name)
     if path is not None:
         named = _find_spelling(folder, name, path)
-        if named is not None:
+        if named is not None and (meant == name or os.path.exists(named)):
             return named, False
+    if meant != name:
+        with suppress(ColabUtilsError):
+            decoded, _ = find_file(folder, meant, shared_names)
+            if os.path.exists(decoded):
+                return decoded, True
     base = take_base_name(name)
     relative = None if base in shared_names else list_base_names(str(folder)).get(base, "")
     if relative:
@@ -58,12 +69,23 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     """Return the file of a ``file_name`` as it is named, where no link leads out of the folder."""
     path = Path(folder) / file_name
     real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(folder)):
+    if not real.is_relative_to(os.path.realpath(folder)) and not _is_shortcut(folder, real):
         raise ColabUtilsError(
             f"expected an image below {folder}, found the link {path} to {real}, which is not "
-            "opened. Copy the image itself there."
+            f"opened. Name {real.parent} as the image folder (IMAGES), or copy the images there."
         )
     return path
+
+
+def _is_shortcut(folder: str | Path, real: Path) -> bool:
+    """Return whether a link below a folder, to this place, is a shortcut that the user made on
+    Drive: a link within its mount.
+    """
+    roots = [parent / _SHORTCUTS for parent in Path(os.path.realpath(folder)).parents]
+    mount = find_mount(folder)
+    if mount is not None:
+        roots.append(mount)
+    return any(real.is_relative_to(root) for root in roots)
 
 
 def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
@@ -108,29 +130,52 @@ def take_base_name(name: str) -> str:
     return normalize("NFC", name.replace("\\", "/").rpartition("/")[2])
 
 
+def _decode_name(name: str) -> str:
+    """Return what a name says where it is an address: Label Studio's ends with ``?d=``, and others
+    have ``%20`` for a space.
+    """
+    return unquote(name.partition("?d=")[2] or name)
+
+
+def list_meanings(name: str) -> set[str]:
+    """Return the base names of a file that a name may mean.
+
+    Example:
+        >>> sorted(list_meanings("/data/local-files/?d=my%20photos%5Ca.jpg"))
+        ['?d=my%20photos%5Ca.jpg', 'a.jpg']
+    """
+    return {take_base_name(name), take_base_name(_decode_name(name))}
+
+
 @lru_cache(4)
 def list_base_names(folder: str) -> dict[str, str | None]:
     """Return where the file of each base name lies below a folder; None where several have it. No
-    link is followed.
+    link is followed, but Drive's shortcuts.
 
     Raises:
         ColabUtilsError: the folder cannot be listed.
     """
     places: dict[str, str | None] = {}
     folders = [folder]
+    followed = {os.path.realpath(folder)}
     try:
         with guard_drive(folder):
             # The list grows while it is walked.
             for parent in folders:
                 for entry in os.scandir(parent):
-                    if entry.is_dir(follow_symlinks=False):
+                    follows = False
+                    if entry.is_symlink():
+                        real = os.path.realpath(entry.path)
+                        # A shortcut may lead back to where it lies.
+                        follows = real not in followed and _is_shortcut(folder, Path(real))
+                        followed.add(real)
+                    if entry.is_dir(follow_symlinks=follows):
                         folders.append(entry.path)
-                    elif entry.is_file(follow_symlinks=False):
+                    elif entry.is_file(follow_symlinks=follows):
                         base = normalize("NFC", entry.name)
                         is_new = base not in places
                         places[base] = os.path.relpath(entry.path, folder) if is_new else None
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected to list the images in {folder}, found: {error}. Check the folder."
-        ) from None
+        reason = explain_os_error(error, "Check the folder.")
+        raise ColabUtilsError(f"expected to list the images in {folder}, found: {reason}") from None
     return places

@@ -1,11 +1,12 @@
 """Convert a folder of masks as image files into COCO instance JSON."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -20,31 +21,54 @@ from colab_utils.require import require_local_path
 
 # Objects in one mask: more colours are a photo, or a mask that was saved as JPEG.
 _MOST_OBJECTS = 5000
+# What stands for pixels that nobody labelled, and the largest id that datasets with it have: of
+# Pascal VOC and DAVIS, of 16 bits, and Pascal VOC's as a colour.
+_VOIDS = {255: 127, 65535: 32767, 0xE0E0C0: 0xFFFFFF}
+# Alpha from which on a pixel counts as drawn.
+_OPAQUE = 128
+# Pixels of soft edges in a mask: a small object between two others has less.
+_EDGE_PIXELS = 16
 
 
 def convert_masks(
-    images: str | Path, masks: str | Path, *, output: str | Path, category: str = "object"
+    images: str | Path,
+    masks: str | Path,
+    *,
+    output: str | Path,
+    category: str = "object",
+    background: int | Sequence[int] | None = None,
+    threshold: int | None = None,
 ) -> Path:
     """Write the COCO instance JSON of a folder of images and a folder of masks, such as
-    Penn-Fudan's.
+    Penn-Fudan's, and print how many objects there are.
 
-    A mask has its image's size. 0, or black, is the background; every other value or colour is one
-    object. The mask of ``a.jpg`` is called ``a.png``, or ``a_mask.png`` with the same ending for
+    A mask has its image's size. 0, or black, or transparent, is the background; every other value
+    or colour is one object. A value is that of the pixel, in a palette its number, of a colour
+    0xRRGGBB. The mask of ``a.jpg`` is called ``a.png``, or ``a_mask.png`` with the same ending for
     all. The objects become RLE with the same pixels; boxes and areas are theirs, as pycocotools
     computes them.
+
+    Masks that may mean something else are refused, until ``background`` or ``threshold`` says what
+    they mean.
 
     Args:
         images: the image folder.
         masks: the folder of masks, without subfolders.
         output: the JSON file to write, which must not exist.
         category: what every object is.
+        background: the value, or values, that are no object: (0, 255) leaves out the pixels without
+            a label of Pascal VOC and DAVIS, 255 takes black objects on white. None takes 0, and
+            refuses masks with a value for pixels without a label, with soft edges, or with an
+            object in the corners.
+        threshold: above it, from 0 to 255, all of a mask is one object: for soft edges, and JPEGs.
 
     Returns:
         ``output``.
 
     Raises:
         ColabUtilsError: an image without a mask or a mask without an image, a mask of another size
-            or that is no mask, or ``output`` exists.
+            or that is no mask, one that may mean something else, no object in any mask, or
+            ``output`` exists.
 
     Example:
         >>> convert_masks("PNGImages", "no/such/PedMasks", output="people.json", category="person")
@@ -54,17 +78,35 @@ def convert_masks(
     output = require_new(require_local_path(output))
     rows: list[dict[str, Any]] = []
     texts: list[bytes] = []
+    largest = 0.0
     pairs = _pair_files(require_local_path(images), require_local_path(masks))
     for image, mask in show_progress("masks", pairs, total=len(pairs), unit="image"):
-        values = _read_mask(image, mask)
+        values = _read_mask(image, mask, background, threshold)
+        objects = _list_objects(values, mask)
+        if background is None:
+            neighbours = _list_neighbours(values)
+            _require_background(values, mask)
+            _require_labels(neighbours, objects, mask)
+            _require_edges(neighbours, values, mask)
         number = len(rows) + 1
         height, width = values.shape
         rows.append({"id": number, "file_name": image.name, "width": width, "height": height})
-        for annotation in _encode_objects(values, mask):
+        for annotation in _encode_objects(values, objects):
+            largest = max(largest, annotation["area"] / values.size)
             ids = {"id": len(texts) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
             texts.append(json.dumps(ids | annotation).encode())
+    if not texts:
+        raise ColabUtilsError(
+            f"expected objects in the masks of {masks}, found only background. Black and "
+            "transparent pixels are background: give background=VALUE if another value is."
+        )
     with explain_write(output.parent):
-        return write_coco(output, rows, texts, [{"id": 1, "name": category}])
+        write_coco(output, rows, texts, [{"id": 1, "name": category}])
+    print(
+        f"{len(rows):,} images, {len(texts):,} objects; the largest covers {largest:.0%} of its "
+        "image"
+    )
+    return output
 
 
 def _list_images(folder: Path) -> dict[str, Path]:
@@ -81,7 +123,8 @@ def _list_images(folder: Path) -> dict[str, Path]:
         images[path.stem] = path
     if not images:
         raise ColabUtilsError(
-            f"expected a folder of image files at {folder}, found none. Check the name."
+            f"expected a folder of image files at {folder}, found none. Check the name; for masks "
+            "in folders of their own, docs/FORMATS.md has a recipe."
         )
     return images
 
@@ -100,13 +143,17 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     alone = {stem + end for stem in pictures} ^ set(drawn)
     raise ColabUtilsError(
         "expected a mask called like each image, with one ending for all, found "
-        f"{len(alone)} files without the other, such as {min(alone)}. Rename them."
+        f"{len(alone)} files without the other, such as {min(alone)}. Rename them; where each "
+        "mask is one object, docs/FORMATS.md has a recipe."
     )
 
 
 @guard_pillow()
-def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
-    """Return the mask's values, int64 [H, W]; 0 is the background."""
+def _read_mask(
+    image: Path, mask: Path, background: int | Sequence[int] | None, threshold: int | None
+) -> NDArray[np.int64]:
+    """Return the mask's values, int64 [H, W]; those of the background are negative."""
+    alpha: Any = _OPAQUE
     try:
         with open_file(image) as file, open_lazily(file) as opened:
             width, height = opened.size
@@ -115,6 +162,10 @@ def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
             kind = opened.format
             if opened.mode == "F":
                 raise ValueError("floating point numbers: save whole ones")
+            if opened.has_transparency_data:
+                alpha = np.asarray(opened.convert("RGBA"))[..., 3]
+            if threshold is not None and opened.mode[0] != "I":
+                opened = opened.convert("L")
             is_flat = opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16")
             values = np.asarray(opened if is_flat else opened.convert("RGB")).astype(np.int64)
     # Pillow's many readers raise whatever they like on damaged data.
@@ -127,23 +178,91 @@ def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
             f"expected a mask of {width} x {height} pixels at {mask}, as {image} has, "
             f"found {values.shape[1]} x {values.shape[0]}. Export the masks again."
         )
-    if kind == "JPEG":
+    if kind == "JPEG" and threshold is None:
         raise ColabUtilsError(
-            f"expected a mask that keeps its values at {mask}, found a JPEG. Export masks as PNG."
+            f"expected a mask that keeps its values at {mask}, found a JPEG. Export masks as PNG, "
+            "or give threshold=127 if each mask is one object."
         )
-    return values @ (65536, 256, 1) if values.ndim == 3 else values
+    if values.ndim == 3:
+        values = values @ (65536, 256, 1)
+    if threshold is not None:
+        values = np.where(values > threshold, 255, 0)
+    values[np.isin(values, background or 0) | np.less(alpha, _OPAQUE)] = -1
+    return values
 
 
-def _encode_objects(values: NDArray[np.int64], mask: Path) -> Iterator[dict[str, Any]]:
-    """Yield box (x, y, width, height), area, and RLE with text counts of each object."""
-    from pycocotools import mask as coco_mask
-
-    objects = [value for value in np.unique(values).tolist() if value]
+def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:
+    """Return the values of a mask that are not background."""
+    objects: list[int] = np.unique(values[values >= 0]).tolist()
     if len(objects) > _MOST_OBJECTS:
         raise ColabUtilsError(
             f"expected a mask with one colour an object at {mask}, "
             f"found {len(objects):,} colours. Is it a photo?"
         )
+    return objects
+
+
+def _require_background(values: NDArray[np.int64], mask: Path) -> None:
+    """Raise ColabUtilsError where one object may be the background: it has three corners."""
+    corners = values[[0, 0, -1, -1], [0, -1, 0, -1]].tolist()
+    value = max(corners, key=corners.count)
+    if value >= 0 and corners.count(value) >= 3:
+        raise ColabUtilsError(
+            f"expected objects on a background at {mask}, found the value {value} in its corners "
+            f"and in {np.mean(values == value):.0%} of its pixels. Give background={value} if all "
+            "masks have that background, background=0 if it is an object."
+        )
+
+
+def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the 3 x 3 values around each pixel that differs from the next, int64 [N, 9]; its own
+    is the fifth.
+    """
+    is_edge = np.zeros(values.shape, np.bool_)
+    for axis in (0, 1):
+        for step in (1, -1):
+            is_edge |= np.roll(values, step, axis) != values
+    windows = sliding_window_view(np.pad(values, 1, mode="edge"), (3, 3))
+    return windows[is_edge].reshape(-1, 9)
+
+
+def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Path) -> None:
+    """Raise ColabUtilsError where a value may stand for pixels without a label: it is large, and
+    touches small ones.
+    """
+    for void, most in _VOIDS.items():
+        others = [value for value in objects if value != void]
+        touched = np.isin(others, neighbours[neighbours[:, 4] == void]).sum()
+        if touched and max(others) <= most:
+            raise ColabUtilsError(
+                f"expected one value an object at {mask}, found {void} beside {touched:,} others, "
+                f"as for pixels without a label. Give background=(0, {void}) to leave it out, "
+                "background=0 if it is an object."
+            )
+
+
+def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mask: Path) -> None:
+    """Raise ColabUtilsError where half of the objects are soft edges: two thirds of their pixels
+    are near two others.
+    """
+    is_mixed = (np.diff(np.sort(neighbours)) > 0).sum(1) > 1
+    mixed, mixed_pixels = np.unique(neighbours[is_mixed, 4], return_counts=True)
+    all_values, pixels = np.unique(values, return_counts=True)
+    is_edge = (3 * mixed_pixels >= 2 * pixels[np.isin(all_values, mixed)]) & (mixed >= 0)
+    edges = is_edge.sum()
+    objects = (all_values >= 0).sum()
+    if mixed_pixels[is_edge].sum() >= _EDGE_PIXELS and 2 * edges >= objects:
+        raise ColabUtilsError(
+            f"expected one value an object at {mask}, found that {edges:,} of {objects:,} values "
+            "are the soft edges of others. Export masks without smoothing; or give threshold=127 "
+            "if each mask is one object, background=0 if each value is one."
+        )
+
+
+def _encode_objects(values: NDArray[np.int64], objects: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield box (x, y, width, height), area, and RLE with text counts of each object."""
+    from pycocotools import mask as coco_mask
+
     for value in objects:
         rle = coco_mask.encode(np.asarray(values == value, np.uint8, order="F"))
         box, pixels = measure_mask(rle)

@@ -5,17 +5,20 @@ pixel.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.decoding import MOST_PIXELS
+from colab_utils.data.segmentations import (
+    identify_segmentation,
+    read_numbers,
+    read_polygons,
+)
 from colab_utils.errors import ColabUtilsError
 
-# No image is so wide, and pycocotools walks along an edge pixel by pixel, however far beyond the
-# image that goes.
-_FARTHEST_PIXEL = 1_000_000
 # pycocotools goes through all that it has merged for each further part: so many parts are merged at
 # a time.
 _MERGED_PARTS = 50
@@ -74,6 +77,18 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
         raise ColabUtilsError(
             f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}"
         )
+    try:
+        return _encode(segmentation, height, width)
+    except ColabUtilsError:
+        form = identify_segmentation(segmentation)
+        if form is None:
+            raise
+        raise ColabUtilsError(
+            f"expected polygons or RLE of COCO, found {form[0]}. `check --repair` mends it"
+        ) from None
+
+
+def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     if isinstance(segmentation, dict):
         return _encode_rle(segmentation, height, width)
     if isinstance(segmentation, list) and segmentation:
@@ -91,54 +106,6 @@ def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[s
     return coco_mask.merge(rles)
 
 
-def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
-    """Return the polygons of one object as x, y, x, y, ...: float64 [2 x points] each.
-
-    A polygon without its list is one polygon. Parts of fewer than 3 points are left out beside a
-    part that has 3.
-
-    Raises:
-        ColabUtilsError: it is none that pycocotools takes rightly.
-
-    Example:
-        >>> read_polygons([0, 0, 4, "0", 4, 4])
-        [array([0., 0., 4., 0., 4., 4.])]
-    """
-    polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
-    try:
-        parts = [np.asarray(polygon, np.float64) for polygon in polygons]
-        # numpy counts true and false as 1 and 0.
-        are_numbers = not any(bool in map(type, polygon) for polygon in polygons)
-    except (TypeError, ValueError, OverflowError):
-        are_numbers = False
-    if not are_numbers:
-        raise ColabUtilsError("expected polygons made of numbers, found something else in one")
-    drawn = [part for part in parts if not _is_short(part)] or parts
-    for part in drawn:
-        _check_polygon(part)
-    return drawn
-
-
-def _is_short(part: NDArray[np.float64]) -> bool:
-    """Return whether these are points, but fewer than three."""
-    return part.ndim == 1 and part.size < 6 and part.size % 2 == 0
-
-
-def _check_polygon(part: NDArray[np.float64]) -> None:
-    if part.ndim != 1:
-        raise ColabUtilsError("expected polygons of at least 3 points (x, y), found something else")
-    if part.size < 6 or part.size % 2:
-        raise ColabUtilsError(
-            f"expected polygons of at least 3 points (x, y), found one of {part.size} numbers"
-        )
-    farthest = np.abs(part).max()
-    # What is not a number is not less than any other.
-    if not farthest < _FARTHEST_PIXEL:
-        raise ColabUtilsError(
-            f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}"
-        )
-
-
 def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     from pycocotools import mask as coco_mask
 
@@ -152,12 +119,15 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         )
     if isinstance(counts, str):
         counts = counts.encode("ascii", "xmlcharrefreplace")
-    runs = counts if isinstance(counts, list) else _read_counts(counts)
-    are_lengths = all(type(run) is int and run >= 0 for run in runs)
-    if not are_lengths or sum(runs) != height * width:
+    runs: list[Any] = []
+    with suppress(TypeError, ValueError, OverflowError):
+        # Whole floats are runs, too, and so is their text.
+        runs = read_numbers(counts).tolist() if isinstance(counts, list) else _read_counts(counts)
+    if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
         raise ColabUtilsError(
             f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones"
         )
+    runs = [*map(int, runs)]
     if 0 in runs[1:]:
         runs = _join_runs(runs)
     return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.defects import SERIOUS, Defect
-from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
+from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.segmentations import count_numbers, is_nothing, read_polygons
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
@@ -20,12 +21,14 @@ def check_object(one: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defec
     on.
     """
     outline = one["segmentation"]
-    if not outline:
-        return [("object without mask", "")], 0
     height, width = size
     try:
         mask = encode_segmentation(outline, height, width)
     except ColabUtilsError as error:
+        if is_nothing(one):
+            return [("empty annotation", "")], 0
+        if not count_numbers(outline):
+            return [("object without mask", "")], 0
         return [("bad mask", str(error))], 0
     tight, pixels = measure_mask(mask)
     wrong_box = compare_box(one["bbox"], tight, height, width)
@@ -36,7 +39,8 @@ def check_object(one: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defec
             return [("normalised polygon", "all of its numbers lie in 0 to 1")], 0
         defects = _check_polygons(polygons, height, width, pixels) + wrong_box
     if pixels and one["area"] <= 0:
-        defects.append(("area 0", f"the mask has {pixels:,} pixels"))
+        kind = "crowd without area" if _is_object(one) else "area 0"
+        defects.append((kind, f"the mask has {pixels:,} pixels"))
     return defects, 0 if wrong_box else pixels
 
 
@@ -47,7 +51,7 @@ def count_faults(
     their defect.
 
     Args:
-        annotations: of the image, crowds included, which do not count.
+        annotations: of the image, crowds included, of which only those without area count.
         rles: their masks.
 
     Example:
@@ -70,8 +74,17 @@ def count_faults(
     is_near = np.abs(np.hstack([starts - tight[:, :2], ends - tight_ends])).max(1) <= NEAR
     has_area = (boxes[:, 2:] > 0).all(1) & (ends > starts).all(1) & (tight[:, 2:] > 0).all(1)
     is_sound = is_near & has_area & (tight_ends.max(1) > NEAR)
+    is_sound &= [not _is_object(one) for one in annotations]
     kinds = [_find_fault(annotations[i], rles[i]) for i in np.flatnonzero(~is_sound).tolist()]
     return Counter(filter(None, kinds))
+
+
+def _is_object(crowd: dict[str, Any]) -> bool:
+    """Return whether a crowd may well be an object: V7 Darwin exports those with holes as RLE
+    without an area, which each crowd of COCO has.
+    """
+    is_rle = isinstance(crowd["segmentation"], dict)
+    return bool(crowd["iscrowd"] and is_rle and crowd["area"] == 0)
 
 
 def _find_fault(one: dict[str, Any], mask: dict[str, Any]) -> str:
@@ -79,7 +92,7 @@ def _find_fault(one: dict[str, Any], mask: dict[str, Any]) -> str:
     is.
     """
     if one["iscrowd"]:
-        return ""
+        return "crowd without area" if _is_object(one) else ""
     outline = one["segmentation"]
     tight, _ = measure_mask(mask)
     # Polygons are read again only where all of the mask lies in the image's first pixels.

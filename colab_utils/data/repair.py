@@ -4,22 +4,40 @@ whole image.
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from colab_utils.data.checks import DatasetReport, Problem, check_dataset, inspect_images
+from colab_utils.data.checks import (
+    DatasetReport,
+    Problem,
+    check_dataset,
+    find_shared,
+    inspect_images,
+)
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import FAULTS, read_field
 from colab_utils.data.image_checks import Header, compare_sizes
-from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.object_checks import NEAR, check_object, compare_box, is_normalised
+from colab_utils.data.segmentations import (
+    OUTLINE_NUMBERS,
+    count_numbers,
+    identify_segmentation,
+    read_polygons,
+)
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
 from colab_utils.require import require_local_path
+
+# Why an object has no mask, by the numbers of its segmentation.
+_REASONS = {0: "object without mask", 4: "a box or a line, not an outline"}
+# The share of the images that are not square whose sides are swapped where all are.
+_NEARLY_ALL = 0.9
 
 
 class _LostObjectError(Exception):
@@ -34,20 +52,26 @@ def repair_annotations(
     *,
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",
+    deep: bool = False,
+    validation: tuple[str | Path, str | Path] | None = None,
 ) -> DatasetReport:
     """Write a copy of the annotations, mended where the right value is known; the original stays as
     it is.
 
-    Numbers from text, nested polygons, boxes and areas from the mask, sizes and names from the
-    files. What cannot be mended is left out: an object without area alone, any other together with
-    its image, because the object would become background. Repairing what was repaired changes
-    nothing. Of the images, the copy has id, name and size.
+    Numbers from text, outlines and RLE that tools write in their own way, boxes and areas from the
+    mask, sizes and names from the files, sides that nearly all images have swapped. A box is not
+    made an outline. What cannot be mended is left out: an object without area alone, any other
+    together with its image, because the object would become background. Repairing what was
+    repaired changes nothing. Of the images, the copy has id, name and size.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
         output: the file to write, which must not exist.
-        crowds: "objects" takes crowds (``iscrowd`` 1) as objects: CVAT's brush masks are none.
+        crowds: "objects" takes crowds (``iscrowd`` 1) as objects: CVAT's brush masks are none, nor
+            are V7 Darwin's objects with holes.
+        deep: decode each image, as in :func:`check_dataset`: damaged ones are left out.
+        validation: image folder and JSON of the validation set: its pictures are left out.
 
     Returns:
         what :func:`check_dataset` finds with the new file, and the ``repairs``.
@@ -59,8 +83,11 @@ def repair_annotations(
     folder = require_local_path(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
-    headers = [found.header for found in inspect_images(folder, dataset)]
+    headers = _read_headers(folder, dataset, deep, validation)
     done = defaultdict[str, list[str]](list)
+    for i in _find_swapped(dataset, headers):
+        dataset.sizes[i] = headers[i].size
+        done["width and height swapped"].append(escape(dataset.file_name(i)))
     for number in dataset.unknown_images.tolist():
         done["annotation of no image left out"].append(f"annotation {number}")
     gone = Counter[str]()
@@ -95,8 +122,8 @@ def repair_annotations(
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
-    repairs = tuple(_describe_repair(kind, names, gone) for kind, names in done.items())
-    return replace(check_dataset(folder, output), repairs=repairs)
+    report = check_dataset(folder, output, deep=deep, validation=validation)
+    return replace(report, repairs=tuple(_describe_repair(kind, done[kind], gone) for kind in done))
 
 
 def _describe_repair(kind: str, names: list[str], gone: Counter[str]) -> Problem:
@@ -188,19 +215,21 @@ class _MendedImage:
             tight = []
             pixels = 0
         if not pixels:
-            is_drawn = not tight and _has_points(outline)
+            is_drawn = not tight and count_numbers(outline) >= OUTLINE_NUMBERS
             if (is_drawn or _has_area(values["bbox"])) and not values["iscrowd"]:
-                raise _LostObjectError(
-                    "object without a whole mask" if outline else "object without mask"
-                )
+                reason = _REASONS.get(count_numbers(outline), "object without a whole mask")
+                raise _LostObjectError(reason)
             self.changes.append("object without area left out")
             return
         if values["segmentation"] != outline:
-            self.changes.append("outline written as polygons of pixels")
+            self.changes.append("outline written as COCO has it")
         if not values["bbox"] or compare_box(values["bbox"], tight, *self._size):
             values["bbox"] = tight
             self.changes.append("box from the mask")
-        if values["area"] is None or _is_of_other_units(values["area"], values["bbox"], pixels):
+        area = values["area"]
+        # A crowd without area may well be an object: only `crowds` tells.
+        is_unclear = values["iscrowd"] and area == 0
+        if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
             values["area"] = float(pixels)
             self.changes.append("area from the mask")
         if values["id"] is None:
@@ -229,6 +258,38 @@ class _MendedImage:
         return values
 
 
+def _read_headers(
+    folder: Path,
+    dataset: CocoDataset,
+    deep: bool,
+    validation: tuple[str | Path, str | Path] | None,
+) -> list[Header]:
+    """Return the header of each image; those of the validation set, too, are marked as bad."""
+    headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
+    if validation is not None:
+        for i in find_shared(folder, dataset, headers, *validation):
+            headers[i] = Header([("image in validation, too", "")])
+    return headers
+
+
+def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
+    """Return the images whose annotations have width and height swapped: none where these are few.
+
+    Where outlines of an image fit its annotations' size alone, files were turned instead, as when
+    their EXIF orientation was lost: nothing tells then which of the others are right.
+    """
+    swapped = []
+    total = 0
+    for i, header in enumerate(headers):
+        size = tuple(dataset.sizes[i].tolist())
+        total += header.size != header.size[::-1]
+        if size == header.size[::-1] and compare_sizes(size, header):
+            swapped.append(i)
+            if _fit(dataset, [i], size) and not _fit(dataset, [i], header.size):
+                return []
+    return swapped if len(swapped) >= _NEARLY_ALL * total else []
+
+
 def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
     """Return whether polygons lie in an image of this size, and RLE is made for it."""
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
@@ -240,23 +301,19 @@ def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
     return True
 
 
-def _has_points(outline: Any) -> bool:
-    """Return whether an outline that cannot be drawn has at least three points, or is RLE."""
-    if not isinstance(outline, list):
-        return bool(outline)
-    return sum(len(part) if isinstance(part, list) else 1 for part in outline) >= 6
-
-
 def _has_area(box: list[float] | None) -> bool:
     return box is not None and min(box[2:]) > 0 and box[2] * box[3] >= NEAR**2
 
 
-def _is_of_other_units(area: float, box: list[float], pixels: int) -> bool:
+def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> bool:
     """Return whether an area fits neither the box nor the mask, as in shares of the image, or where
     it is none.
     """
+    if area is None or area <= 0:
+        return True
     in_box = area / (box[2] * box[3])
-    return area <= 0 or (not 0.1 <= in_box <= 1 and not 0.5 <= area / pixels <= 2)
+    in_mask = area / pixels
+    return (in_box > 1 and in_mask > 1.1) or (in_box < 0.1 and in_mask < 0.5)
 
 
 def _try_field(entry: dict[str, Any], name: str) -> Any:
@@ -267,9 +324,14 @@ def _try_field(entry: dict[str, Any], name: str) -> Any:
 
 
 def _mend_outline(outline: Any, size: tuple[int, int]) -> Any:
-    """Return a segmentation as COCO has it: each polygon in a list of its own, in pixels; RLE as it
-    is.
+    """Return a segmentation as COCO has it: each polygon in a list of its own, in pixels; or RLE.
+
+    Raises:
+        ColabUtilsError: it is none that can be drawn.
     """
+    form = identify_segmentation(outline)
+    if form is not None:
+        outline = form[1]
     if not isinstance(outline, list) or not outline:
         return outline
     height, width = size

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.causes import Cause, refine_causes
+from colab_utils.diagnosis.causes import refine_causes
 from colab_utils.diagnosis.changes import Change
+from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, time_loop
 from colab_utils.diagnosis.stages import Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
@@ -107,7 +109,7 @@ def diagnose(
         seconds: about how long to measure. Each fix, where there is something to win, takes 0.3 of
             it, half of that untimed, until the memory of each process has grown (up to three times
             0.3 with a slow loader); and ``verify`` 0.5 of it more. Without ``verify``, no fix is
-            tried any more after six times these seconds.
+            tried any more after eight times these seconds.
         verify: also measure the fixes for longer with your own step, those for the data on a sample
             of the images.
         restore: what your step changes: a model, its optimizer, a scheduler; anything with
@@ -218,13 +220,24 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     if waits and isinstance(loader, Loader | DataLoader):
         indices = found.indices[: _VERIFIED if verify else _SAMPLED]
         fixes = find_fixes(
-            Situation(loader, step, now, cached, found.stages, indices, seconds, verify, began_s)
+            Situation(
+                loader,
+                step,
+                now,
+                cached,
+                found.stages,
+                indices,
+                seconds,
+                verify,
+                began_s,
+                ceiling if step is not None else inf,
+            )
         )
     if waits and loading and isinstance(loader, Loader):
         loading.append(_estimate_handoff(now, loading, loader.workers))
     causes = refine_causes(
         watched.summary().causes,
-        loading,
+        [] if found.unseen else loading,
         slower=slower,
         step_share=1 - now.wait_share,
         waits=waits,

@@ -3,9 +3,11 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
 from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_size
@@ -31,15 +33,24 @@ from colab_utils.processes import quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
+from colab_utils.streams import is_remote
 
 FIXES = {  # the name of each fix, and what it is; those that cost you least come first
-    "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
+    "persistent_workers": ("persistent workers", "Use persistent_workers=True"),
+    "streams": (
+        "more streams",
+        "Load the files by make_loader(CocoFolder(...)), whose workers read many at once",
+    ),
     "workers": ("more workers", "Use workers"),
+    "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
     "local_files": ("image files on the local SSD", "Copy the files"),
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
-    "packed_masks": ("packed masks", "Load those shards with make_loader: masks stay packed"),
+    "packed_masks": (
+        "shards on the local SSD, masks packed",
+        "Load those shards with make_loader: masks stay packed",
+    ),
     "resize": (
-        "resize once offline",
+        "shards on the local SSD, images resized once",
         "Preprocess shrinks images that are larger than training needs",
     ),
     "data_and_workers": ("other data, with more workers", "Both together"),
@@ -50,11 +61,11 @@ _SIDES = {"min_size": 800, "max_size": 1333}
 _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
 _SAME = 0.95  # of the best rate: as good
 TIMEOUT_S = 60.0  # for a batch
-_EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
-_MANY = 1_000_000
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
-_LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
+_LATE = 8.0  # times the seconds of a diagnosis: nothing more is tried
 _LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
+# Batches of an epoch that has no end.
+_MANY = 10_000
 # Shares of the seconds of a diagnosis, for each fix.
 _TRIAL_SHARE = 0.3
 _VERIFY_SHARE = 0.5
@@ -109,6 +120,8 @@ class Situation:
     """Whether to measure each fix for longer, with your own step."""
     began_s: float
     """When the diagnosis began, by `time.perf_counter`."""
+    ceiling: float = inf
+    """Images per second on batches that lie ready: no fix can win more."""
 
     @property
     def prefetch(self) -> int:
@@ -118,6 +131,20 @@ class Situation:
             or getattr(self.loader, "prefetch_factor", None)
             or 2
         )
+
+    @property
+    def epoch_batches(self) -> int:
+        """Batches of an epoch; many where a sampler is endless."""
+        with suppress(TypeError):
+            return max(1, len(self.loader))
+        return _MANY
+
+    @property
+    def has_restarts(self) -> bool:
+        """Whether workers start anew within the time that was measured."""
+        keeps = getattr(self.loader, "persistent_workers", True)
+        is_short = self.epoch_batches < _WARMUP + len(self.loop.wait_s)
+        return count_workers(self.loader) > 0 and not keeps and is_short
 
     def make_placeholder(self) -> EmulatedStep | None:
         """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
@@ -147,17 +174,22 @@ def open_like(
     *,
     workers: int | None = None,
     prefetch: int | None = None,
+    persistent: bool = False,
     packs: bool = False,
 ) -> Iterator[Any]:
-    """A loader like yours, for a trial: over other data, with other workers, more batches ahead, or
-    by `make_loader`.
+    """A loader like yours, for a trial of one change: over other data, with other workers, more
+    batches ahead, workers that stay, or by `make_loader`. An epoch has as many images as yours.
 
     Raises:
         ColabUtilsError: your dataset deals its work to the workers itself.
     """
     loader = now.loader
     same = dataset is None
-    data = loader.dataset if same else dataset
+    data = loader.dataset
+    if not same:
+        # Each image comes once before any comes again.
+        images = now.epoch_batches * now.loop.batch_size
+        data = Subset(dataset, np.resize(range(len(dataset)), images).tolist())
     if same and isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
     workers = count_workers(loader) if workers is None else workers
@@ -166,9 +198,8 @@ def open_like(
     if packs or isinstance(loader, Loader):
         # the masks of other people's loaders are expanded on the GPU, too, where there is one
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-        endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
         rebuilt: Any = make_loader(
-            endless,
+            data,
             batch_size=batch_size,
             workers=workers,
             prefetch=prefetch,
@@ -179,16 +210,13 @@ def open_like(
         names = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context")
         settings = {name: getattr(loader, name) for name in names}
         if workers:
-            settings |= {"prefetch_factor": prefetch, "persistent_workers": True}
+            keeps = persistent or loader.persistent_workers or not loader.num_workers
+            settings |= {"prefetch_factor": prefetch, "persistent_workers": keeps}
         if same and loader.batch_sampler is not None:
             settings["batch_sampler"] = loader.batch_sampler
         else:
             settings["batch_size"] = None if loader.batch_sampler is None else batch_size
-            # the same images in the same order in each pass, all of them before one comes again
-            order = torch.Generator().manual_seed(0)
-            settings["sampler"] = (
-                loader.sampler if same else RandomSampler(data, num_samples=_MANY, generator=order)
-            )
+            settings["sampler"] = loader.sampler if same else SequentialSampler(data)
         with quiet_fork():
             rebuilt = DataLoader(data, num_workers=workers, **settings)
     try:
@@ -202,8 +230,9 @@ def find_fixes(now: Situation) -> list[Fix]:
     """Every fix that applies: its forecast by a short trial and, where that is wanted, its measured
     rate.
 
-    Those of the data are tried first, on a sample of it in a temporary folder. A fix that cannot be
-    tried, or for which there is no time left, has no forecast: its sentence says why.
+    What costs least is tried first, each change alone; those of the data on a sample of it in a
+    temporary folder. A fix that cannot be tried, or for which there is no time left, has no
+    forecast: its sentence says why.
 
     Returns:
         The best first; of those within 5 %, the one that costs you least.
@@ -211,15 +240,44 @@ def find_fixes(now: Situation) -> list[Fix]:
     workers = count_workers(now.loader)
     prefetch = 2 * now.prefetch
     count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
-    plans: list[tuple[Fix, _Prepare]] = [
-        (_make_fix("workers", f"={count}, not {workers}"), partial(dict, workers=count))
-    ]
+    plans: list[tuple[Fix, _Prepare]] = []
+    if now.has_restarts:
+        fix = _make_fix("persistent_workers")
+        plans.append((fix, partial(dict, persistent=True)))
+    if _reads_one_by_one(now.loader):
+        plans.append((_make_fix("streams"), partial(_widen, now.loader.dataset)))
+    more = f"={count}, not {workers}"
+    if workers == 0 and isinstance(now.loader, DataLoader):
+        more += ", and persistent_workers=True"
+    plans.append((_make_fix("workers", more), partial(dict, workers=count)))
     if workers:
         fix = _make_fix("prefetch", f": {prefetch}, not {now.prefetch}")
         plans.append((fix, partial(dict, prefetch=prefetch)))
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
-        plans = _plan_data(now, Path(folder)) + plans
-        return rank_fixes([_try_out(now, fix, prepare) for fix, prepare in plans])
+        plans += _plan_data(now, Path(folder))
+        began_s = perf_counter()
+        fixes: list[Fix] = []
+        for fix, prepare in plans:
+            each_s = (_WARMUP_SHARE + _TRIAL_SHARE) * now.seconds
+            if fixes:
+                each_s = (perf_counter() - began_s) / len(fixes)
+            fixes.append(_try_out(now, fix, prepare, each_s))
+        return rank_fixes(fixes)
+
+
+def _reads_one_by_one(loader: Any) -> bool:
+    """Return whether loose files of a slow folder are read without reading ahead."""
+    dataset = loader.dataset
+    if not isinstance(dataset, CocoFolder) or not is_remote(dataset.folder):
+        return False
+    return not isinstance(loader, Loader) or not loader.reads_ahead
+
+
+def _widen(dataset: CocoFolder) -> dict[str, Any]:
+    """Return the options of a loader that reads these files ahead, many at once."""
+    wide = copy(dataset)
+    wide.streams = "auto"
+    return {"dataset": wide, "packs": True}
 
 
 def _make_fix(id: str, more: str = "") -> Fix:
@@ -239,16 +297,17 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     return ranked
 
 
-def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
+def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
     """Forecast a fix by a short trial beside a placeholder for the step; measure it for longer, if
-    that is wanted.
+    that is wanted. Trials take about ``each_s``.
     """
-    why = "there is no time left, raise seconds"
+    why = f"there is no time left, it takes about {max(1, each_s):.0f} s more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
             with read_at_full_speed():  # what was timed lies in Drive's cache
                 options = prepare()
             rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
+            rate = min(rate, now.ceiling)
             measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
             gain = "wins nothing"
             if rate > 1.05 * now.loop.images_per_second:
@@ -288,35 +347,36 @@ def time_loop(
 
 
 def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
-    """Other forms and places of the data; what costs you most is tried first."""
+    """Other forms and places of the data; what costs you least is tried first."""
     dataset = now.loader.dataset
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return []
     # No folder is slowed any more while a fix is prepared.
     is_slow = find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
     is_folder = isinstance(dataset, CocoFolder)
+    plans: list[tuple[Fix, _Prepare]] = []
+    if is_folder and is_slow:
+        plans.append((_make_fix("local_files"), partial(_copy_files, now, folder / "files")))
     fixes: list[Fix] = []
+    if is_folder or is_slow:
+        fixes.append(_make_fix("shards"))
+    if not isinstance(now.loader, Loader):
+        fixes.append(_make_fix("packed_masks"))
     if isinstance(dataset, CocoFolder):
         sizes = dataset.coco.sizes[[*now.indices]]
         planned = [plan_size(*size, **_SIDES) for size in sizes.tolist()]
         share = np.prod(planned, axis=-1).sum() / max(sizes.prod(axis=-1).sum(), 1)
         if share <= _SMALLER:
             fixes.append(_make_fix("resize", f" to {share:.0%} of the pixels"))
-    if not isinstance(now.loader, Loader):
-        fixes.append(_make_fix("packed_masks"))
-    if is_folder or is_slow:
-        fixes.append(_make_fix("shards"))
     make = partial(_prepare_shards, now, folder, is_slow=is_slow)
-    plans = [(fix, partial(make, fix.id)) for fix in fixes]
-    if plans:
+    plans += [(fix, partial(make, fix.id)) for fix in fixes]
+    if fixes:
         stages = [now.stages[name] for name in ("read", "decode", "masks") if name in now.stages]
         cpu_ms = sum(stage.cpu_ms for stage in stages)
         workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
-        first, prepare = plans[0]
-        both = replace(first, id="data_and_workers", name=f"{first.name}, and workers={workers}")
-        plans.insert(0, (both, partial(prepare, workers=workers)))
-    if is_folder and is_slow:
-        plans.append((_make_fix("local_files"), partial(_copy_files, now, folder / "files")))
+        last = fixes[-1]
+        both = replace(last, id="data_and_workers", name=f"{last.name}, and workers={workers}")
+        plans.append((both, partial(make, last.id, workers=workers)))
     return plans
 
 
@@ -350,6 +410,7 @@ def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
         path = folder / dataset.find_path(index).relative_to(dataset.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(read_file(dataset.find_path(index)))
-    local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
+    annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
+    local = CocoFolder(folder, annotations)
     os.sync()  # what was copied is written now, and not during the trial
     return {"dataset": local}

@@ -3,24 +3,30 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import dataclass, replace
+from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
 import psutil
 
+from colab_utils.diagnosis.system_calls import measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
 # Seconds between two readings; or this part of the time so far, if that is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
+# Between two readings of shared memory at least so many times what one takes: 5 to 20 ms for 2 GB.
+_PAUSE_TIMES = 25
 _LEAST_READINGS = 5
 # A slope counts if it is so many standard errors over 0.
 _SURE = 3
 # Growth as a share of the memory. Less is the allocator's breathing.
 _LEAST_GROWTH = 0.05
+
+
+_OWN_NAME = "this process"
 
 
 class Reading(NamedTuple):
@@ -41,11 +47,25 @@ class Growth:
     """The batch at which memory is full if it goes on to grow."""
     by_process: Mapping[str, float]
     """MB a batch of each process that grows."""
+    copied: bool = False
+    """Whether workers copy what they shared with the process that forked them."""
+
+    @property
+    def cure(self) -> str:
+        """What to do about it."""
+        if self.copied:
+            return (
+                "Keep numpy arrays in place of lists of Python objects in the dataset: each worker "
+                "copies the objects that it only reads."
+            )
+        if list(self.by_process) == [_OWN_NAME]:
+            return "Keep no losses with their graphs (.item()), and no batches."
+        return "Keep no samples in the dataset: look at what it or its libraries store."
 
     def __str__(self) -> str:
         who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
         rate = f"Memory grows by {self.mb_per_batch:.2f} MB a batch ({who})"
-        return f"{rate}: at step {self.full_at_batch:,} it is full."
+        return f"{rate}: if it goes on, it is full at step {self.full_at_batch:,}."
 
 
 class MemoryLog:
@@ -61,15 +81,34 @@ class MemoryLog:
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
+        self._shared_readings: list[Reading] = []
+        self._shared_due_s = 0.0
         self._began_s = perf_counter()
         self._due_s = self._began_s
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due; there were so many batches."""
         now_s = perf_counter()
-        if now_s >= self._due_s:
-            self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
-            self.readings.append(Reading(batches, _measure_own()))
+        if now_s < self._due_s:
+            return
+        pause_s = max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
+        self._due_s = now_s + pause_s
+        self.readings.append(Reading(batches, _measure_own()))
+        if now_s >= self._shared_due_s:
+            cpu_began_s = thread_time()
+            self._shared_readings.append(Reading(batches, _measure_parts()))
+            self._shared_due_s = now_s + _PAUSE_TIMES * (thread_time() - cpu_began_s)
+
+    def find_growth(self) -> Growth | None:
+        """Return by how much memory grows, by what processes have of their own; else by what
+        workers copy of what they shared.
+        """
+        growth = find_growth(self.readings)
+        if growth is None:
+            growth = find_growth(self._shared_readings)
+            if growth is not None:
+                growth = replace(growth, copied=True)
+        return growth
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
@@ -92,7 +131,7 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
         slope = _find_slope(batches, own)
         rise = slope * float(np.ptp(batches))
         if rise > _LEAST_GROWTH * own[-1]:
-            name = "this process" if pid == os.getpid() else f"pid {pid}"
+            name = _OWN_NAME if pid == os.getpid() else f"pid {pid}"
             by_process[name] = slope / 1e6
             grown_bytes += rise
     if grown_bytes <= _LEAST_GROWTH * used_bytes:
@@ -123,3 +162,9 @@ def _measure_own() -> dict[int, int]:
             memory = process.memory_info()
             own_bytes[process.pid] = memory.rss - memory.shared
     return own_bytes
+
+
+def _measure_parts() -> dict[int, int]:
+    """Return the memory of each process below this one, its part of what it shares included."""
+    pids = [process.pid for process in list_processes()[1:]]
+    return {pid: measure_memory_part(pid) for pid in pids}

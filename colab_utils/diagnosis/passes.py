@@ -10,18 +10,19 @@ from contextlib import suppress
 from time import perf_counter, sleep
 from typing import Any
 
-from colab_utils.diagnosis.processes import Activity, waiting
+from colab_utils.diagnosis.looks import HANDOFF, WORKERS
+from colab_utils.diagnosis.processes import Activity, list_other_workers, waiting
 from colab_utils.diagnosis.stalls import FINDINGS, Stall
 from colab_utils.diagnosis.summary import LoopRecord
-from colab_utils.diagnosis.system_calls import read_ending
+from colab_utils.diagnosis.system_calls import find_wait, read_call, read_ending
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.processes import quiet_fork, start_thread
 
-# Seconds between two looks at the clock; less where timeout_s is short.
-_PAUSE_S = 0.5
+# Seconds between two looks; less where timeout_s is short.
+_PAUSE_S = 0.2
 # Seconds for which a worker is observed, and of one tick of them.
 _LOOK_S = 0.5
 _TICK_S = 0.1
@@ -69,12 +70,12 @@ class Pass:
         self._monitor.forget_ended()
         thread = start_thread(self._watch, "watch")
         try:
-            with self._record.measure_pass() as clock:
+            with self._record.measure_pass():
                 while True:
-                    batch = self._fetch(clock.ask())
+                    batch = self._fetch(self._record.ask())
                     if batch is _END:
                         break
-                    clock.receive(count_images(batch))
+                    self._record.receive(count_images(batch))
                     yield batch
         finally:
             self._over.set()
@@ -171,6 +172,8 @@ class Pass:
             # What is looked at may go away meanwhile. Then it is looked at again.
             with suppress(Exception):
                 self._record.memory.look(self._record.clock.count)
+            with suppress(Exception):
+                self._record.looks.take(self._record.phase, self._thread)
             if asked_s is not None:
                 with suppress(Exception):
                     due_s = self._look(asked_s, due_s, verdicts)
@@ -257,7 +260,7 @@ class Pass:
         """Return who is waited for.
 
         That is who has had the oldest batch; else the worker that has been longest at a sample;
-        else one that is not idle; else this process.
+        else one that is not idle, unless this process is at a line of its own; else this process.
         """
         if isinstance(self._loader, Loader):
             jobs = self._loader.list_jobs()
@@ -273,6 +276,13 @@ class Pass:
         alive = [pid for pid in pids if not read_ending(pid)]
         busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle]
         candidates = busy or alive
+        waits_here = self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF)
+        if waits_here and all(find_wait(pid, pid) == "process" for pid in candidates):
+            candidates = []
+        if not pids:
+            # Their samples are not seen. One that waits for work polls a pipe.
+            pids = list_other_workers()
+            candidates = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
         if candidates:
             return WorkerJob(pids.index(candidates[0]), candidates[0])
         sample = self._monitor.inspect_thread(self._thread).sample

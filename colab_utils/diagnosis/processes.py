@@ -13,15 +13,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
-from time import monotonic_ns, process_time, thread_time
+from time import monotonic_ns, process_time
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
-from colab_utils.diagnosis.system_calls import measure_use, read_call, read_ending
+from colab_utils.diagnosis.system_calls import find_wait, measure_use, read_call, read_ending
+from colab_utils.processes import list_processes
 
 # Workers that are remembered, and threads of each that can be at a sample.
 _ROWS = 128
@@ -30,7 +32,7 @@ _THREADS = 16
 _BITS = 48
 _HERE = os.path.dirname(__file__)
 # Methods of a dataset that give a sample.
-_METHODS = ("__getitem__", "read_packed", "read_into")
+_METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
 # What a thread of a worker notes of its sample: the index, or -1; since when; and its own id.
 _AT = np.dtype([("sample", np.int64), ("since_ns", np.int64), ("task", np.int64)])
 # What a worker notes.
@@ -40,8 +42,9 @@ _ROW = np.dtype(
         ("at", _AT, _THREADS),
         # the first five fields of SampleTimes
         ("sums", np.float64, 5),
-        # for samples whose time in ns has so many bits: how many there were, and their seconds
-        ("spread", np.float64, (_BITS, 2)),
+        # for samples whose time in ns has so many bits: how many there were, their seconds, and
+        # how many samples their worker had loaded before each, in sum
+        ("spread", np.float64, (_BITS, 3)),
         # seconds and index of the slowest sample
         ("slowest", np.float64, 2),
         # CPU seconds of earlier processes with this row, and of this process
@@ -93,18 +96,21 @@ class SampleTimes(NamedTuple):
     """Seconds and index of the slowest sample."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
-    spread: Sequence[tuple[float, float]] = ()
-    """How many samples took 2**(n - 1) to 2**n ns, and their seconds in sum, by n."""
+    spread: Sequence[tuple[float, float, float]] = ()
+    """How many samples took 2**(n - 1) to 2**n ns, their seconds in sum, and how many samples
+    their worker had loaded before each, in sum; by n."""
+    worst: Sequence[int] = ()
+    """The slowest sample of each worker that met one nearly as slow as the slowest of all."""
 
     @property
-    def data_s(self) -> float:
-        """Seconds that samples waited for their data."""
-        return self.wall_s - self.cpu_s - self.queued_s
+    def blocked_s(self) -> float:
+        """Seconds that samples neither ran nor waited for a core."""
+        return max(0.0, self.wall_s - self.cpu_s - self.queued_s)
 
 
 class _ThreadCounts(threading.local):
-    """What Linux counts of the calling thread in ``/proc``; 0 where it does not. psutil has none of
-    it.
+    """What Linux counts of this process, and of the calling thread in ``/proc``; 0 where it does
+    not. psutil has none of it.
     """
 
     def __init__(self) -> None:
@@ -112,12 +118,12 @@ class _ThreadCounts(threading.local):
         self._io = self._open("io")
 
     def read(self) -> NDArray[np.float64]:
-        """Return seconds of CPU time and of waiting for a core, and bytes that were read, so
-        far.
+        """Return seconds of CPU time, of all threads, and of waiting for a core, and bytes that
+        were read, so far.
         """
         queued_s = self._read_second_word(self._schedule) / 1e9
         bytes_read = self._read_second_word(self._io)
-        return np.array([thread_time(), queued_s, bytes_read])
+        return np.array([process_time(), queued_s, bytes_read])
 
     @staticmethod
     def _open(name: str) -> int | None:
@@ -143,6 +149,7 @@ class _SampleNotes:
         self._row = row
         self._threads = row["at"]
         self._counts = _ThreadCounts()
+        self._loaded = 0
 
     def begin(self) -> None:
         """Take the row over from a worker that ended."""
@@ -151,8 +158,8 @@ class _SampleNotes:
         self._row["pid"] = os.getpid()
 
     @contextmanager
-    def mark_sample(self, sample: int) -> Iterator[None]:
-        """Note a sample while it is loaded, and how long it took."""
+    def mark_sample(self, sample: int, count: int) -> Iterator[None]:
+        """Note a sample, or the first of so many, while it is loaded, and how long it took."""
         task = threading.get_native_id()
         place = task % _THREADS
         outer = self._threads[place].item()
@@ -166,17 +173,20 @@ class _SampleNotes:
             self._threads[place] = outer
             # A method may call another one of them. The outer one counts.
             if outer[0] < 0:
-                self._add_to_totals(sample, wall_ns, self._counts.read() - counts)
+                self._add_to_totals(sample, count, wall_ns, self._counts.read() - counts)
 
-    def _add_to_totals(self, sample: int, wall_ns: int, used: NDArray[np.float64]) -> None:
-        """Add a sample; ``used`` is what `_ThreadCounts` counted meanwhile."""
+    def _add_to_totals(
+        self, sample: int, count: int, wall_ns: int, used: NDArray[np.float64]
+    ) -> None:
+        """Add ``count`` samples; ``used`` is what `_ThreadCounts` counted meanwhile."""
         wall_s = wall_ns / 1e9
-        self._row["sums"] += (1, wall_s, *used)
+        self._row["sums"] += (count, wall_s, *used)
         self._row["cpu"][1] = process_time()
-        if wall_s > self._row["slowest"][0]:
-            self._row["slowest"] = (wall_s, sample)
-        bits = min(wall_ns.bit_length(), _BITS - 1)
-        self._row["spread"][bits] += (1, wall_s)
+        if wall_s / count > self._row["slowest"][0]:
+            self._row["slowest"] = (wall_s / count, sample)
+        bits = min((wall_ns // count).bit_length(), _BITS - 1)
+        self._row["spread"][bits] += (count, wall_s, count * self._loaded)
+        self._loaded += count
 
 
 # Its `monitor` sees the workers that this thread forks, while it waits for a watched loader.
@@ -212,7 +222,8 @@ class WorkerMonitor:
         def load_sample(dataset: Any, index: Any, *rest: Any) -> Any:
             if dataset is not self.dataset:
                 return method(dataset, index, *rest)
-            with notes.mark_sample(_read_index(index)):
+            count = len(index) if method.__name__ == "__getitems__" else 1
+            with notes.mark_sample(_read_index(index), max(1, count)):
                 return method(dataset, index, *rest)
 
         return load_sample
@@ -232,13 +243,36 @@ class WorkerMonitor:
 
     def read_times(self) -> SampleTimes:
         """Return how long samples took so far."""
-        slowest_s, slowest = max(self._rows["slowest"].tolist())
+        slowest = self._rows["slowest"].tolist()
+        slowest_s, index = max(slowest)
+        worker_cpu_s = float(self._rows["cpu"].sum())
         times = SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
         return times._replace(
-            slowest=(slowest_s, int(slowest)),
-            worker_cpu_s=float(self._rows["cpu"].sum()),
+            # Samples that threads load at the same time have each counted the whole process.
+            cpu_s=min(times.cpu_s, worker_cpu_s),
+            slowest=(slowest_s, int(index)),
+            worker_cpu_s=worker_cpu_s,
             spread=self._rows["spread"].sum(axis=0).tolist(),
+            worst=[int(worst) for seconds, worst in slowest if 0 < slowest_s <= 2 * seconds],
         )
+
+    def list_waits(self) -> list[str]:
+        """Return what each worker waits for that is at a sample, as `find_wait` calls it; of
+        workers that were not forked, of each one that does not wait for work.
+        """
+        waits = []
+        samples = self.list_samples()
+        for pid, at_work in samples.items():
+            if at_work:
+                waits.append(find_wait(pid, at_work[0].task))
+        if not samples:
+            # One that waits for work polls a pipe.
+            pids = [pid for pid in list_other_workers() if read_call(pid, pid)[0] != "poll"]
+            waits = [find_wait(pid, pid) for pid in pids]
+        if len(waits) == 1:
+            # It takes turns with nobody.
+            waits[0] = waits[0].replace("lock", "thread")
+        return waits
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
@@ -290,11 +324,28 @@ class WorkerMonitor:
 
 
 def _read_index(index: Any) -> int:
-    """Return the index of a sample; -1 of what is no single one, such as an array of several."""
+    """Return the index of a sample, or of the first in a list of them; -1 of what is neither, such
+    as an array of several.
+    """
+    if isinstance(index, list) and index:
+        index = index[0]
     try:
         return operator.index(index)
     except TypeError:
         return -1
+
+
+def list_other_workers() -> list[int]:
+    """Return the processes that multiprocessing started in another way than by a fork."""
+    workers = []
+    for process in list_processes()[1:]:
+        # It may have ended.
+        with suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            is_server = "forkserver" in command and process.ppid() == os.getpid()
+            if "spawn_main" in command or ("forkserver" in command and not is_server):
+                workers.append(process.pid)
+    return workers
 
 
 def _enter_child() -> None:

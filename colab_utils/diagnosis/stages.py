@@ -174,9 +174,9 @@ def _time_in_worker(
     if isinstance(dataset, CocoFolder | ShardDataset):
         stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
     else:
-        stages = time_samples(dataset, indices, seconds=seconds / 2)
+        stages = time_samples(dataset, indices, images=images, seconds=seconds / 2)
     if collate and len(indices) >= images:
-        samples = [dataset[index] for index in indices[:images]]
+        samples = load_samples(dataset, indices[:images])
         stages["collate"] = time_calls(
             "collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images
         )
@@ -209,19 +209,43 @@ def time_dataset_stages(
     return {stage.name: stage for stage in (read, decode, masks)}
 
 
-def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dict[str, Stage]:
+def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """Load the samples of a batch as torch does: at once, where a dataset has ``__getitems__``.
+
+    Example:
+        >>> load_samples("abc", [0, 2])
+        ['a', 'c']
+    """
+    load_all = getattr(dataset, "__getitems__", None)
+    if load_all is not None:
+        return [*load_all([*indices])]
+    return [dataset[index] for index in indices]
+
+
+def time_samples(
+    dataset: Any, indices: Sequence[int], *, images: int, seconds: float
+) -> dict[str, Stage]:
     """Time anybody's map-style dataset: ``sample``, and ``transform`` where it has torchvision's
     attributes for it.
 
-    The second is the difference to a shallow copy of the dataset without transforms.
+    The second is the difference to a shallow copy of the dataset without transforms. ``images``
+    are loaded at once where it has ``__getitems__``.
     """
-    whole = time_calls("sample", dataset.__getitem__, indices, max_s=seconds / 2)
+    count = min(images, len(indices)) if hasattr(dataset, "__getitems__") else 1
+    firsts = range(0, len(indices) - count + 1, count)
+    batches = [indices[first : first + count] for first in firsts]
+
+    def time_loading(source: Any) -> Stage:
+        load = partial(load_samples, source)
+        return time_calls("sample", load, batches, max_s=seconds / 2, images=count)
+
+    whole = time_loading(dataset)
     transforms = [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]
     if transforms:
         with suppress(Exception):  # it may not do without its transforms
             bare = copy.copy(dataset)
             vars(bare).update(dict.fromkeys(transforms))
-            without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
+            without = time_loading(bare)
             wall_ms = max(whole.mean_ms - without.mean_ms, 0.0)
             cpu_ms = max(whole.cpu_ms - without.cpu_ms, 0.0)
             transform = Stage.from_calls("transform", [wall_ms], cpu_ms)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from colab_utils.diagnosis.causes import Cause, find_causes
-from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
+from colab_utils.diagnosis.causes import find_causes
+from colab_utils.diagnosis.cures import Cause
+from colab_utils.diagnosis.looks import Looks
+from colab_utils.diagnosis.memory_growth import Growth, MemoryLog
 from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
 from colab_utils.files import write_file
@@ -29,6 +32,8 @@ _Array = NDArray[Any]
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps
 _KEPT = 1000  # batches whose samples are kept
+# Batches to a step of the optimizer, from which gradients are accumulated.
+_ACCUMULATES = 1.5
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,9 @@ class LoopRecord:
 
     Attributes:
         workers: worker processes of the loader.
+        restarts: whether these start anew in each pass.
+        phase: of the loop: "first start", "start" (of a later pass), "wait", "step", "between".
+        looks: at the loop and its workers.
         cpu_s: CPU time of this process and its children in them.
         times: of samples in workers.
         seen: batch to the samples that were loaded while it was waited for.
@@ -152,6 +160,9 @@ class LoopRecord:
         self.monitor = WorkerMonitor(getattr(loader, "dataset", None))
         self.memory = MemoryLog()
         self.workers = count_workers(loader)
+        self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
+        self.phase = ""
+        self.looks = Looks(self.monitor)
         self.cpu_s = 0.0
         self.times = SampleTimes()
         self.growth: Growth | None = None
@@ -160,16 +171,35 @@ class LoopRecord:
         self._printed: Summary | None = None
 
     @contextmanager
-    def measure_pass(self) -> Iterator[LoopClock]:
+    def measure_pass(self) -> Iterator[None]:
         """Around a pass: see where steps end, and count CPU time."""
         cpu_began_s = measure_tree_cpu()
-        handle = register_optimizer_step_post_hook(lambda *_: self.clock.end_step())
+        handle = register_optimizer_step_post_hook(self._end_step)
         try:
-            yield self.clock
+            yield
         finally:
+            self.phase = ""
             self.clock.stop()
             handle.remove()
             self.cpu_s += measure_tree_cpu() - cpu_began_s
+
+    def ask(self) -> float:
+        """The next batch is asked for; gives the time, by `time.perf_counter`."""
+        if self.phase:
+            self.phase = "wait"
+        else:
+            self.phase = "start" if self.clock.count else "first start"
+        return self.clock.ask()
+
+    def receive(self, images: int) -> None:
+        """The batch came, with so many images."""
+        self.phase = "step"
+        self.clock.receive(images)
+
+    def _end_step(self, *_: Any) -> None:
+        """The optimizer stepped."""
+        self.phase = "between"
+        self.clock.end_step()
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """These are being loaded while a batch is waited for."""
@@ -186,7 +216,9 @@ class LoopRecord:
         if not len(parts_s):
             return None
         self.times = self.monitor.read_times()
-        self.growth = find_growth(self.memory.readings)
+        self.growth = self.memory.find_growth()
+        every = count_batches_per_step(parts_s)
+        parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
         is_first = np.isin(np.arange(len(waits)), clock.firsts)
         start_s = float(waits[is_first].sum())
@@ -216,16 +248,23 @@ class LoopRecord:
                 for n in np.argsort(-later_s)[:_WORST].tolist()
             ),
             self.growth,
-            self._list_unseen(between),
+            self._list_unseen(every),
             _find_rank(),
         )
 
-    def _list_unseen(self, between: _Array) -> tuple[str, ...]:
-        """Return what could not be seen of the loop, in sentences."""
+    def _list_unseen(self, every: float) -> tuple[str, ...]:
+        """Return what could not be seen of the loop, in sentences; ``every`` so many batches the
+        optimizer steps.
+        """
         unseen = []
-        if not between.any():
+        if every == inf:
             unseen.append(
                 "No optimizer of torch stepped: the step is all that the loop does with a batch."
+            )
+        elif every >= _ACCUMULATES:
+            unseen.append(
+                f"The optimizer steps every {every:.0f} batches: what the others do after their "
+                "backward pass is told from these."
             )
         if self.workers and not self.times.samples:
             unseen.append(
@@ -250,6 +289,45 @@ class LoopRecord:
             self._printed = summary
             # at once: other processes write, too
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
+
+
+def count_batches_per_step(parts_s: _Array) -> float:
+    """Return how many batches there are to one step of the optimizer; infinity where none stepped.
+
+    Example:
+        >>> float(count_batches_per_step(np.array([[0, 0.1, 0], [0, 0.1, 0.2]])))
+        2.0
+    """
+    steps = np.count_nonzero(parts_s[:, 2])
+    return len(parts_s) / steps if steps else inf
+
+
+def split_micro_batches(parts_s: _Array) -> _Array:
+    """Tell what follows the backward pass of a batch without a step of the optimizer from the
+    batches with one.
+
+    Its forward and backward pass take about as long as a whole step does. What is left follows
+    them.
+
+    Args:
+        parts_s: of each batch, seconds, float64 [batches, 3]: wait, step, and what follows it.
+
+    Returns:
+        The same, with the time of each batch shared out anew.
+
+    Example:
+        >>> split_micro_batches(np.array([[0, 0.7, 0], [0, 0.1, 0.6]])).round(1).tolist()
+        [[0.0, 0.1, 0.6], [0.0, 0.1, 0.6]]
+    """
+    is_stepped = parts_s[:, 2] > 0
+    if not is_stepped.any() or is_stepped.all():
+        return parts_s
+    _, step_s, between_s = np.median(parts_s[is_stepped], axis=0)
+    split = parts_s.copy()
+    later_s = np.clip(split[~is_stepped, 1] - step_s, 0, between_s)
+    split[~is_stepped, 1] -= later_s
+    split[~is_stepped, 2] = later_s
+    return split
 
 
 def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:

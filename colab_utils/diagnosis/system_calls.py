@@ -12,15 +12,20 @@ from colab_utils.loading.prefetcher import describe_exit
 
 # Numbers of system calls on x86_64, from asm/unistd_64.h.
 _NUMBERS = (
-    "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 "
-    "futex 202 getdents64 217 clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 "
-    "preadv 295 preadv2 327 statx 332"
+    "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 nanosleep 35 connect 42 recvfrom 45 "
+    "recvmsg 47 wait4 61 semop 65 fcntl 72 flock 73 futex 202 getdents64 217 semtimedop 220 "
+    "clock_nanosleep 230 epoll_wait 232 waitid 247 openat 257 newfstatat 262 pselect6 270 "
+    "ppoll 271 epoll_pwait 281 preadv 295 preadv2 327 statx 332"
 )
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
 
 _CALLS_WITH_PATH = ("openat", "newfstatat", "statx")
 _CALLS_OF_FILE = ("read", "pread64", "readv", "preadv", "preadv2", "fstat", "getdents64")
 _PATH_BYTES = 4096
+_LOCKS = ("futex", "flock", "fcntl", "semop", "semtimedop")
+_SLEEPS = ("nanosleep", "clock_nanosleep")
+# Where Linux sleeps in a page fault, until a mapped file's page has come.
+_PAGE_WAIT = re.compile("folio|wait_on_page")
 
 
 def read_ending(pid: int) -> str:
@@ -52,6 +57,15 @@ def measure_use(folder: str) -> tuple[float, int]:
     return cpu_s, int(counts[1]) if counts else 0
 
 
+def measure_memory_part(pid: int) -> int:
+    """Return the bytes of a process that belong to no file, a page that others have, too, in parts:
+    a page that is copied when it is written to, or when a Python object in it is only looked at,
+    counts more. 0 where Linux does not say.
+    """
+    part = re.search(r"^Pss_Anon: +(\d+) kB", _read(f"/proc/{pid}/smaps_rollup"), re.M)
+    return 1024 * int(part[1]) if part else 0
+
+
 def read_call(pid: int, task: int) -> tuple[str, str]:
     """Return the system call that a thread is in, and its file."""
     words = _read(f"/proc/{pid}/task/{task}/syscall").split()
@@ -69,6 +83,39 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
             # psutil's open_files() looks at each file, and would hang where the worker hangs.
             return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
     return name, ""
+
+
+def find_wait(pid: int, task: int) -> str:
+    """Return what a thread waits for: "read" (a file), "lock", "sleep" or "process" (another one,
+    or the network); "" while it runs.
+
+    One that waits for other threads of its process waits for what these wait for.
+    """
+    kind = classify_call(*read_call(pid, task))
+    if kind != "lock":
+        return kind
+    threads = map(int, os.listdir(f"/proc/{pid}/task"))
+    kinds = [classify_call(*read_call(pid, other)) for other in threads if other != task]
+    for helping in ("", "read", "sleep"):
+        if helping in kinds:
+            return helping
+    return kind
+
+
+def classify_call(call: str, path: str) -> str:
+    """Return what a system call waits for, in the words of `find_wait`.
+
+    Example:
+        >>> classify_call("read", "/data/1.jpg"), classify_call("read", "pipe:[7]")
+        ('read', 'process')
+    """
+    if call in _LOCKS:
+        return "lock"
+    if call in _SLEEPS:
+        return "sleep"
+    if path.startswith("/") or _PAGE_WAIT.search(call):
+        return "read"
+    return "process" if call else ""
 
 
 def _read_path(pid: int, address: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.processes import ThreadPool, start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
@@ -311,7 +311,7 @@ def read_status(target: Path, key: str) -> dict[str, Any]:
     """
     try:
         status = json.loads(read_file(target / STATUS_NAME))
-    except DriveLostError:
+    except UnavailableError:
         raise
     except (ColabUtilsError, OSError, ValueError, RecursionError):
         # of a file that is no status, nothing is known

@@ -50,7 +50,7 @@ class _ArrivingFiles(ShardFiles):
         except ColabUtilsError:
             if not self._rolls:
                 raise
-            self._open.cache_clear()  # it was removed, and may come back
+            self._open.close()  # it was removed, and may come back
             self._drive.read_into(shard, name, start, buffer)
 
     def _wait_for(self, shard: int) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
+from colab_utils.data.defects import warn_of_faults
+from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
     PackedMasks,
     encode_segmentation,
@@ -33,6 +35,7 @@ from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.os_errors import explain_os_error
 from colab_utils.reader import Reader
 from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
@@ -83,6 +86,7 @@ class CocoFolder(CocoSamples):
         self._reader: Reader | None = None
         self._reader_process = 0
         self.coco = open_coco(images, annotations)
+        warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.image_ids = self.coco.image_ids
         self.sizes = self.coco.sizes
@@ -147,12 +151,10 @@ class CocoFolder(CocoSamples):
     def _read_file(self, index: int) -> bytes:
         path = self.find_path(index)
         try:
-            return read_file(path, self.retries)
+            return self.retries.run_listed(path, partial(read_file, path))
         except OSError as error:
-            raise ColabUtilsError(
-                f"expected an image file, found none at {path} ({error.strerror}). "
-                "Run check on the dataset."
-            ) from None
+            reason = explain_os_error(error, "Run check on the dataset.")
+            raise ColabUtilsError(f"expected an image file at {path}, found: {reason}") from None
 
     @property
     def best_streams(self) -> StreamTrial | None:

@@ -377,6 +377,11 @@ class Loader:
             yield number, indices[self._rank :: self._ranks]
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether files of the next batches are read while others are loaded."""
+        return self._fetcher.reads_ahead
+
+    @property
     def streams(self) -> tuple[StreamTrial, ...]:
         """How many files each worker reads at once, and how fast they come; empty where no reading
         ahead was measured yet.

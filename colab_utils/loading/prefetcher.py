@@ -27,7 +27,7 @@ from colab_utils.loading.batch import PackedBatch, open_batch
 from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.machine import find_free_memory
-from colab_utils.processes import end_with_parent, quiet_fork
+from colab_utils.processes import end_with_parent, find_cut_file, quiet_fork
 from colab_utils.streams import StreamTrial
 from colab_utils.units import format_bytes
 
@@ -121,7 +121,9 @@ def explain_death(ending: str) -> str:
     """
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", ending)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
-    if re.search("Killed|Bus error", ending):
+    if "Bus error" in ending:
+        cure = _explain_bus_error()
+    if "Killed" in ending:
         free = format_bytes(find_free_memory())
         shm = format_bytes(shutil.disk_usage("/dev/shm").free)
         cure = (
@@ -130,6 +132,22 @@ def explain_death(ending: str) -> str:
         )
     reason = how[0] if how else "no reason given"
     return f"expected every worker process to live, found one that ended ({reason}). {cure}"
+
+
+def _explain_bus_error() -> str:
+    """Say which mapped file became shorter; where none is seen, what a bus error can be."""
+    cut = find_cut_file()
+    if cut:
+        return (
+            f"{cut} is shorter than what is mapped of it: it was cut, or is written anew. Write it "
+            "under a new name, and put it in its place when it is complete."
+        )
+    shm = format_bytes(shutil.disk_usage("/dev/shm").free)
+    return (
+        f"Now {shm} of /dev/shm are free. Either a mapped file became shorter or could not be read "
+        "(a numpy memmap, an LMDB): copy it to the local disk; or /dev/shm was full: use a smaller "
+        "batch. Which of them was not seen."
+    )
 
 
 class Worker:

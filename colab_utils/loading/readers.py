@@ -2,18 +2,16 @@
 
 import os
 import warnings
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from colab_utils.drive import DriveLostError, Retries, guard_drive
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import DriveFile, has_size
+from colab_utils.drive import Retries, guard_drive
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.files import DriveFile, OpenFiles, has_size
+from colab_utils.os_errors import explain_os_error
 from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
 from colab_utils.shards.index import ShardInfo
 from colab_utils.slow_drive import find_profile
-
-OPEN_FILES = 512
 
 
 class ShardFiles:
@@ -21,8 +19,7 @@ class ShardFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # what falls out is closed when nothing reads it any more
-        self._open = lru_cache(OPEN_FILES)(partial(DriveFile, retries=Retries()))
+        self._open = OpenFiles(Retries())
 
     def __reduce__(self) -> Any:  # open files stay in this process
         return ShardFiles, (self.folder,)
@@ -37,16 +34,16 @@ class ShardFiles:
         # not as a Path, which takes longer than the read
         path = os.path.join(self.folder, name)
         length = memoryview(buffer).nbytes
+        cure = "Copy the shards again, or mount Drive again."
         try:
-            count = self._open(path).readinto(buffer, start)
-            problem = "it cut short"
+            count = self._open.get(path).readinto(buffer, start)
+            problem = f"it cut short. {cure}"
         except OSError as error:
             count = -1
-            problem = str(error.strerror)
+            problem = explain_os_error(error, cure)
         if count < length:
             raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found {problem}. "
-                "Copy the shards again, or mount Drive again."
+                f"expected {start + length:,} bytes or more in {path}, found {problem}"
             )
 
 
@@ -60,7 +57,10 @@ def load_shard(folder: Path, shard: ShardInfo, *, retries: Retries) -> ShardArra
     """
 
     def load() -> ShardArrays:
+        path = folder / shard.name
         with guard_drive(folder):
+            if not path.exists():
+                retries.find_again([path])
             return _load(folder, shard)
 
     return retries.run(load)
@@ -78,7 +78,7 @@ def _load(folder: Path, shard: ShardInfo) -> ShardArrays:
     try:
         with guard_drive(folder):
             arrays = load_arrays(arrays_path, shard)
-    except DriveLostError:
+    except UnavailableError:
         raise
     except (ColabUtilsError, OSError) as error:
         warnings.warn(

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.masks import pack_pixels
-from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 
 Target = dict[str, Any]
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks
@@ -228,7 +227,7 @@ def blame_sample(place: int) -> Iterator[None]:
     """
     try:
         yield
-    except (DriveLostError, MemoryError):
+    except (UnavailableError, MemoryError):
         raise
     except Exception as error:
         raise BadSampleError(error, place) from None

@@ -62,6 +62,9 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
     if shape is None:
         return 1.0, True
     _, batch_bytes = shape.lay_out()
+    if fetcher.reads_ahead:
+        # The files came at the same time.
+        waited_s *= len(indices)
     return batch_bytes * _SPARE, waited_s > _SLOW_S
 
 

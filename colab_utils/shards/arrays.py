@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
-from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import hash_bytes, hash_file, open_file
 from colab_utils.shards.index import ShardInfo
 from colab_utils.shards.records import load_record
@@ -264,7 +263,7 @@ def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
 def _explain_damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, DriveLostError):
+    except (OSError, UnavailableError):
         raise
     except Exception as error:
         # Damage fails in many ways.

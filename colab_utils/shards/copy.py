@@ -13,6 +13,7 @@ from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, has_size, name_temporary
 from colab_utils.machine import require_space
+from colab_utils.os_errors import explain_os_error
 from colab_utils.processes import ThreadPool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
@@ -194,7 +195,7 @@ class Copying:
         except OSError as error:
             raise ColabUtilsError(
                 f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: "
-                f"{error.strerror}. Run verify on it, then preprocess again what it names"
+                f"{explain_os_error(error, 'Run verify, then preprocess again what it names.')}"
             ) from error
         state = xxhash.xxh3_64()
         offset = 0

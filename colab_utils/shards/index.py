@@ -12,7 +12,9 @@ from typing import Any
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+from colab_utils.os_errors import explain_os_error
 from colab_utils.require import require_local_path
+from colab_utils.shards.lock import find_writer
 
 FORMAT_NAME = "colab_utils shards"
 
@@ -108,6 +110,12 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     try:
         return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:
+        writer = find_writer(folder)
+        if writer:
+            raise ColabUtilsError(
+                f"expected finished shards in {folder}, found that preprocess is writing there "
+                f"({writer!r}). Wait until it has ended."
+            ) from None
         problem = f"expected a folder of shards, found nothing at {folder}"
         if folder.exists():
             problem = f"expected {INDEX_NAME} in {folder}, found none"
@@ -116,9 +124,8 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
             "where it was interrupted, it continues where it stopped."
         ) from None
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected to read {path}, found: {error.strerror}. Make the file readable."
-        ) from None
+        reason = explain_os_error(error, "Make the file readable.")
+        raise ColabUtilsError(f"expected to read {path}, found: {reason}") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
             f"expected the index that was written in {path}, found one that was changed since: "

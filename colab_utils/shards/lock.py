@@ -4,6 +4,7 @@ import math
 import os
 import re
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -11,19 +12,20 @@ from multiprocessing.util import register_after_fork
 from pathlib import Path
 from secrets import token_hex
 from tempfile import gettempdir
-from time import time
+from time import sleep, time
 
 import psutil
 
-from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.drive import Retries, explain_write
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, open_file, write_file
 from colab_utils.machine import require_linux
 from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
-    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|(?:checkpoint|best)-\d{8,}\.pt"
+    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|run-id|"
+    r"(?:checkpoint|best)-\d{8,}\.pt"
 )
 _PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
 # Marks of the folders that this process holds.
@@ -86,7 +88,13 @@ def hold_folder(folder: Path) -> Iterator[None]:
     is_new = not retries.write(folder, folder.exists)
     retries.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
     with _lock_here(folder) as is_free:
-        retries.write(folder, partial(_refuse_writer, path, is_locked=not is_free))
+        writer = retries.write(folder, partial(find_writer, folder, is_locked=not is_free))
+        if writer:
+            raise ColabUtilsError(
+                f"expected no other writer in {folder}, found one at work there ({writer!r}). "
+                "Let it end, or stop it and run the same: it continues. "
+                f"(On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
+            )
         _marks.add(mark)
         try:
             retries.write(folder, begin)
@@ -109,7 +117,11 @@ def _lock_here(folder: Path) -> Iterator[bool]:
     import fcntl
 
     place = hash_bytes(os.fsencode(os.path.realpath(folder)))
-    with open(Path(gettempdir(), f"colab_utils-{os.getuid()}-{place}.lock"), "ab") as file:
+    with explain_write(Path(os.environ.get("TMPDIR", "/tmp"))):
+        temporary = Path(gettempdir())
+    with explain_write(temporary):
+        file = open(temporary / f"colab_utils-{os.getuid()}-{place}.lock", "ab")  # noqa: SIM115
+    with file:
         # The workers of a killed process would go on holding it.
         register_after_fork(file, type(file).close)
         try:
@@ -120,13 +132,14 @@ def _lock_here(folder: Path) -> Iterator[bool]:
             yield True
 
 
-def _refuse_writer(path: Path, *, is_locked: bool) -> None:
-    """Refuse a folder that somebody writes into: a process on this machine where ``is_locked``,
-    else one elsewhere.
+def find_writer(folder: Path, *, is_locked: bool = False) -> str:
+    """Return who writes into a folder: "process 12 on HOST"; "" where nobody does.
 
-    Raises:
-        ColabUtilsError: if there is a writer, which it names.
+    Args:
+        folder: The folder, which need not be there.
+        is_locked: Whether a process on this machine is known to write there.
     """
+    path = folder / WRITER_NAME
     lines = ""
     silent_s = math.inf
     with suppress(FileNotFoundError), open_file(path) as file:
@@ -141,12 +154,23 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
     else:
         # The lock is found by the folder's path; the same folder may be mounted at two of them.
         is_alive = pid.isdecimal() and _is_running(int(pid[:9]))
-    if is_locked or (silent_s < _SILENT_S and is_alive):
-        raise ColabUtilsError(
-            f"expected no other writer in {path.parent}, found one at work there ({writer!r}). "
-            "Let it end, or stop it and run the same: it continues. "
-            f"(On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
-        )
+    if is_alive and silent_s < -_SILENT_S:
+        is_alive = _is_touched(path)
+    is_writing = is_locked or (silent_s < _SILENT_S and is_alive)
+    return (writer or "unknown") if is_writing else ""
+
+
+def _is_touched(path: Path) -> bool:
+    """Watch a lock whose time lies in the future; return whether its writer lives."""
+    warnings.warn(
+        f"{path} has a time in the future: the clocks of two machines differ. For "
+        f"{_SILENT_S:.0f} seconds it is watched, whether its writer lives.",
+        ColabUtilsWarning,
+        stacklevel=2,
+    )
+    before = os.stat(path)
+    sleep(_SILENT_S)
+    return path.exists() and os.stat(path).st_mtime != before.st_mtime
 
 
 def _is_running(pid: int) -> bool:

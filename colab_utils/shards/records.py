@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.data.object_checks import count_faults
-from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.data.segmentations import is_nothing
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import read_file
 from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.stored_images import StoredImage, store_image
+
+MISSING = "the file is missing"
+"""Why an image was left out whose file was not found."""
 
 
 class Member(NamedTuple):
@@ -45,7 +49,8 @@ def make_record(
     """Make the content of ``KEY.json``: COCO form at the stored size, masks as compressed RLE.
 
     The counts of RLE are bytes. Masks are rasterised at the original size and then resized, as
-    torchvision's transform does. What `count_faults` finds is added to ``faults``.
+    torchvision's transform does. What `count_faults` finds is added to ``faults``, and annotations
+    of nothing, which are left out.
 
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
@@ -55,6 +60,7 @@ def make_record(
     scale_y = height / original_height
     scale_x = width / original_width
     rles = []
+    drawn = []
     scaled = []
     for annotation in annotations:
         left, top, box_width, box_height = annotation["bbox"]
@@ -62,12 +68,16 @@ def make_record(
         try:
             rle = encode_segmentation(annotation["segmentation"], original_height, original_width)
         except ColabUtilsError as error:
+            if is_nothing(annotation):
+                continue
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
         rles.append(rle)
+        drawn.append(annotation)
         box = [left * scale_x, top * scale_y, box_width * scale_x, box_height * scale_y]
         scaled.append({**annotation, "bbox": box, "area": area * scale_x * scale_y})
     if faults is not None:
-        faults.update(count_faults(annotations, rles))
+        faults.update(count_faults(drawn, rles))
+        faults.update(["empty annotation"] * (len(annotations) - len(drawn)))
     if stored.size != stored.original:
         rles = resize_rles(rles, height, width)
     for annotation, rle in zip(scaled, rles, strict=True):
@@ -107,7 +117,7 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
     try:
         return read_file(dataset.find_image(images, i)[0], retries)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ColabUtilsError("the file is missing") from None
+        raise ColabUtilsError(MISSING) from None
     except OSError as error:
         raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
 
@@ -137,7 +147,7 @@ def try_sample(
             storage=recipe["storage"],
         )
         record = make_record(image, dataset.annotations(i), stored, faults)
-    except DriveLostError:
+    except UnavailableError:
         raise
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from colab_utils.data.decoding import open_image, to_rgb, turn_upright
+from colab_utils.data.decoding import guard_pillow, open_image, to_rgb, turn_upright
 from colab_utils.data.sizes import plan_size
 
 Storage = Literal["keep", "shrink", "pixels"]
@@ -33,6 +33,7 @@ class StoredImage(NamedTuple):
     original: tuple[int, int]
 
 
+@guard_pillow()
 def store_image(
     data: bytes, size: tuple[int, int], *, min_size: int, max_size: int, storage: Storage = "shrink"
 ) -> StoredImage:

@@ -11,6 +11,8 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
 
+_MISSING = "is missing"
+
 
 @dataclass(frozen=True)
 class BadShard:
@@ -51,7 +53,11 @@ def verify_shards(folder: str | Path) -> VerifyReport:
     bad = []
     with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
         for shard in index.shards:
-            reason = retries.run(partial(find_fault, folder, shard.files()))
+            look = partial(find_fault, folder, shard.files())
+            reason = retries.run(look)
+            if reason.endswith(_MISSING):
+                retries.find_again([folder / name for name, _, _ in shard.files()])
+                reason = retries.run(look)
             if reason:
                 bad.append(BadShard(shard.name, reason))
             bar.set_postfix_str(str(retries), refresh=False)
@@ -72,7 +78,7 @@ def find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
             if hash_file(path)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
         except FileNotFoundError:
-            return f"{name} is missing"
+            return f"{name} {_MISSING}"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return ""

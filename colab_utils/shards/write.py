@@ -9,16 +9,17 @@ from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.defects import describe_faults
-from colab_utils.drive import Retries, explain_write
+from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
+from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
-from colab_utils.processes import fork_pool, pop_done
+from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
@@ -32,6 +33,7 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import count_processes, make_recipe, open_annotations, try_images
+from colab_utils.shards.records import MISSING
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes
@@ -56,8 +58,8 @@ class ShardReport:
     crowds: int = 0
     """Of them, with ``iscrowd``: the shards keep these, and training leaves them out."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Objects that are trained wrongly, or not at all, by the kind of defect that `check_dataset`
-    names.
+    """Objects that are trained wrongly, or not at all, and empty annotations, by the kind of defect
+    that `check_dataset` names.
     """
 
     def __str__(self) -> str:
@@ -70,7 +72,7 @@ class ShardReport:
                 "out of training"
             )
         if self.faults:
-            text += f"; bad objects, see check: {describe_faults(self.faults)}"
+            text += f"; see check: {describe_faults(self.faults)}"
         return text
 
 
@@ -142,7 +144,17 @@ def write_shards(
             recipe = retries.write(folder, _begin_folder, folder, images, dataset, recipe)
             jobs = _list_jobs(folder, images, dataset, recipe, streams)
             with explain_write(folder):
-                done = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
+                run = partial(_run_jobs, processes=processes, executor=executor, max_bad=max_bad)
+                done = run(jobs)
+                missing = [
+                    images / image.file_name
+                    for image in _join_skipped(done)
+                    if image.reason == MISSING
+                ]
+                if retries.find_again(missing):
+                    # Their shards are written again, and the others are found finished.
+                    done = run(jobs)
+                _check_images(_join_skipped(done), len(dataset), max_bad)
             index = ShardIndex(
                 fingerprint=dataset.fingerprint,
                 recipe=recipe,
@@ -175,9 +187,18 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         >>> find_recipe("no/such/folder") is None
         True
     """
-    folder = require_local_path(folder)
-    index = Retries().write(folder, _find_run, folder)
+    index = find_index(folder)
     return None if index is None else index.recipe
+
+
+def find_index(folder: str | Path) -> ShardIndex | None:
+    """Return what the shards of a folder are of, finished or not; None if it holds none.
+
+    Raises:
+        ColabUtilsError: as `find_recipe`.
+    """
+    folder = require_local_path(folder)
+    return Retries().write(folder, _find_run, folder)
 
 
 def _find_run(folder: Path) -> ShardIndex | None:
@@ -277,8 +298,11 @@ def _run_jobs(
     total = sum(len(job.dataset) for job in jobs)
     objects = sum(len(job.dataset.ids) - job.dataset.crowds for job in jobs)
     context = multiprocessing.get_context("fork")
-    images_done = context.Value("q", 0)
-    progress = WorkerProgress(images_done, context.Event())
+    # What Drive does not show is looked for again at the end.
+    is_patient = is_on_drive(jobs[0].images)
+    with explain_shared_memory():
+        images_done = context.Value("q", 0)
+        progress = WorkerProgress(images_done, context.Event())
     with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
         if executor is None:
             pool = fork_pool(min(processes, len(jobs)), join_run, progress)
@@ -297,14 +321,17 @@ def _run_jobs(
             # The workers count images of unfinished shards, too. Their number is read without its
             # lock, which a worker that was killed may hold.
             bar.update(max(count, images_done.get_obj().value) - bar.n)
-            _check_images(_join_skipped(done), total, max_bad)
-            _check_objects(_sum_faults(done), objects, max_bad)
+            skipped = _join_skipped(done)
+            if is_patient:
+                skipped = tuple(image for image in skipped if image.reason != MISSING)
+            _check_images(skipped, total, max_bad)
+            require_sound_objects(_sum_faults(done), objects, max_bad)
     return done
 
 
 def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:
     """Refuse more bad images than are allowed."""
-    allowed = _count_allowed(total, max_bad)
+    allowed = count_allowed(total, max_bad)
     if len(bad) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
         raise ColabUtilsError(
@@ -312,22 +339,6 @@ def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> 
             f"({examples}). Repair them, or their annotations with `check --repair OUT.json`, "
             "or allow more with --max-bad SHARE."
         )
-
-
-def _check_objects(faults: Counter[str], total: int, max_bad: float) -> None:
-    """Refuse more bad objects than are allowed."""
-    allowed = _count_allowed(total, max_bad)
-    if faults.total() > allowed:
-        raise ColabUtilsError(
-            f"expected at most {allowed:,} bad objects of {total:,}, found "
-            f"{faults.total():,} so far ({describe_faults(faults)}). Repair the annotations with "
-            "`check --repair OUT.json`, or allow more with --max-bad SHARE."
-        )
-
-
-def _count_allowed(total: int, share: float) -> int:
-    # 0.29 x 100 is a little less than 29.
-    return int(share * total + 1e-6)
 
 
 def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:

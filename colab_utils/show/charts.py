@@ -12,12 +12,15 @@ from matplotlib.figure import Figure
 from colab_utils.data.statistics import DatasetStatistics
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, make_figure
+from colab_utils.streams import StreamTrial
 
 BLUE = PALETTE[0]
 ORANGE = PALETTE[1]
 GREY = "#949494"
 INK = "#1a1a1a"
 _RED = PALETTE[3]
+# Fewer streams that reach so much of the best rate are enough.
+_NEAR_MOST = 0.9
 # A chart has room for so many classes.
 _CLASSES = 20
 
@@ -200,6 +203,50 @@ def _draw_limit(axis: Axes, value: float, name: str) -> None:
         va="bottom",
         transform=axis.get_xaxis_transform(),
     )
+
+
+def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Figure:
+    """Draw files a second over reads at once: how far more of them win something.
+
+    Args:
+        trials: as measured, such as those of ``StreamTuner.trials``; of several with the same
+            number of streams the median is drawn.
+        name: what was read.
+
+    Raises:
+        ColabUtilsError: there is no trial to draw.
+
+    Example:
+        >>> trials = [StreamTrial(8, 13.0), StreamTrial(16, 24.0), StreamTrial(32, 25.0)]
+        >>> plot_streams(trials).get_suptitle()
+        'Drive gives 24 files a second with 16 streams; more win little'
+    """
+    if not trials:
+        raise ColabUtilsError("There is no trial to draw. Read more files first.")
+    rates: dict[int, list[float]] = {}
+    for trial in sorted(trials, key=lambda trial: trial.streams):
+        rates.setdefault(trial.streams, []).append(trial.files_per_s)
+    medians = {streams: float(np.median(values)) for streams, values in rates.items()}
+    most = max(medians.values())
+    enough = min(streams for streams, rate in medians.items() if rate >= _NEAR_MOST * most)
+    ending = "more win little" if enough < max(medians) else "more were not tried"
+    title = (
+        f"{name} gives {format_figure(medians[enough])} files a second with "
+        f"{enough} streams; {ending}"
+    )
+    figure = make_figure(title, width=12, height=5)
+    axis = figure.add_subplot()
+    axis.plot(list(medians), list(medians.values()), "o-", color=BLUE, linewidth=2, markersize=8)
+    axis.plot(enough, medians[enough], "o", color=ORANGE, markersize=14)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(medians), [str(streams) for streams in medians], fontsize=12)
+    axis.set_ylim(0, 1.15 * most)
+    axis.tick_params(labelsize=12)
+    axis.minorticks_off()
+    axis.set_xlabel("streams: files that are read at the same time", fontsize=14)
+    axis.set_ylabel("files a second", fontsize=14)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def plot_statistics(statistics: DatasetStatistics) -> Figure:

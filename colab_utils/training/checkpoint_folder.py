@@ -2,19 +2,22 @@
 Drive is lost.
 """
 
+import errno
 import os
 import re
 import shutil
+import stat
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_bytes
 from typing import Any, Literal, get_args
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, write_file
+from colab_utils.files import hash_bytes, read_whole, write_file
 from colab_utils.machine import COLAB_ROOT
 from colab_utils.require import require_local_path
 from colab_utils.training.checkpoint import (
@@ -30,6 +33,16 @@ Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 _PREFIXES = {"newest": "checkpoint", "best": "best"}
 _OTHERS_KEPT = {"newest": 1, "best": 0}
+# A random word in the folder of a run: one that is made anew at the same place has another.
+_IDENTITY_NAME = "run-id"
+# A disk that is full, a quota that is used up, and a disk that became read-only.
+_TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+class FullDiskError(DriveLostError):
+    """The disk of a run takes no more files: what is written waits elsewhere, as for a lost
+    Drive.
+    """
 
 
 class CheckpointFolder:
@@ -38,9 +51,10 @@ class CheckpointFolder:
 
     Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each
     file ends with a checksum, as the comment of the zip that ``torch.save`` writes: what was
-    changed since is never trained on. While Drive does not answer, checkpoints wait on this
-    machine's disk, in ``waiting``; the next one that Drive takes replaces them. Who writes
-    checkpoints holds the folder meanwhile: see `hold_folder`.
+    changed since is never trained on. While Drive does not answer, or its disk takes no more,
+    checkpoints wait on this machine's disk, in ``waiting``; the next one that it takes replaces
+    them. They belong to this run alone, which a random word in ``run/run-id`` tells from another
+    one at the same place. Who writes checkpoints holds the folder meanwhile: see `hold_folder`.
 
     Args:
         run: The folder, on any disk. On Google Drive each checkpoint is written once, from its
@@ -57,8 +71,24 @@ class CheckpointFolder:
 
     def __init__(self, run: str | Path) -> None:
         self.run = require_local_path(run)
-        name = hash_bytes(str(self.run.absolute()).encode(errors="surrogatepass"))
-        self.waiting = Path(tempfile.gettempdir()) / "colab_utils-checkpoints" / name
+        self._identity = b""
+
+    @property
+    def waiting(self) -> Path:
+        """Where checkpoints of this run wait on this machine, in a folder of the user's own.
+
+        Raises:
+            ColabUtilsError: Somebody else could write there.
+        """
+        place = str(self.run.absolute()).encode(errors="surrogatepass")
+        return _find_own_folder() / hash_bytes(place, self._identify())
+
+    def _identify(self) -> bytes:
+        """Return the identity of this run, which `prepare` gives it; empty before."""
+        if not self._identity:
+            with suppress(FileNotFoundError, NotADirectoryError, DriveLostError):
+                self._identity = read_whole(self.run / _IDENTITY_NAME)
+        return self._identity
 
     @property
     def newest(self) -> Path | None:
@@ -68,7 +98,8 @@ class CheckpointFolder:
         return next(reversed(_list_files(self.waiting, "newest")), None)
 
     def prepare(self, *, anew: bool) -> None:
-        """Make the folder; ``anew`` moves older checkpoints to ``previous-1`` and so on.
+        """Make the folder, with an identity; ``anew`` moves older checkpoints to ``previous-1`` and
+        so on.
 
         Raises:
             ColabUtilsError: The folder cannot be made or written to.
@@ -77,6 +108,9 @@ class CheckpointFolder:
             self.run.mkdir(parents=True, exist_ok=True)
             if not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
+            if not self._identify():
+                self._identity = token_bytes(16)
+                write_file(self.run / _IDENTITY_NAME, self._identity)
             if anew:
                 target = _find_free_name(f"{self.run}/previous-")
                 for path in [*self._list("newest"), *self._list("best")]:
@@ -105,16 +139,25 @@ class CheckpointFolder:
         parts = pack_state({**state, "step": step})
         try:
             self._write(path, which, *parts)
-        except DriveLostError:
-            path = self.waiting / path.name
-            self._write(path, which, *parts)
-            outlook = "Drive is tried again now" if is_last else "training goes on"
+        except DriveLostError as error:
+            waiting = self.waiting / path.name
+            try:
+                self._write(waiting, which, *parts)
+            except FullDiskError as full:
+                raise self._refuse_write(path, full.__cause__) from full
+            outlook = "it is tried again now" if is_last else "training goes on"
             text = (
-                f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until "
-                f"it does; {outlook}"
+                f"{self._name_trouble(error)}: checkpoint {path.name} waits in {waiting.parent} "
+                f"until it does; {outlook}"
             )
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+            path = waiting
         return path
+
+    def _name_trouble(self, error: DriveLostError) -> str:
+        if isinstance(error, FullDiskError):
+            return f"{self.run} takes no more files ({error})"
+        return "Drive does not answer"
 
     def send_waiting(self) -> None:
         """Send to the run's folder what waits on this machine; try for 81 seconds where Drive
@@ -137,11 +180,13 @@ class CheckpointFolder:
             self._write(path, which, content, patiently=True)
         except DriveLostError as error:
             mount = find_mount(self.run) or COLAB_ROOT / "drive"
+            cure = f"Remount Drive with drive.mount('{mount}', force_remount=True)"
+            if isinstance(error, FullDiskError):
+                cure = "Free space there"
             raise DriveLostError(
-                f"Drive does not answer: checkpoint {path.name} is not in {self.run}, and lies in "
-                f"{self.waiting} of this machine alone. Remount Drive with drive.mount('{mount}', "
-                "force_remount=True), then run the same command on this machine, which sends it; "
-                "or keep a copy of that folder elsewhere."
+                f"{self._name_trouble(error)}: checkpoint {path.name} is not in {self.run}, and "
+                f"lies in {waiting.parent} of this machine alone. {cure}, then run the same "
+                "command on this machine, which sends it; or keep a copy of that folder elsewhere."
             ) from error
         return path
 
@@ -169,7 +214,7 @@ class CheckpointFolder:
             state = load_content(path, content)
             _set_aside(torn, repair=repair)
             if repair and path.parent == self.waiting:
-                # It is known by the folder's path, which may be that of a run that was deleted.
+                # The user may have deleted the checkpoints of the run, and not its folder.
                 text = (
                     f"{path.name} waited in {self.waiting} of this machine, and is sent now. "
                     "If you deleted its run, pass resume='never' to begin anew"
@@ -197,7 +242,7 @@ class CheckpointFolder:
         self, path: Path, which: Which, *parts: bytes | memoryview, patiently: bool = False
     ) -> None:
         def write() -> None:
-            with guard_drive(path):
+            with guard_drive(path), _guard_disk():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, *parts)
 
@@ -207,14 +252,17 @@ class CheckpointFolder:
             else:
                 write()
         except OSError as error:
-            raise ColabUtilsError(
-                f"expected to write the checkpoint {path}, found: {error.strerror or error}. The "
-                f"newest complete one is {self.newest}. Free disk space or choose another run "
-                "folder, then start again: training resumes."
-            ) from error
+            raise self._refuse_write(path, error) from error
         # One file too many does no harm.
         with suppress(OSError):
             self._remove_others(path, which)
+
+    def _refuse_write(self, path: Path, error: Any) -> ColabUtilsError:
+        return ColabUtilsError(
+            f"expected to write the checkpoint {path}, found: {error.strerror or error}. The "
+            f"newest complete one is {self.newest}. Free disk space or choose another run "
+            "folder, then start again: training resumes."
+        )
 
     def _remove_others(self, path: Path, which: Which) -> None:
         """Remove the checkpoints that the one that was just written replaces."""
@@ -226,6 +274,32 @@ class CheckpointFolder:
             # Drive keeps what is deleted in its bin, on the user's quota.
             os.truncate(file, 0)
             file.unlink()
+
+
+@contextmanager
+def _guard_disk() -> Iterator[None]:
+    """Raise a `FullDiskError` where the block cannot write for want of room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _TAKES_NO_MORE:
+            raise
+        raise FullDiskError(error.strerror) from error
+
+
+def _find_own_folder() -> Path:
+    """Return the folder in which checkpoints wait; nobody but this user can write there."""
+    folder = Path(tempfile.gettempdir(), f"colab_utils-checkpoints-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+    if not is_own or facts.st_mode & 0o077:
+        raise ColabUtilsError(
+            f"{folder}, where checkpoints wait while Drive does not answer, is no folder of yours "
+            "alone. Remove it, or set TMPDIR to a folder that only you may write to."
+        )
+    return folder
 
 
 def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:

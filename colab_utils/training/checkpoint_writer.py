@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from colab_utils.processes import ThreadPool
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint_folder import CheckpointFolder, Which
 
 # The least seconds between two checkpoints, and before the one at the end of an epoch.
 _PAUSES_S = (60.0, 10.0)
@@ -37,7 +37,7 @@ class CheckpointWriter:
         self._every_steps = every_steps
         self._saved_s = perf_counter()
         self._thread = ThreadPool(1, "checkpoint")
-        self._job: Future[Path] | None = None
+        self._jobs: list[Future[Path]] = []
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:
         """Whether a checkpoint is due after this step; never while the last one is being written.
@@ -45,18 +45,25 @@ class CheckpointWriter:
         Raises:
             ColabUtilsError: The last one could not be written: said now, and not with the next one.
         """
-        if self._job and not self._job.done():
+        if not all(job.done() for job in self._jobs):
             return False
         self.finish()
         if self._every_steps is not None:
             return step % self._every_steps == 0
         return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
 
-    def submit(self, state: Mapping[str, Any], *, step: int, is_last: bool = False) -> None:
+    def submit(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        which: Which = "newest",
+        is_last: bool = False,
+    ) -> None:
         """Copy a state to this machine's memory, and write it in the thread."""
-        self.finish()
         copy = copy_to_cpu(dict(state))
-        self._job = self._thread.submit(self._folder.save, copy, step=step, is_last=is_last)
+        job = self._thread.submit(self._folder.save, copy, step=step, which=which, is_last=is_last)
+        self._jobs.append(job)
         self._saved_s = perf_counter()
 
     def finish(self) -> None:
@@ -65,9 +72,9 @@ class CheckpointWriter:
         Raises:
             ColabUtilsError: It could not be written.
         """
-        job = self._job
-        self._job = None
-        if job:
+        jobs = self._jobs
+        self._jobs = []
+        for job in jobs:
             job.result()
 
     def close(self) -> None:

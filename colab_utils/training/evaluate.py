@@ -5,6 +5,7 @@ masks and computes COCO's sums meanwhile.
 """
 
 import io
+import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.processes import ThreadPool, fork_pool
+from colab_utils.processes import ThreadPool, explain_shared_memory, fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.precision import keep_boxes_exact
@@ -32,7 +33,7 @@ _DECODING_THREADS = 2
 
 
 class EvaluationProcessError(ColabUtilsError):
-    """The process that draws masks and computes COCO's sums was killed, twice."""
+    """The process that draws masks and computes COCO's sums was killed, twice, or cannot start."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def evaluate(
 
     Raises:
         EvaluationProcessError: The process that draws masks was killed twice, for example because
-            memory was full.
+            memory was full, or cannot start; the message names what is missing.
         ColabUtilsError: The images hold no objects, or the model's classes are not those of the
             dataset.
 
@@ -170,7 +171,11 @@ def _evaluate(
 ) -> AveragePrecision:
     ids = dataset.category_ids
     # It is forked before there are threads.
-    pool = fork_pool(1, _keep_truth, truth)
+    try:
+        with explain_shared_memory():
+            pool = fork_pool(1, _keep_truth, truth)
+    except ColabUtilsError as error:
+        raise EvaluationProcessError(f"The evaluation cannot start. {error}") from error
     drawing: list[Future[None]] = []
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
@@ -233,6 +238,8 @@ _results: list[dict[str, Any]] = []
 
 
 def _keep_truth(truth: Any) -> None:
+    # Training's own handler would only note it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The threads of the parent process do not exist in this one.
     torch.set_num_threads(1)
     _truth[:] = [truth]

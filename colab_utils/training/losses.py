@@ -27,10 +27,12 @@ from colab_utils.loading.mask_targets import sample_masks
 from colab_utils.loading.masks import flip_boxes
 from colab_utils.loading.targets import check_objects
 from colab_utils.training.sizes import Size
+from colab_utils.training.torch_defaults import use_cpu
 
 _COMPARED_OBJECTS = 16
 
 
+@use_cpu()
 def compute_losses(
     model: MaskRCNN,
     batch: PackedBatch,

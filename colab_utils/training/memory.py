@@ -1,5 +1,6 @@
 """What makes every batch of a run fit into a GPU's memory: `plan_memory` tries the heaviest one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.batch import PackedBatch, open_batch, write_batch
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.training.model import LIGHT_MODEL
 from colab_utils.training.sizes import choose_sizes
@@ -44,6 +45,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
 
+    It is made from what is known of its images, their sizes, objects and crops: no file is read.
     Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts.
     Weights and statistics are left as they were. No object is ever left out.
 
@@ -69,8 +71,8 @@ def plan_memory(
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
-            samples = [dataset.read_packed(rows[i]) for i in heaviest[:images]]
-            batch = collate_packed(samples).to(step.device)
+            indices = [rows[i] for i in heaviest[:images]]
+            batch = _make_batch(dataset, indices).to(step.device)
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None
             peak = torch.cuda.max_memory_allocated(step.device)
@@ -88,6 +90,26 @@ def plan_memory(
         "to 20 % less; half of the proposals up to 20 % less; or end the other process that "
         "nvidia-smi lists."
     )
+
+
+class _BlankImages:
+    """The images of a dataset in black, with masks that fill their boxes."""
+
+    def __init__(self, dataset: ShardDataset) -> None:
+        self.describe = dataset.describe
+
+    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+        """Write the pixels and the mask bits of an image."""
+        pixels[:] = 0
+        bits[:] = 0xFF
+
+
+def _make_batch(dataset: ShardDataset, indices: Sequence[int]) -> PackedBatch:
+    """Return a batch of as many pixels and objects as these images have."""
+    shape, memory = write_batch(
+        _BlankImages(dataset), indices, lambda size: np.empty(size, np.uint8)
+    )
+    return open_batch(torch.from_numpy(memory), shape)
 
 
 def _find_limit(step: TrainingStep) -> int:

@@ -30,6 +30,7 @@ from colab_utils.training.checkpoint import choose_weights, explain_state, load_
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.norms import Norms, freeze_norms
 from colab_utils.training.small_models import assemble_light, assemble_tiny
+from colab_utils.training.torch_defaults import use_cpu
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 
@@ -158,6 +159,7 @@ def assemble_mask_rcnn(
     return model
 
 
+@use_cpu()
 def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
     """Load the model of a run's newest checkpoint, on the CPU, in evaluation mode; no file is
     changed.

@@ -65,7 +65,7 @@ class TrainingPlan:
                 f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or "
                 "boxes without area)"
             )
-        resumed = f", resumed after step {self.first_step}" if self.first_step else ""
+        resumed = f", resumed after step {self.first_step}" if self.first_step else " of a new run"
         memory = f"\nmemory: {self.memory}" if self.memory else ""
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} "

@@ -1,5 +1,7 @@
 """What a run reports: a line of its log every few steps, and all of it at the end."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -16,6 +18,17 @@ class LossPoint:
     loss: float
 
 
+def average_losses(losses: Iterable[float]) -> float:
+    """Return the mean of the finite ones; NaN without any.
+
+    Example:
+        >>> average_losses([1.0, math.nan, 2.0])
+        1.5
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return fmean(finite) if finite else math.nan
+
+
 @dataclass(frozen=True)
 class LogLine:
     """What happened since the line before, by the wall clock: evaluation, logs and checkpoints
@@ -27,7 +40,7 @@ class LogLine:
     steps: int
     """Steps of the run."""
     loss: float
-    """Mean total loss of these steps."""
+    """Mean total loss of these steps, those without a finite one left out."""
     learning_rate: float
     """Of the last of these steps."""
     images_per_second: float
@@ -71,15 +84,21 @@ class TrainReport:
     """What was decided for the run."""
     best: AveragePrecision | None = None
     """The highest one of masks, of the weights in ``best-STEP.pt``; None without ``val_shards``."""
+    skipped_steps: int = 0
+    """Steps of this session that left the weights as they were, since their loss or a gradient was
+    not finite.
+    """
 
     def __str__(self) -> str:
         tenth = max(1, len(self.losses) // 10)
-        first = fmean(point.loss for point in self.losses[:tenth])
-        last = fmean(point.loss for point in self.losses[-tenth:])
+        first = average_losses(point.loss for point in self.losses[:tenth])
+        last = average_losses(point.loss for point in self.losses[-tenth:])
         text = (
             f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, "
             f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}, {self.checkpoint}"
         )
+        if self.skipped_steps:
+            text += f"; {self.skipped_steps} steps skipped"
         if self.ap:
             text += f"; {self.ap}"
         if self.best and self.best.step != self.steps:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -44,6 +45,10 @@ class TrainingStep:
     A batch that does not fit into the GPU's memory is cut in two, at most three times: from then on
     each batch is trained in ``parts`` whose gradients are added up, and you are warned. The
     effective batch size stays the same; a trainable batch norm sees each part alone.
+
+    A batch whose loss or gradients are not finite is skipped, in every precision: weights, averages
+    and the statistics of norms stay as they were. ``is_skipped``, a bool scalar on the device,
+    tells it of the last step.
 
     Args:
         model: In training mode it returns a dict of losses.
@@ -97,6 +102,9 @@ class TrainingStep:
             self.device.type, enabled=self.precision == torch.float16
         )
         self.parts = 1
+        self.is_skipped = torch.zeros((), dtype=torch.bool, device=self.device)
+        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
         # Whether some weights have moved, and others have not.
         self.is_applying = False
         self._memory_error = ""
@@ -124,6 +132,7 @@ class TrainingStep:
         over all processes (this one may have None of them). Returns the total loss, a detached
         float32 scalar still on the device.
         """
+        statistics = [buffer.clone() for buffer in self._statistics]
         loss = self.add_gradients(images, targets, flips=flips, total=total)
         while loss is None:
             self._double_parts(0 if images is None else len(images))
@@ -131,7 +140,9 @@ class TrainingStep:
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
         self.is_applying = True
-        self.apply_gradients()
+        self.apply_gradients(loss)
+        for buffer, before in zip(self._statistics, statistics, strict=True):
+            buffer.copy_(torch.where(self.is_skipped, before, buffer))
         self.is_applying = False
         return loss
 
@@ -193,20 +204,41 @@ class TrainingStep:
             return None
         return loss_sum
 
-    def apply_gradients(self) -> None:
-        """Move the weights: what follows `add_gradients`."""
+    def apply_gradients(self, loss: Tensor) -> None:
+        """Move the weights: what follows `add_gradients`. They stay as they are where ``loss`` or a
+        gradient is not finite.
+        """
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-        # Where float16 overflows and the first step is skipped, fused SGD keeps averages that were
-        # never written.
-        if self.scaler.is_enabled() and "momentum" in self.optimizer.defaults:
+        norm = nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
+        # All processes have the same sums, so that all of them skip the same steps.
+        self.is_skipped = ~torch.isfinite(norm + loss)
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self._apply_on_device(parameters)
+        # Without a fused optimiser a GPU is waited for here.
+        elif not self.is_skipped:
+            self.optimizer.step()
+        self.scaler.update()
+
+    def _apply_on_device(self, parameters: Sequence[Tensor]) -> None:
+        """Step with a fused optimiser, which reads on the device whether to skip.
+
+        Source: ``GradScaler.step`` in torch's ``amp/grad_scaler.py``.
+        """
+        optimizer: Any = self.optimizer
+        # Where the first step is skipped, fused SGD keeps averages that were never written.
+        if "momentum" in optimizer.defaults:
             for p in parameters:
-                averages = self.optimizer.state[p]
+                averages = optimizer.state[p]
                 if averages.get("momentum_buffer") is None:
                     averages["momentum_buffer"] = torch.zeros_like(p)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        optimizer.grad_scale = None
+        optimizer.found_inf = self.is_skipped.to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale
+            del optimizer.found_inf
 
     def free_memory(self) -> None:
         """Free what a try took that ran out of memory: gradients, the graph, torch's own

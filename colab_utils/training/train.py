@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Subset
 
 from colab_utils import __version__
+from colab_utils.data.defects import warn_of_faults
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
@@ -36,6 +37,7 @@ from colab_utils.training.settings import (
     choose_settings,
     read_settings,
 )
+from colab_utils.training.torch_defaults import use_training_defaults
 from colab_utils.training.trainer import Trainer
 
 # A batch that comes later moves to the end of its epoch.
@@ -105,8 +107,8 @@ def train(
             ones to ``run/previous-1`` and so on, and starts anew.
         seed: Decides the order of the images, the flips and the random weights.
         checkpoint_steps: Steps between checkpoints. Default: one a minute, and at the end of an
-            epoch if ten seconds have passed. There are others after the last step, on Ctrl-C and on
-            errors. They are written in a thread while training goes on.
+            epoch if ten seconds have passed. There are others after the last step, on Ctrl-C, on
+            SIGTERM and on errors. They are written in a thread while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the
             batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for
@@ -130,8 +132,9 @@ def train(
             the message says where it lies.
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or
             model, another process that trains in ``run``, a full disk, a batch too large for the
-            GPU, or a loss that is not a number.
+            GPU, a loss that is not a number, or a default dtype of torch other than float32.
         KeyboardInterrupt: After the step in progress is finished and saved.
+        SystemExit: Likewise after SIGTERM, with the status 143, and SIGHUP, with 129.
 
     Example:
         >>> report = train("no/such/shards", "runs/first", steps=200, log=print)
@@ -154,6 +157,7 @@ def train(
     require_count("seed", seed, least=0, most=_LARGEST_SEED)
     _check_paths(shards, val_shards, run, local, weights)
     with ExitStack() as stack:
+        stack.enter_context(use_training_defaults())
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))
         folder = CheckpointFolder(run)
@@ -170,6 +174,8 @@ def train(
                 )
             )
             if ranks.is_first:
+                for dataset in filter(None, (data.dataset, data.validation)):
+                    warn_of_faults(dataset.folder, dataset.index.faults)
                 stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
                 state = folder.read(repair=True)

@@ -9,8 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, repeat
-from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,22 +17,25 @@ from torch import Tensor
 from tqdm import tqdm
 
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
-from colab_utils.training.checkpoint_writer import CheckpointWriter, copy_to_cpu
+from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
-from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
+from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.plan import TrainingPlan
-from colab_utils.training.report import LogLine, LossPoint, TrainReport
+from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
+from colab_utils.training.skipped import SkippedSteps
 from colab_utils.training.step import TrainingStep
 
 # Steps between two lines of the log.
 _LOG_STEPS = 10
+# A terminal that is closed sends the last one.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Steps after which several processes ask each other whether to stop.
 _AGREE_STEPS = 10
 
@@ -75,14 +77,16 @@ class Trainer:
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
-        # Losses still on the device, where asking for each would stall it, and the images they are
-        # of.
+        self.skipped = SkippedSteps(has_scale=step.scaler.is_enabled())
+        # Losses still on the device, where asking for each would stall it, each with whether its
+        # step was skipped, and the images they are of.
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._image_ids = data.dataset.image_ids[data.rows]
         # Images that a warning has named.
         self._late: set[int] = set()
-        self._is_interrupted = False
+        # The signal that asked this run to stop.
+        self._signal = 0
         self._is_evaluating = False
 
     def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
@@ -91,6 +95,7 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
+            SystemExit: Likewise after SIGTERM, with the status 143, and SIGHUP, with 129.
             DriveLostError: The run has ended, and Drive does not take its last checkpoint or its
                 best one.
         """
@@ -119,6 +124,7 @@ class Trainer:
             self._save_last()
             self._stop_if_asked()
             self._evaluate()
+            self.writer.finish()
         if self.ranks.is_first:
             self.folder.send_waiting()
         # The report is of the whole session.
@@ -133,6 +139,7 @@ class Trainer:
             ap=self.ap,
             plan=self.plan,
             best=self.best,
+            skipped_steps=self.skipped.count,
         )
 
     def _load_batches(self) -> Iterator[Any]:
@@ -185,7 +192,8 @@ class Trainer:
                 f"found: {error} End them with v2.SanitizeBoundingBoxes()."
             ) from error
         self.clock.end_step()
-        self._pending.append((loss, ids))
+        is_skipped = self.step.is_skipped.to(loss.dtype)
+        self._pending.append((torch.stack([loss, is_skipped]), ids))
         self.done += 1
         self._position = self.loader.state_dict()
 
@@ -215,6 +223,7 @@ class Trainer:
 
     def _log(self, log: "Callable[[LogLine], object] | None") -> None:
         self._fetch_losses()
+        self._tell_skipped()
         gpu_bytes = None
         if self.step.device.type == "cuda":
             gpu_bytes = torch.cuda.max_memory_allocated(self.step.device)
@@ -225,7 +234,7 @@ class Trainer:
         line = LogLine(
             step=self.done,
             steps=self.plan.steps,
-            loss=fmean(self.losses[self._logged_step :]),
+            loss=average_losses(self.losses[self._logged_step :]),
             learning_rate=self.step.optimizer.param_groups[0]["lr"],
             images_per_second=images_per_second,
             wait_share=wait_share,
@@ -246,20 +255,21 @@ class Trainer:
             try:
                 measured = evaluate(model, self.validation, device=self.step.device)
                 self.ap = replace(measured, step=self.done)
-            except EvaluationProcessError as error:
+            except (ColabUtilsError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+                # What was trained is not lost for it: the next evaluation tries again.
                 self.ap = None
-                text = f"this evaluation is skipped: {error}"
+                text = f"this evaluation is skipped: {describe_error(error)}"
                 warnings.warn(text, ColabUtilsWarning, stacklevel=2)
             self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 state = {
                     **self._facts,
-                    "model": copy_to_cpu(model.state_dict()),
+                    "model": model.state_dict(),
                     "ap": asdict(self.ap),
                     "validation": self.validation.fingerprint,
                 }
                 is_last = self.done >= self.plan.steps
-                self.folder.save(state, step=self.done, which="best", is_last=is_last)
+                self.writer.submit(state, step=self.done, which="best", is_last=is_last)
                 self.best = self.ap
         self.ap, self.best = self.ranks.send((self.ap, self.best))
 
@@ -269,6 +279,9 @@ class Trainer:
             return
         # A loss that is not a number must not be saved as progress.
         self._fetch_losses()
+        # Weights that give no finite loss must not take the place of those that did.
+        if self.skipped.in_a_row and not is_last:
+            return
         if self.ranks.is_first:
             state = {
                 **self._facts,
@@ -316,60 +329,95 @@ class Trainer:
                 self.best = AveragePrecision(**best["ap"])
 
     def _fetch_losses(self) -> None:
-        """Read the losses of the latest steps from the device, and stop where one is not a
-        number.
+        """Read the losses of the latest steps from the device, and stop where one is not a number
+        although its step moved the weights.
         """
         pending = self._pending
         self._pending = []
         if not pending:
             return
-        losses = torch.stack([loss for loss, _ in pending]).tolist()
-        for loss, (_, ids) in zip(losses, pending, strict=True):
+        rows = torch.stack([row for row, _ in pending]).tolist()
+        for (loss, is_skipped), (_, ids) in zip(rows, pending, strict=True):
             self.losses.append(loss)
+            if is_skipped:
+                self.skipped.add(len(self.losses), loss=loss, ids=ids)
+                continue
+            self.skipped.in_a_row = 0
             if not math.isfinite(loss):
-                # Weights that are not numbers are not saved.
-                self._saved_step = self.done
-                self.writer.finish()
-                raise ColabUtilsError(
+                self._refuse_loss(
                     f"expected a finite loss, found {loss} at step {len(self.losses)}, of the "
-                    f"images with the ids {', '.join(map(str, ids))}. Look at these, and go on "
-                    f"from {self.folder.newest or 'the start'} with a learning_rate below "
-                    f"{self.plan.learning_rate:g}."
+                    f"images with the ids {', '.join(map(str, ids))}"
                 )
+
+    def _tell_skipped(self) -> None:
+        """Warn of steps that were skipped; stop, in all processes alike, where only such come."""
+        is_last = self.done == self.plan.steps
+        failure = self.skipped.find_failure(
+            trained=self.done - self.plan.first_step, is_last=is_last
+        )
+        if failure:
+            self._refuse_loss(f"expected a finite loss and finite gradients, found {failure}")
+        if self.ranks.is_first:
+            self.skipped.warn(is_last=is_last)
+
+    def _refuse_loss(self, text: str) -> NoReturn:
+        """Raise an error that begins with ``text``: the weights are none to go on with."""
+        # They are not saved.
+        self._saved_step = self.done
+        self.writer.finish()
+        raise ColabUtilsError(
+            f"{text}. Look at these, and go on from {self.folder.newest or 'the start'} with a "
+            f"learning_rate below {self.plan.learning_rate:g}."
+        )
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:
-        """Finish the step in progress at the first Ctrl-C, and save the state at any error.
+        """Finish the step in progress at the first Ctrl-C, SIGTERM or SIGHUP, and save the state at
+        any error.
 
-        A second Ctrl-C, or one during an evaluation, interrupts at once. Of several processes none
+        A second signal, or one during an evaluation, interrupts at once. Of several processes none
         does: ``torchrun`` sends several for one.
         """
 
         def note(number: int, _: object) -> None:
-            if self.ranks.count == 1 and (self._is_interrupted or self._is_evaluating):
-                raise KeyboardInterrupt
-            self._is_interrupted = True
+            if self.ranks.count == 1 and (self._signal or self._is_evaluating):
+                _interrupt(number)
+            self._signal = number
 
-        previous = signal.getsignal(signal.SIGINT)
-        is_main = threading.current_thread() is threading.main_thread()
-        # Signals reach the main thread only. A shell's background job ignores Ctrl-C, and so does
-        # its training.
-        if is_main and previous not in (signal.SIG_IGN, None):
-            signal.signal(signal.SIGINT, note)
+        previous = {}
+        # Signals reach the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number, handler in previous.items():
+            # A shell's background job ignores Ctrl-C, nohup ignores SIGHUP, and so does training.
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, note)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             # Whatever it is: the state is that of the step before.
             self._save_last()
+            # A whole group was signalled, and its workers ended first.
+            if self._signal and isinstance(error, ColabUtilsError):
+                _interrupt(self._signal)
             raise
         finally:
-            if signal.getsignal(signal.SIGINT) is note:
-                signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                if signal.getsignal(number) is note:
+                    signal.signal(number, handler)
 
     def _stop_if_asked(self) -> None:
         """Stop if this process was interrupted, or any other: all of them after the same step."""
         # To ask the others takes time.
         if self.ranks.count > 1 and self.done % _AGREE_STEPS and self.done < self.plan.steps:
             return
-        if any(self.ranks.gather(self._is_interrupted)):
-            raise KeyboardInterrupt
+        number = max(self.ranks.gather(self._signal))
+        if number:
+            _interrupt(number)
+
+
+def _interrupt(number: int) -> NoReturn:
+    """Raise what ends a run after a signal: of all but Ctrl-C the exit status that shells know."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

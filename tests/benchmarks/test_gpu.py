@@ -5,11 +5,14 @@ table.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import MARKS, main, tabulate_results, write_table
+from benchmarks.gpu import MARKS, find_missing, main, run_tests, tabulate_results, write_table
+from benchmarks.step import COMPILED
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
 from tests.tiny_model import TINY_MODEL
@@ -42,6 +45,108 @@ def test_every_measurement_runs(tmp_path, monkeypatch, capsys, one_thread):
     }
     assert not found["left_out"]
     assert "of a cached batch" in capsys.readouterr().out
+
+
+def list_run_names(sizes):
+    runs = gpu.list_runs(("v1", "v2"), sizes, min_size=64, device="cpu", make_data=None)
+    return [names for names, _ in runs]
+
+
+def test_what_is_quick_comes_first_and_what_takes_long_last():
+    names = list_run_names((2, 8, 16))
+    needs_data = [row["what"] in ("real data", "evaluation") for row in names]
+    assert not any(needs_data[:8])
+    is_large = [row["batch_size"] > 8 for row in names]
+    is_compiled = [COMPILED in row["step"] for row in names]
+    assert needs_data.index(True) < is_large.index(True)
+    assert is_compiled == [False] * (len(names) - 2) + [True] * 2
+    assert not any(is_large[: is_large.index(True)])
+    assert names[is_large.index(True)]["model"] == "v1"
+    # Each size has its references, or nothing could stand beside them.
+    unique = [json.dumps(row) for row in names]
+    assert len(set(unique)) == len(unique)
+    assert {row["batch_size"] for row in names if row["step"] == gpu.REFERENCES} == {2, 4, 8, 16}
+
+
+def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
+    tmp_path, monkeypatch, capsys, one_thread
+):
+    def time_steps(model, batches, device, changes):
+        if COMPILED in changes:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
+        return {"step_ms": 10.0}
+
+    def make_shards(folder, images):
+        import pycocotools.no_such_module  # noqa: F401
+
+    monkeypatch.setattr(gpu, "time_steps", time_steps)
+    monkeypatch.setattr(gpu, "make_shards", make_shards)
+    command = ["--json", str(tmp_path / "found.json"), "--work", str(tmp_path), "--device", "cpu"]
+    command += ["--min-size", "64", "--models", TINY_MODEL, "--batch-sizes", "2"]
+    assert main(command) == 2
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    errors = {row["what"]: row["error"] for row in rows if "error" in row}
+    assert errors == {
+        "real data": "ModuleNotFoundError: No module named 'pycocotools.no_such_module'",
+        "evaluation": "ModuleNotFoundError: No module named 'pycocotools.no_such_module'",
+        "step": "RuntimeError: Failed to find C compiler.",
+    }
+    assert len([row for row in rows if "step_ms" in row]) == len(rows) - 3
+    printed = capsys.readouterr()
+    assert "3 of 12 rows failed, the first with ModuleNotFoundError" in printed.err
+    assert "failed: RuntimeError: Failed to find C compiler." in printed.out
+
+
+def test_a_row_is_begun_only_where_the_slowest_one_would_end_in_time(tmp_path, monkeypatch):
+    clock = iter([0.0, 40.0, 40.0, 70.0, 70.0, 70.0])
+    monkeypatch.setattr(gpu, "perf_counter", lambda: next(clock))
+    results = {"rows": [], "left_out": []}
+    runs = [({"number": number}, dict) for number in range(4)]
+    gpu.measure_rows(runs, results, tmp_path / "found.json", until_s=100.0)
+    assert results == {
+        "rows": [{"number": 0}, {"number": 1}],
+        "left_out": [{"number": 2}, {"number": 3}],
+    }
+
+
+@pytest.fixture
+def block(tmp_path, monkeypatch):
+    """Let packages be missing in the programs that a test starts."""
+
+    def write(*names):
+        for name in names:
+            text = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
+            (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{gpu.README.parent.parent}")
+
+    return write
+
+
+def test_what_is_missing_is_named(block, monkeypatch):
+    assert find_missing() == []
+    block("pycocotools", "pytest_timeout", "hypothesis")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    code = "from benchmarks.gpu import find_missing; print(*find_missing(), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "pycocotools (pip install pycocotools)",
+        "pytest-timeout (pip install pytest-timeout)",
+        "hypothesis (pip install hypothesis)",
+        "a C compiler (apt-get install gcc), for the compiled network",
+    ]
+
+
+def test_tests_run_without_the_plugins_of_pytest(block, monkeypatch):
+    block("hypothesis")
+    # Where a plugin is missing its settings are unknown.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:timeout -p no:hypothesispytest")
+    paths = ("tests/test_machine.py", "tests/loading/test_masks.py")
+    last = run_tests(paths, limit_s=300)
+    assert "ERROR tests/loading/test_masks.py" in last
+    assert "1 error" in last
+    assert " passed" in last
+    assert run_tests(paths, limit_s=0.1) == "stopped after 0 s"
 
 
 def test_what_does_not_fit_into_its_minutes_is_named(tmp_path, monkeypatch, one_thread):

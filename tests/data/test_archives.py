@@ -493,3 +493,89 @@ def test_a_full_disk_is_told_before_the_first_byte_is_downloaded(server, ssd, mo
     with pytest.raises(ColabUtilsError, match="of free disk for"):
         unpack_dataset(server.url, ssd)
     assert len(server.asked) == 1
+
+
+class OldName(zipfile.ZipInfo):
+    """A file whose name is in a code page, without the mark of UTF-8."""
+
+    page = "cp437"
+
+    def _encodeFilenameFlags(self):  # noqa: N802
+        return self.filename.encode(self.page), self.flag_bits & ~0x800
+
+
+def write_old_zip(path, dataset, page, stem, folder="images"):
+    """An export of the dataset's images, called after ``stem``; returns their names."""
+    content = json.loads(dataset.annotations.read_text())
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, image in enumerate(content["images"]):
+            data = (dataset.images / image["file_name"]).read_bytes()
+            image["file_name"] = f"{stem}_{number}.jpg"
+            info = OldName(f"{folder}/{image['file_name']}")
+            info.page = page
+            archive.writestr(info, data)
+        info = OldName(f"{stem}.json")
+        info.page = page
+        archive.writestr(info, json.dumps(content, ensure_ascii=False))
+    return {image["file_name"] for image in content["images"]}
+
+
+@pytest.mark.parametrize(
+    ("page", "stem"),
+    [
+        ("gbk", "图片"),
+        # In Japan's and China's, the second byte of a character may be a backslash.
+        ("cp932", "表示"),
+        ("gbk", "誠"),
+        ("cp949", "사진"),
+        ("cp866", "Снимок"),
+        ("cp1251", "Снимок"),
+        ("cp1252", "été"),
+        ("cp850", "Größe"),
+        # macOS
+        ("utf-8", "图片 été"),
+    ],
+)
+def test_names_of_a_code_page_are_those_of_the_json(tmp_path, tiny_dataset, ssd, page, stem):
+    path = tmp_path / "export.zip"
+    names = write_old_zip(path, tiny_dataset, page, stem, folder=f"{stem} 1")
+    for named in ("", f"{stem}.json"):
+        images, annotations = unpack_dataset(str(path), ssd, named)
+        assert {file.name for file in images.iterdir() if file.suffix == ".jpg"} == names
+        assert images.name == f"{stem} 1"
+        assert check_dataset(images, annotations).ok
+
+
+def test_names_that_no_code_page_explains_are_garbled(tmp_path, tiny_dataset, ssd):
+    path = tmp_path / "export.zip"
+    write_old_zip(path, tiny_dataset, "utf-8", "图片")
+    with zipfile.ZipFile(path) as archive:
+        content = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content.items():
+            # What the first program made of the names is marked as UTF-8.
+            archive.writestr(name, data)
+    with pytest.raises(ColabUtilsError, match="the names in the zip are garbled"):
+        unpack_dataset(str(path), ssd)
+
+
+def test_backslashes_part_folders(tmp_path, tiny_dataset, ssd):
+    path = tmp_path / "export.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("export\\images\\", b"")
+        for image in tiny_dataset.images.iterdir():
+            archive.writestr(f"export\\images\\{image.name}", image.read_bytes())
+        archive.writestr("export\\annotations.json", tiny_dataset.annotations.read_bytes())
+    images, annotations = unpack_dataset(str(path), ssd)
+    assert (images.name, annotations.parent.name) == ("images", "export")
+    assert_same((images, annotations), tiny_dataset)
+
+
+@pytest.mark.parametrize(
+    "name", ["..\\..\\out.jpg", "a\\..\\..\\out.jpg", "C:\\out.jpg", "\\out.jpg"]
+)
+def test_backslashes_lead_nowhere_else(tmp_path, tiny_dataset, ssd, name):
+    source = write_zip(tmp_path / "export.zip", tiny_dataset, more=[(name, b"")])
+    with pytest.raises(ColabUtilsError, match="leads out of it: nothing is unpacked"):
+        unpack_dataset(source, ssd)
+    assert not list(tmp_path.rglob("out.jpg"))

@@ -404,6 +404,67 @@ def test_a_good_dataset(tiny_dataset, coco_mini):
     )
 
 
+def test_a_repair_leaves_out_what_is_in_validation_too(dataset, tmp_path):
+    """Two entries of the training set show one picture of the validation set."""
+    others = tmp_path / "val"
+    others.mkdir()
+    shutil.copy(dataset.file(2), others / "renamed.jpg")
+    shutil.copy(dataset.file(2), dataset.file(3))
+    images = [{**dataset.coco["images"][2], "file_name": "renamed.jpg"}]
+    (tmp_path / "val.json").write_text(
+        json.dumps({**dataset.coco, "images": images, "annotations": []})
+    )
+    validation = (others, tmp_path / "val.json")
+    report = repair_annotations(
+        dataset.images,
+        dataset.annotations,
+        output=tmp_path / "out.json",
+        validation=validation,
+    )
+    counts = {one.kind: one.count for one in report.repairs}
+    assert counts["image in validation, too"] == 2
+    assert report.ok
+    again = check_dataset(dataset.images, tmp_path / "out.json", validation=validation)
+    assert again.ok
+    assert again.images == len(dataset.coco["images"]) - 2
+
+
+def test_a_deep_repair_leaves_out_what_a_deep_check_finds(dataset, tmp_path):
+    image = dataset.file(1)
+    with Image.open(image) as opened:
+        opened.save(tmp_path / "whole.png")
+    damaged = bytearray((tmp_path / "whole.png").read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    image.write_bytes(damaged)
+    found = check_dataset(dataset.images, dataset.annotations, deep=True)
+    assert not found.ok
+    report = repair_annotations(
+        dataset.images, dataset.annotations, output=tmp_path / "out.json", deep=True
+    )
+    assert report.ok
+    assert check_dataset(dataset.images, tmp_path / "out.json", deep=True).ok
+
+
+def test_image_ids_that_are_names_are_told_and_repaired(dataset, tmp_path):
+    names = {image["id"]: f"frame_{image['id']}" for image in dataset.coco["images"]}
+    for image in dataset.coco["images"]:
+        image["id"] = names[image["id"]]
+    for annotation in dataset.coco["annotations"]:
+        annotation["image_id"] = names[annotation["image_id"]]
+    dataset.annotations.write_text(json.dumps(dataset.coco))
+    report = check_dataset(dataset.images, dataset.annotations)
+    assert report.ok
+    counts = {one.kind: one.count for one in report.problems}
+    assert counts["image id that is text"] == len(names)
+    repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    assert "image id that is text" not in {one.kind for one in repaired.problems}
+    content = json.loads((tmp_path / "out.json").read_text())
+    numbers = {image["id"] for image in content["images"]}
+    assert all(isinstance(number, int) for number in numbers)
+    assert {annotation["image_id"] for annotation in content["annotations"]} <= numbers
+    assert len(content["annotations"]) == len(dataset.coco["annotations"])
+
+
 def test_pictures_of_training_in_validation(dataset, tmp_path):
     """By what the file holds: under its own name, under another one, and not for a name or an id
     alone.
@@ -502,7 +563,7 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     assert report.statistics == original
     assert {one.kind for one in report.repairs} == {
         "numbers from text",
-        "outline written as polygons of pixels",
+        "outline written as COCO has it",
         "box from the mask",
         "area from the mask",
     }

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import socket
 import tracemalloc
 from collections import defaultdict
@@ -21,6 +22,7 @@ from colab_utils.data.image_paths import list_base_names
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
+from tests.drive_mount import mount_or_skip
 
 QUICK = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -402,10 +404,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(images=[{"id": 7, "file_name": "\ud800"}]), "'images' (id 7)"),
         (make_coco(images=[{"id": 7, "coco_url": 5}]), "no 'file_name'"),
         (make_coco(images=[{"id": nest(300), "file_name": "a"}]), "'images' (id ?)"),
-        (
-            make_coco(images=[{"id": "seven", "file_name": "a"}]),
-            "id 'seven' where COCO has an integer",
-        ),
+        (make_coco(images=[{"id": 7, "coco_url": "n/a"}]), "no 'file_name'"),
         (make_coco(images=[{"id": 7.5, "file_name": "a"}]), "id 7.5 where"),
         (
             make_coco(images=[{"id": float("nan"), "file_name": "a"}]),
@@ -433,6 +432,114 @@ def test_what_is_not_coco_is_one_clear_line(path, content, found):
     assert str(path) in message
     assert "\n" not in message
     assert len(message) < 500
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ({"a.jpg9": {"filename": "a.jpg", "size": 9, "regions": []}}, "VIA"),
+        ({"_via_settings": {}, "_via_img_metadata": {}}, "VIA"),
+        ({"version": "5.0", "flags": {}, "shapes": [], "imagePath": "a.jpg"}, "LabelMe"),
+        ([{"ID": "c1", "DataRow ID": "d", "Labeled Data": "a.jpg", "Label": {}}], "Labelbox"),
+        (b'{"data_row": {"id": 1}, "projects": {}}\n{"data_row": {"id": 2}}', "Labelbox"),
+        ({"type": "FeatureCollection", "features": []}, "GeoJSON"),
+        ({"description": "", "tags": [], "size": {"height": 1}, "objects": []}, "Supervisely"),
+        ([{"id": 1, "annotations": [{"completed_by": 1, "result": []}]}], "Label Studio"),
+        ([{"image": "a.jpg", "annotations": [{"coordinates": {"x": 1}}]}], "CreateML"),
+        (b'<?xml version="1.0"?>\n<annotations><version>1.1</version></annotations>', "CVAT"),
+        (b"<annotation><folder>VOC2012</folder></annotation>", "VOC"),
+        (b"0 0.5 0.5 0.25 0.25\n1 0.1 0.1 0.2 0.2\n", "YOLO"),
+        (b"filename,file_size,file_attributes,region_count\n", "VIA"),
+    ],
+)
+def test_another_format_is_named(path, content, name):
+    with pytest.raises(ColabUtilsError, match=rf"found .*{name}.*see docs/FORMATS\.md"):
+        read(path, content)
+
+
+def test_keys_of_another_format_beside_images_are_coco(path):
+    extra = {"shapes": [], "coordinates": 1, "data_row": 2, "type": "Feature"}
+    whole = {"info": extra, **make_coco()}
+    assert len(read(path, whole)) == len(make_coco()["images"])
+
+
+def test_image_ids_may_be_names(path):
+    name = "0000001_02999_d_0000005"
+    images = [{"id": name, "file_name": "a.jpg", "height": 6, "width": 8}]
+    annotations = [{**make_coco()["annotations"][0], "image_id": name}]
+    dataset = read(path, make_coco(images=images, annotations=annotations))
+    assert dataset.text_ids == (name,)
+    assert 0 < dataset.image_ids[0] < 2**52
+    (annotation,) = dataset.annotations(0)
+    assert annotation["image_id"] == dataset.image_ids[0]
+    # Whatever comes before it, a name has the same integer.
+    more = [{"id": 1, "file_name": "b.jpg"}, *images]
+    again = read(path, make_coco(images=more, annotations=annotations))
+    assert again.image_ids.tolist() == [1, dataset.image_ids[0]]
+    assert read(path, make_coco(images=[{"id": "7", "file_name": "a"}])).text_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("Capture_d%C3%A9cran%201.jpg", "Capture_décran 1.jpg"),
+        ("images/100%25.jpg", "100%.jpg"),
+        ("images/a%2Bb.jpg", "sub/a+b.jpg"),
+        ("my%2520photo.jpg", "my photo.jpg"),
+        ("/data/local-files/?d=0.jpg", "0.jpg"),
+        ("/data/local-files/?d=sub%5C0.jpg", "sub/0.jpg"),
+        ("http://localhost:8080/data/local-files/?d=sub/my%20photo.jpg", "sub/my photo.jpg"),
+        ("/data/local-files/?d=elsewhere/0.jpg", "0.jpg"),
+    ],
+)
+def test_names_that_are_addresses_are_found(path, tmp_path, name, file):
+    folder = tmp_path / "photos"
+    (folder / "sub").mkdir(parents=True)
+    (folder / file).touch()
+    dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
+    assert dataset.find_image(folder, 0) == (folder / file, True)
+    # The name itself comes first.
+    if name.isascii() and not name.startswith(("/", "http")):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+        assert dataset.find_image(folder, 0) == (folder / name, False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..%2Fsecret.jpg",
+        "%2e%2e/secret.jpg",
+        "..%255Csecret.jpg",
+        "/data/local-files/?d=../secret.jpg",
+        "/data/local-files/?d=%2Ftmp%2Fsecret.jpg",
+        "?d=..%2Fsecret.jpg",
+    ],
+)
+def test_no_address_leads_out_of_the_folder(path, tmp_path, name):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (tmp_path / "secret.jpg").touch()
+    dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
+    try:
+        found, _ = dataset.find_image(folder, 0)
+    except ColabUtilsError:
+        return
+    assert found.resolve().is_relative_to(folder)
+    assert not found.exists()
+
+
+def test_two_addresses_of_one_base_name_find_no_file_by_it(path, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/0.jpg").touch()
+    images = [
+        {"id": 1, "file_name": "/data/local-files/?d=a%5C0.jpg"},
+        {"id": 2, "file_name": "/data/local-files/?d=b%5C0.jpg"},
+    ]
+    dataset = read(path, make_coco(images=images))
+    for part in (dataset, dataset.subset(0, 1)):
+        with pytest.raises(ColabUtilsError, match="leads out of it"):
+            part.find_image(tmp_path / "photos", 0)
 
 
 def test_cut_short_anywhere_is_told(path):
@@ -604,6 +711,55 @@ def test_no_link_is_followed_to_an_image(tmp_path):
         find(tmp_path, ["a/x.jpg"], files=[])
     (tmp_path / "images" / "loop").symlink_to("loop")
     assert find(tmp_path, ["loop/x.jpg"], files=[]) == ("loop/x.jpg", False)
+
+
+@pytest.fixture
+def shortcut(tmp_path):
+    """A folder of images on Drive, in which a shared folder is a shortcut."""
+    shared = tmp_path / ".shortcut-targets-by-id" / "1AbC" / "photos"
+    shared.mkdir(parents=True)
+    (shared / "x.jpg").touch()
+    # It leads back to itself.
+    (shared / "loop").symlink_to(shared)
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "train").symlink_to(shared)
+    (images / "y.jpg").symlink_to(shared / "x.jpg")
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("train/x.jpg", "train/x.jpg"),
+        ("y.jpg", "y.jpg"),
+        # by its base name
+        ("/d/x.jpg", "train/x.jpg"),
+    ],
+)
+def test_shortcuts_of_drive_are_followed(tmp_path, shortcut, name, found):
+    assert find(tmp_path, [name], files=[])[0] == found
+
+
+def test_a_link_that_is_no_shortcut_is_named_with_its_target(tmp_path, shortcut):
+    shutil.move(tmp_path / ".shortcut-targets-by-id", tmp_path / "elsewhere")
+    (tmp_path / "images" / "train").unlink()
+    target = tmp_path / "elsewhere" / "1AbC" / "photos"
+    (tmp_path / "images" / "train").symlink_to(target)
+    with pytest.raises(
+        ColabUtilsError,
+        match=rf"the link {tmp_path}/images/train/x\.jpg to.*Name {target} as the image folder",
+    ):
+        find(tmp_path, ["train/x.jpg"], files=[])
+
+
+def test_a_link_within_the_mount_of_drive_is_followed(tmp_path):
+    for name in ("images", "shared"):
+        (tmp_path / "backing" / name).mkdir(parents=True)
+    (tmp_path / "backing" / "shared" / "x.jpg").touch()
+    with mount_or_skip(tmp_path / "backing", tmp_path / "drive") as mount:
+        (tmp_path / "backing" / "images" / "a").symlink_to(mount.folder / "shared")
+        assert find(mount.folder, ["a/x.jpg"], files=[]) == ("a/x.jpg", False)
 
 
 def test_plain_names_list_nothing(tmp_path, monkeypatch):

@@ -1,21 +1,30 @@
-"""Headers of ``.npy`` files, read without Python's parser; and JPEGs without torchvision's
-operator.
+"""Headers of ``.npy`` files, read without Python's parser; and JPEGs by torchcodec, by torchvision
+and without either.
 """
 
 import gc
 import io
+import json
+import logging
 import os
+import struct
+import sys
 import threading
 import time
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+import torchvision  # noqa: F401
 from PIL import Image, ImageFile
 
+from colab_utils.data import decoding
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.decoding import (
     decode_pixels,
@@ -29,6 +38,7 @@ from colab_utils.data.mask_files import convert_masks
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.sample_data import make_dataset
+from colab_utils.shards.stored_images import store_image
 from colab_utils.shards.write import write_shards
 
 
@@ -117,24 +127,134 @@ def test_threads_do_not_disturb_each_other():
     assert found == {(128, (2, 3), np.dtype(np.float32))}
 
 
-def test_an_operator_that_changed_is_told_and_pillow_decodes(monkeypatch):
-    """torchvision may change its private operator in any version."""
-    import torch
+def decode_as_torchcodec(
+    source,
+    *,
+    mode="RGB",
+    output_dtype=torch.uint8,
+    device="cpu",
+):
+    """Decode as torchcodec 0.17 does, which obeys EXIF; by torchvision's operator."""
+    assert source.dtype == output_dtype == torch.uint8
+    assert source.dim() == 1
+    assert mode == "RGB"
+    assert device == "cpu"
+    return torch.ops.image.decode_jpeg(source, 3, True)
 
-    def fail(*_):
-        raise TypeError("decode_jpeg() got an unexpected argument")
 
-    picture = Image.effect_noise((9, 7), 50).convert("RGB")
-    file = io.BytesIO()
-    picture.save(file, "JPEG")
-    expected = decode_pixels(file.getvalue())
+@pytest.fixture
+def fresh_decoder():
+    """The decoder is chosen anew, in the test and after it."""
     load_jpeg_decoder.cache_clear()
-    monkeypatch.setattr(torch.ops.image, "decode_jpeg", fail)
+    yield
+    load_jpeg_decoder.cache_clear()
+
+
+@pytest.fixture
+def torchcodec_decoder(fresh_decoder, monkeypatch):
+    """torchcodec decodes: the real one, or a stand-in where it is not installed."""
+    if find_spec("torchcodec") is None:
+        package = ModuleType("torchcodec")
+        package.decoders = ModuleType("torchcodec.decoders")
+        package.decoders.decode_jpeg = decode_as_torchcodec
+        monkeypatch.setitem(sys.modules, "torchcodec", package)
+        monkeypatch.setitem(sys.modules, "torchcodec.decoders", package.decoders)
+    # Without any that works, a warning would be an error.
+    monkeypatch.setattr(decoding, "_load_torchvision", None)
+    return load_jpeg_decoder()
+
+
+def make_jpeg(orientation=1, mode="RGB", **options):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    Image.effect_noise((45, 31), 90).convert(mode).save(file, "JPEG", exif=exif, **options)
+    return file.getvalue()
+
+
+PHOTOS = {
+    "baseline": make_jpeg(),
+    "progressive": make_jpeg(progressive=True),
+    "all colours": make_jpeg(subsampling=0),
+    "grey": make_jpeg(mode="L"),
+    "CMYK": make_jpeg(mode="CMYK"),
+    # Bytes of its tables look like markers.
+    "lowest quality": make_jpeg(quality=1),
+    **{f"orientation {number}": make_jpeg(number) for number in range(2, 9)},
+}
+# A second segment of EXIF, before and behind the first one.
+TURNED = make_jpeg(6)
+SEGMENT = TURNED[TURNED.index(b"\xff\xe1") : TURNED.index(b"\xff\xdb")]
+PHOTOS["two of EXIF"] = TURNED[:2] + SEGMENT + TURNED[2:]
+PHOTOS["EXIF behind the size"] = make_jpeg().replace(b"\xff\xda", SEGMENT + b"\xff\xda", 1)
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_torchcodec_gives_the_pixels_as_they_lie_in_the_file(torchcodec_decoder, name, kind):
+    data = kind(PHOTOS[name])
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(torchcodec_decoder(data), expected)
+    assert np.array_equal(decode_pixels(data), expected)
+    assert data == PHOTOS[name]
+
+
+def test_torchcodec_refuses_a_photo_cut_short(torchcodec_decoder):
+    data = make_jpeg()
+    for left in range(200, len(data) - 1, 37):
+        with pytest.raises(RuntimeError):
+            torchcodec_decoder(data[:left])
+        with pytest.raises(ColabUtilsError, match=r"not (a complete|an) image"):
+            decode_pixels(data[:left])
+
+
+OLD_PACKAGES = {
+    "without decoders of images": "",
+    "of another torch": "raise RuntimeError('Could not load libtorchcodec')",
+    "without its libraries": "raise OSError('libavutil.so.59: cannot open shared object file')",
+    "another signature": "def decode_jpeg(data): ...",
+    "other pixels": "import torch\n"
+    "def decode_jpeg(source, *, mode): return torch.zeros(3, 40, 24, dtype=torch.uint8)",
+    "turned pixels": "import torch\n"
+    "def decode_jpeg(source, *, mode): return torch.ops.image.decode_jpeg(source, 3, True).mT",
+}
+
+
+@pytest.mark.parametrize("name", OLD_PACKAGES)
+def test_a_torchcodec_that_does_not_fit_is_left_out_in_silence(
+    fresh_decoder, monkeypatch, tmp_path, name, recwarn
+):
+    (tmp_path / "torchcodec/decoders").mkdir(parents=True)
+    (tmp_path / "torchcodec/__init__.py").touch()
+    (tmp_path / "torchcodec/decoders/__init__.py").write_text(OLD_PACKAGES[name])
+    for module in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(tmp_path)
     try:
-        with pytest.warns(ColabUtilsWarning, match="unexpected argument.*Pillow decodes instead"):
-            assert np.array_equal(decode_pixels(file.getvalue()), expected)
+        # Without torchvision's operator, a warning would be an error.
+        load_jpeg_decoder()
+        expected = np.asarray(Image.open(io.BytesIO(PHOTOS["baseline"])))
+        assert np.array_equal(decode_pixels(PHOTOS["baseline"]), expected)
+        assert not recwarn.list
     finally:
-        load_jpeg_decoder.cache_clear()
+        for module in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
+            del sys.modules[module]
+
+
+@pytest.mark.parametrize("error", [TypeError("an argument"), AttributeError("decode_jpeg")])
+def test_without_any_operator_that_is_told_once_and_pillow_decodes(
+    fresh_decoder, monkeypatch, error
+):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(decoding, "_load_torchcodec", fail)
+    monkeypatch.setattr(decoding, "_load_torchvision", fail)
+    expected = np.asarray(Image.open(io.BytesIO(PHOTOS["baseline"])))
+    with pytest.warns(ColabUtilsWarning, match="Pillow decodes instead"):
+        assert np.array_equal(decode_pixels(PHOTOS["baseline"]), expected)
+    # A second warning would be an error.
+    assert np.array_equal(decode_pixels(PHOTOS["baseline"]), expected)
 
 
 # What any other package of the process may have set: (LOAD_TRUNCATED_IMAGES, MAX_IMAGE_PIXELS).
@@ -184,12 +304,12 @@ def test_images_cut_short_are_refused_whatever_pillow_was_told(switches, kind, o
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_jpeg_without_its_last_bytes_is_refused_by_torchvision_and_by_pillow(
+def test_a_jpeg_without_its_last_bytes_is_refused_by_the_operator_and_by_pillow(
     switches, progressive
 ):
     data = encode("JPEG", progressive=progressive)
     for missing in range(1, 40):
-        with pytest.raises(RuntimeError, match="decode_jpeg"):
+        with pytest.raises(RuntimeError):
             load_jpeg_decoder()(data[:-missing])
         with pytest.raises(ColabUtilsError, match="not a complete image"):
             decode_pixels(data[:-missing])
@@ -311,3 +431,158 @@ def test_a_process_forked_while_another_thread_reads_has_the_users_values(switch
     leave.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def make_tiff(array, photometric, *, order="<", big=False):
+    """A TIFF of one strip, with its tags behind the pixels, as GDAL writes them."""
+    height, width, bands = array.shape
+    bits = array.dtype.itemsize * 8
+    number = {"u": 1, "f": 3}[array.dtype.kind]
+    pixels = array.astype(array.dtype.newbyteorder(order)).tobytes()
+    entries = [
+        (256, [width]),
+        (257, [height]),
+        (258, [bits] * bands),
+        (259, [1]),
+        (262, [photometric]),
+        (273, [16]),
+        (277, [bands]),
+        (278, [height]),
+        (279, [len(pixels)]),
+        (339, [number] * bands),
+    ]
+    offset = "Q" if big else "L"
+    size = struct.calcsize(order + offset)
+    start = 16 + len(pixels)
+    tail_start = start + (8 if big else 2) + (4 + 2 * size) * len(entries) + size
+    tags = struct.pack(order + ("Q" if big else "H"), len(entries))
+    tail = b""
+    for tag, values in entries:
+        data = struct.pack(f"{order}{len(values)}H", *values)
+        tags += struct.pack(f"{order}HH{offset}", tag, 3, len(values))
+        if len(data) > size:
+            tags += struct.pack(order + offset, tail_start + len(tail))
+            tail += data
+        else:
+            tags += data.ljust(size, b"\0")
+    mark = b"II" if order == "<" else b"MM"
+    if big:
+        head = mark + struct.pack(order + "HHHQ", 43, 8, 0, start)
+    else:
+        head = mark + struct.pack(order + "HL", 42, start) + bytes(8)
+    return head + pixels + tags + bytes(size) + tail
+
+
+def make_bands(bands, dtype):
+    return np.arange(16 * 24 * bands).reshape(16, 24, bands).astype(dtype)
+
+
+TIFFS = {
+    "8 bands of 16 bits": (make_bands(8, np.uint16), 1, "16 bits x 8 bands", "-b 1 -b 2 -b 3"),
+    "3 grey bands of 16 bits": (make_bands(3, np.uint16), 1, "16 bits x 3 bands", "-b 1 -b 2 -b 3"),
+    "8 bands of 8 bits": (make_bands(8, np.uint8), 1, "8 bits x 8 bands", "-b 1 -b 2 -b 3"),
+    "2 bands of 16 bits": (make_bands(2, np.uint16), 1, "16 bits x 2 bands", "-b 1"),
+    "3 bands of floats": (make_bands(3, np.float32), 2, "32 bits x 3 bands", "-b 1 -b 2 -b 3"),
+}
+
+
+@pytest.mark.parametrize("name", TIFFS)
+@pytest.mark.parametrize("order", "<>")
+def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(name, order, capfd):
+    array, photometric, layout, bands = TIFFS[name]
+    cure = f"a TIFF of {layout}, which Pillow cannot decode: gdal_translate -ot Byte {bands}"
+    data = make_tiff(array, photometric, order=order)
+    with pytest.raises(ColabUtilsError, match=f"^{cure} -scale 0 MAX IN OUT"):
+        decode_pixels(data)
+    assert capfd.readouterr() == ("", "")
+    # Its tags are lost.
+    with pytest.raises(ColabUtilsError, match="not a complete image"):
+        decode_pixels(data[: len(data) // 2])
+
+
+def test_a_large_tiff_is_named_too():
+    data = make_tiff(make_bands(8, np.uint16), 1, big=True)
+    with pytest.raises(ColabUtilsError, match="a TIFF of 16 bits x 8 bands"):
+        decode_pixels(data)
+
+
+def save_deep(array, kind):
+    if array.ndim == 3 and kind == "TIFF":
+        return make_tiff(array, 2)
+    if array.ndim == 3:
+        return make_deep_png(array)
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, kind)
+    return file.getvalue()
+
+
+def make_deep_png(array):
+    """A PNG of 16 bits x 3 or 4 channels, which Pillow does not write."""
+    height, width, channels = array.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
+    colour_type = 2 if channels == 3 else 6
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0),
+        b"IDAT": zlib.compress(rows),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
+
+
+def paint_deep(brightest, channels):
+    array = np.full((16, 24, channels), brightest // 2, np.uint16)
+    array[3, 4] = brightest
+    array[..., 3:] = 65_535
+    return array if channels > 1 else array[..., 0]
+
+
+@pytest.mark.parametrize("bits", [8, 10, 12, 14])
+@pytest.mark.parametrize(
+    ("channels", "kind"), [(1, "PNG"), (1, "TIFF"), (3, "PNG"), (3, "TIFF"), (4, "PNG")]
+)
+def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels, kind, tmp_path):
+    """It would become almost black, without a word."""
+    data = save_deep(paint_deep((1 << bits) - 1, channels), kind)
+    peak = (1 << bits) - 1 >> 8
+    match = f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte -scale"
+    readers = (decode_pixels, partial(decode_upright, height=16, width=24), store)
+    for read in readers:
+        with pytest.raises(ColabUtilsError, match=match):
+            read(data)
+    (tmp_path / "a.png").write_bytes(data)
+    annotations = tmp_path / "coco.json"
+    annotations.write_text(
+        json.dumps(
+            {
+                "images": [{"id": 1, "file_name": "a.png", "width": 24, "height": 16}],
+                "annotations": [],
+                "categories": [{"id": 1, "name": "roof"}],
+            }
+        )
+    )
+    problems = check_dataset(tmp_path, annotations).problems
+    bad = next(problem for problem in problems if problem.kind == "bad image")
+    assert "almost black" in str(bad)
+
+
+def store(data):
+    return store_image(data, (16, 24), min_size=16, max_size=24)
+
+
+@pytest.mark.parametrize(("channels", "kind"), [(1, "PNG"), (1, "TIFF"), (3, "PNG"), (3, "TIFF")])
+def test_an_image_that_uses_its_16_bits_keeps_the_upper_8(channels, kind):
+    array = paint_deep(65_535, channels)
+    expected = np.broadcast_to((array >> 8).reshape(16, 24, channels), (16, 24, 3))
+    data = save_deep(array, kind)
+    assert np.array_equal(decode_pixels(data), expected)
+    assert np.array_equal(decode_pixels(store(data).data), expected)
+
+
+def test_the_logger_of_pillow_speaks_again_afterwards():
+    data = make_tiff(make_bands(8, np.uint16), 1)
+    with pytest.raises(ColabUtilsError):
+        decode_pixels(data)
+    assert not logging.getLogger("PIL.TiffImagePlugin").disabled

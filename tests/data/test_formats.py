@@ -57,6 +57,39 @@ def make_pngs():
         draw(enumerate(objects, 1)).save(f"PennFudanPed/PedMasks/{name}_mask.png")
 
 
+def make_object_files():
+    for name, objects in OBJECTS.items():
+        save_photo(Path(f"stage1_train/{name}/images/{name}.png"))
+        Path(f"stage1_train/{name}/masks").mkdir()
+        for number, one in enumerate(objects):
+            mask = draw([(255, one)])
+            mask.putpalette([value for grey in range(256) for value in (grey, grey, grey)])
+            mask.convert("L").save(f"stage1_train/{name}/masks/{number}{name}.png")
+
+
+def make_via():
+    entries = {}
+    for name, objects in OBJECTS.items():
+        save_photo(Path(f"balloon/train/{name}.jpg"))
+        regions = []
+        for label, points in objects:
+            shape = {
+                "name": "polygon",
+                "all_points_x": [x for x, _ in points],
+                "all_points_y": [y for _, y in points],
+            }
+            regions.append({"shape_attributes": shape, "region_attributes": {"name": label}})
+        # VIA 1 numbers the regions, VIA 2 lists them.
+        numbered = {str(number): region for number, region in enumerate(regions)}
+        entries[f"{name}.jpg9"] = {
+            "filename": f"{name}.jpg",
+            "size": 9,
+            "regions": numbered if name == "a" else regions,
+            "file_attributes": {},
+        }
+    Path("balloon/train/via_region_data.json").write_text(json.dumps(entries))
+
+
 def make_labelme():
     for name, objects in OBJECTS.items():
         save_photo(Path(f"labelme/{name}.jpg"))
@@ -138,6 +171,16 @@ MADE = {
         "PennFudanPed/PNGImages",
         "people.json",
     ),
+    "Masks as PNG files, one file an object": (
+        make_object_files,
+        "nuclei/images",
+        "nuclei.json",
+    ),
+    "VIA": (
+        make_via,
+        "balloon/train",
+        "balloon.json",
+    ),
     "LabelMe": (make_labelme, "labelme", "labelme_coco/dataset.json"),
     "YOLO with outlines": (make_yolo, "yolo/images/train", "yolo.json"),
     "Pascal VOC": (make_voc, "voc_coco/images/train", "voc_coco/annotations/instances_train.json"),
@@ -153,7 +196,7 @@ def test_every_recipe_is_tried():
     assert [name for name, _ in RECIPES] == [*MADE]
 
 
-@pytest.mark.parametrize(("name", "code"), RECIPES, ids=[name.split()[0] for name, _ in RECIPES])
+@pytest.mark.parametrize(("name", "code"), RECIPES, ids=[name for name, _ in RECIPES])
 def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkeypatch):
     for package in re.findall(r"# pip install (\w+)", code):
         if importlib.util.find_spec(package) is None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 from torchvision.ops import masks_to_boxes
 
 from colab_utils.data.checks import check_dataset
@@ -148,3 +149,198 @@ def test_a_file_that_cannot_be_written(people):
         convert_masks(
             people / "PNGImages", people / "PedMasks", output=people / "no/such/people.json"
         )
+
+
+ROWS, COLUMNS = np.mgrid[:64, :96]
+DISC = np.hypot(ROWS - 32, COLUMNS - 40) < 15
+OTHER = np.hypot(ROWS - 50, COLUMNS - 80) < 8
+
+
+def save_masks(folder, *masks, ending=".png", **options):
+    """Write masks and images of their size; returns what `convert_masks` is called with."""
+    (folder / "images").mkdir()
+    (folder / "masks").mkdir()
+    for number, mask in enumerate(masks):
+        image = mask if isinstance(mask, Image.Image) else Image.fromarray(mask)
+        image.save(folder / f"masks/{number}{ending}", **options)
+        Image.new("RGB", image.size).save(folder / f"images/{number}.png")
+    return {
+        "images": folder / "images",
+        "masks": folder / "masks",
+        "output": folder / "coco.json",
+    }
+
+
+def list_areas(folders, **options):
+    annotations = json.loads(convert_masks(**folders, **options).read_text())["annotations"]
+    return [annotation["area"] for annotation in annotations]
+
+
+def add_rim(ids, void, width=2):
+    """Draw a band of pixels without a label around all objects, as Pascal VOC has it."""
+    drawn = Image.fromarray((ids > 0).astype(np.uint8) * 255)
+    drawn = drawn.filter(ImageFilter.MaxFilter(2 * width + 1))
+    return np.where((np.array(drawn) > 0) & (ids == 0), void, ids)
+
+
+IDS = np.where(DISC, 1, np.where(OTHER, 2, 0))
+
+
+@pytest.mark.parametrize(("void", "kind"), [(255, np.uint8), (65535, np.uint16)])
+def test_pixels_without_a_label_are_no_object(tmp_path, void, kind):
+    folders = save_masks(tmp_path, add_rim(IDS, void).astype(kind))
+    with pytest.raises(ColabUtilsError, match=rf"{void} beside 2 others.*background=\(0, {void}\)"):
+        convert_masks(**folders)
+    assert not folders["output"].exists()
+    assert list_areas(folders, background=(0, void)) == [DISC.sum(), OTHER.sum()]
+
+
+def test_pascal_vocs_colours_have_one_for_pixels_without_a_label(tmp_path):
+    colours = np.zeros((256, 3), np.uint8)
+    colours[[1, 2, 255]] = [[128, 0, 0], [192, 0, 128], [224, 224, 192]]
+    folders = save_masks(tmp_path, colours[add_rim(IDS, 255)])
+    with pytest.raises(ColabUtilsError, match="pixels without a label"):
+        convert_masks(**folders)
+    assert list_areas(folders, background=(0, 0xE0E0C0)) == [DISC.sum(), OTHER.sum()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        # 255 touches no other: it is the number of an object.
+        (1, 255),
+        # Numbers spread over the greys, so that they can be seen.
+        (127, 255),
+    ],
+)
+def test_255_may_be_an_object(tmp_path, values):
+    mask = np.where(DISC, values[0], np.where(OTHER, values[1], 0)).astype(np.uint8)
+    assert list_areas(save_masks(tmp_path, mask)) == [DISC.sum(), OTHER.sum()]
+
+
+def blur(radius):
+    image = Image.fromarray((DISC | OTHER).astype(np.uint8) * 255)
+    return image.filter(ImageFilter.GaussianBlur(radius))
+
+
+def resize_colours():
+    colours = np.array([[0, 0, 0], [255, 0, 0], [0, 255, 0]], np.uint8)
+    return Image.fromarray(colours[IDS]).resize((67, 45), Image.Resampling.BILINEAR)
+
+
+def save_as_jpeg():
+    file = io.BytesIO()
+    Image.fromarray(DISC.astype(np.uint8) * 255).save(file, "JPEG")
+    return Image.open(file)
+
+
+def draw_grey_edge():
+    rim = add_rim(DISC.astype(np.uint8), 128, width=1)
+    return np.where(rim == 1, 255, rim).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        blur(1),
+        blur(4),
+        resize_colours(),
+        save_as_jpeg(),
+        draw_grey_edge(),
+    ],
+    ids=["blurred", "far blurred", "resized colours", "was a JPEG", "one grey"],
+)
+def test_soft_edges_are_no_objects(tmp_path, mask):
+    folders = save_masks(tmp_path, IDS.astype(np.uint8), mask)
+    with pytest.raises(ColabUtilsError, match=r"1\.png.*soft edges.*threshold"):
+        convert_masks(**folders)
+    assert not folders["output"].exists()
+
+
+def test_a_threshold_makes_one_object_of_a_mask(tmp_path):
+    folders = save_masks(tmp_path, blur(1), (DISC | OTHER).astype(np.uint16) * 255)
+    drawn = int((DISC | OTHER).sum())
+    areas = list_areas(folders, threshold=127)
+    assert len(areas) == 2
+    assert abs(areas[0] - drawn) < 0.05 * drawn
+    assert areas[1] == drawn
+
+
+def test_a_jpeg_is_a_mask_by_its_threshold(tmp_path):
+    folders = save_masks(tmp_path, DISC.astype(np.uint8) * 255, ending=".jpg", quality=90)
+    with pytest.raises(ColabUtilsError, match=r"found a JPEG.*threshold=127"):
+        convert_masks(**folders)
+    (area,) = list_areas(folders, threshold=127)
+    assert abs(area - DISC.sum()) < 0.03 * DISC.sum()
+
+
+def test_an_object_in_the_corners_may_be_the_background(tmp_path):
+    folders = save_masks(tmp_path, IDS.astype(np.uint8), np.where(DISC, 0, 255).astype(np.uint8))
+    with pytest.raises(ColabUtilsError, match=r"1\.png.*255 in its corners and in 89% of.*=255"):
+        convert_masks(**folders)
+    assert list_areas(folders, background=0) == [DISC.sum(), OTHER.sum(), (~DISC).sum()]
+
+
+def test_objects_may_be_black_on_white(tmp_path):
+    folders = save_masks(tmp_path, np.where(DISC, 0, 255).astype(np.uint8))
+    assert list_areas(folders, background=255) == [DISC.sum()]
+
+
+def make_transparent(kind, below):
+    alpha = (DISC * 255).astype(np.uint8)
+    colour = np.where(DISC, 255, below).astype(np.uint8)
+    if kind == "RGBA":
+        return Image.fromarray(np.dstack([colour, colour, colour, alpha]))
+    if kind == "LA":
+        return Image.fromarray(np.dstack([colour, alpha]))
+    image = Image.fromarray(np.where(DISC, 1, 3).astype(np.uint8))
+    if kind == "P":
+        image.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0, 9, 9, 9])
+    image.info["transparency"] = 3
+    return image
+
+
+@pytest.mark.parametrize(
+    ("kind", "below"),
+    [
+        ("RGBA", 255),
+        ("RGBA", 0),
+        ("LA", 255),
+        ("P", 0),
+        ("L", 0),
+    ],
+)
+def test_transparent_pixels_are_background(tmp_path, kind, below):
+    mask = make_transparent(kind, below)
+    options = {"transparency": 3} if kind in "PL" else {}
+    assert list_areas(save_masks(tmp_path, mask, **options)) == [DISC.sum()]
+
+
+def test_what_was_understood_is_printed(tmp_path, capsys):
+    convert_masks(**save_masks(tmp_path, IDS.astype(np.uint8), np.zeros((64, 96), np.uint8)))
+    share = DISC.mean()
+    assert capsys.readouterr().out == (
+        f"2 images, 2 objects; the largest covers {share:.0%} of its image\n"
+    )
+
+
+def test_masks_without_any_object_are_refused(tmp_path):
+    folders = save_masks(tmp_path, np.zeros((64, 96), np.uint8))
+    with pytest.raises(ColabUtilsError, match="found only background"):
+        convert_masks(**folders)
+
+
+def test_a_mask_file_an_object_is_another_layout(people):
+    Image.new("L", (60, 40)).save(people / "PedMasks/Fudan1_mask2.png")
+    with pytest.raises(ColabUtilsError, match=r"files without the other.*FORMATS\.md"):
+        convert(people)
+    with pytest.raises(ColabUtilsError, match=r"found none.*FORMATS\.md"):
+        convert_masks(people, people, output=people / "people.json")
+
+
+def test_programs_from_outside_find_the_names_where_they_were():
+    from colab_utils.data import archives, sources
+
+    assert sources.convert_masks is convert_masks
+    assert sources.unpack_dataset is archives.unpack_dataset
+    assert sources.is_archive is archives.is_archive

@@ -187,14 +187,18 @@ def test_resize_is_torch_nearest(masks, height, width):
         (None, "without a mask"),
         ([], "without a mask"),
         ([[]], "one of 0 numbers"),
-        ([[1, 1, 2, 2]], "one of 4 numbers"),  # too short: pycocotools takes 4 numbers for a box
-        ([[1, 1, 2, 2], []], "one of 4 numbers"),
+        (
+            [[1, 1, 2, 2]],
+            "one of 4 numbers: a box or a line",
+        ),  # too short: pycocotools takes 4 numbers for a box
+        ([[1, 1, 2, 2], []], "one of 4 numbers: a box or a line"),
         ([SQUARE, [1, 1, 2]], "one of 3 numbers"),
         ([SQUARE, 5], "something else"),
-        ([SQUARE, [[1, 1]]], "something else"),
+        ([SQUARE, [[1, 1]]], "found outlines in lists of points"),
         ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),  # odd
-        ([[[1, 1], [5, 1], [5, 4]]], "at least 3 points"),  # points as pairs
-        ([[[1, 1]] * 6], "something else"),
+        ([[[1, 1], [5, 1], [5, 4]]], "found outlines in lists of points"),
+        ([[[1, 1]] * 6], "found outlines in lists of points"),
+        ([[[1, 1, 1]] * 6], "something else"),
         ([["a"] * 6], "made of numbers"),
         ([[None] * 6], "reaches to pixel nan"),
         ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
@@ -214,7 +218,9 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, []], "counts": [48]}, "found [6, []]"),
         ([[True, *SQUARE[1:]]], "made of numbers"),
         ([True, *SQUARE[1:]], "made of numbers"),
-        ({"size": [6, 8], "counts": [48.0]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [47.5, 0.5]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [float("inf")]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [float("nan")]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": []}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": ""}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),  # ends in the middle of a run

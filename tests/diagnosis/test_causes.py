@@ -1,20 +1,29 @@
 """Each cause of a slow loop is named with its share and its cure."""
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from colab_utils.diagnosis import causes as module
+from colab_utils.diagnosis import causes, waits
 from colab_utils.diagnosis.causes import find_causes, refine_causes
+from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.diagnosis.stages import Stage
 from colab_utils.diagnosis.summary import LoopRecord
 
 
-def make_record(**settings):
-    """Two workers that take turns with nobody, in a loop of ten seconds."""
+def make_record(*, looks=None, places=None, **settings):
+    """Two workers that take turns with nobody, in a loop of ten seconds.
+
+    ``looks`` counts what workers were seen to wait for, ``places`` where the loop was in a phase.
+    """
     record = LoopRecord([])
+    record.looks.waits.update(looks or {})
+    for phase, counts in (places or {}).items():
+        record.looks._places[phase] = Counter(counts)
     usual = {"workers": 2, "cpu_s": 5.0}
     for name, value in {**usual, **settings}.items():
         assert hasattr(record, name)
@@ -35,17 +44,18 @@ def spread(value, *, every=1):
     return [value if number % every == every - 1 else 0.0 for number in range(100)]
 
 
-def sum_up(samples):
+def sum_up(samples, *, worst=()):
     """What workers note of samples, each with its seconds and its index; half of the time is
     work.
     """
-    spread = [(0, 0.0)] * 48
+    spread = [(0, 0.0, 0)] * 48
     wall_s = sum(seconds for seconds, _ in samples)
-    for seconds, _ in samples:
+    for rank, (seconds, _) in enumerate(samples):
         bits = int(seconds * 1e9).bit_length()
-        spread[bits] = spread[bits][0] + 1, spread[bits][1] + seconds
+        count, sum_s, ranks = spread[bits]
+        spread[bits] = (count + 1, sum_s + seconds, ranks + rank)
     return SampleTimes(
-        len(samples), wall_s, wall_s / 2, 0.0, 0, max(samples), wall_s / 2, tuple(spread)
+        len(samples), wall_s, wall_s / 2, 0.0, 0, max(samples), wall_s / 2, spread, worst
     )
 
 
@@ -60,49 +70,178 @@ def test_a_loop_that_never_waits_has_no_cause():
         ({"between": spread(0.06)}, "between", r"busy for 60 ms .*optimizer.step"),
         ({"between": spread(0.8, every=10)}, "periodic", r"About every 10 batches .* busy 0.8 s"),
         (
-            {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99)},
+            {
+                "waits": spread(1.0, every=25),
+                "firsts": (24, 49, 74, 99),
+                "restarts": True,
+                "share": 0.3,
+            },
             "restarts",
-            r"4 passes waits 1 s .* start anew.*persistent_workers=True.*make passes longer",
+            r"Passes after the first \(3\) wait 1 s each.* start anew.*persistent_workers=True",
+        ),
+        # workers stay: that cure is in place
+        (
+            {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99), "share": 0.3},
+            "restarts",
+            r"wait 1 s each for their first batch\. Workers stay already",
+        ),
+        # workers start anew, but that is not what takes the time
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "firsts": (24, 49, 74, 99),
+                "restarts": True,
+                "places": {"start": {"mine/sampler.py:7 __iter__": 9, "the workers": 2}},
+                "share": 0.3,
+            },
+            "main_process",
+            r"this process is at mine/sampler.py:7 __iter__ \(in 9 of 11 looks\)",
+        ),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1),
+                "places": {"wait": {"mine/sampler.py:7 __iter__": 9, "the workers": 2}},
+            },
+            "main_process",
+            r"Before it takes a batch, this process is at mine/sampler.py:7",
+        ),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1),
+                "places": {"wait": {"the hand-off": 9, "the workers": 2}},
+            },
+            "hand-off",
+            r"takes in what workers send \(in 9 of 11",
+        ),
+        (
+            {"waits": spread(0.05), "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1)},
+            "wait",
+            r"Workers are idle while a batch is waited for.*was not seen.*would not help",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2)},
-            "read",
-            r"takes 70 ms, and waits 67 ms",
+            "wait",
+            r"takes 70 ms: 67 ms for what was not seen",
         ),
         (
-            {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 300_000)},
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 300_000),
+                "looks": {"read": 30, "": 2},
+            },
             "read",
-            r"data: only 300.0 kB, so mostly for the first byte",
+            r"65.6 ms in reads of files. It reads 300.0 kB, at 4.5 MB/s: it waits mostly",
         ),
         (
-            {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 4_000_000)},
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 4_000_000),
+                "looks": {"read": 30, "": 2},
+            },
             "read",
-            r"data: 4.0 MB, at 60 MB/s. It is the bandwidth. .*Shrink",
+            r"It reads 4.0 MB, at 60 MB/s: it is the bandwidth. .*Shrink",
+        ),
+        # a stand-in for a slow disk sleeps between its reads; what reads nothing only sleeps
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 2_000),
+                "looks": {"sleep": 30},
+            },
+            "read",
+            r"67 ms in reads of files. It reads 2.0 kB",
+        ),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 90),
+                "looks": {"sleep": 30},
+            },
+            "sleep",
+            r"67 ms asleep",
+        ),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 5.0, 0.2),
+                "looks": {"lock": 30, "": 20},
+            },
+            "lock",
+            r"42 ms for a lock, in turn with other workers, 25 ms of work.*would not help",
+        ),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 5.0, 0.2, 200 * 6_000_000),
+                "looks": {"process": 30, "": 20},
+            },
+            "other_process",
+            r"42 ms for another process or the network",
+        ),
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 5.0, 0.2),
+                "looks": {"thread": 30, "": 20},
+            },
+            "wait",
+            r"42 ms for a lock, or a thread of its own",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 13.0, 0.2), "cpu_s": 14.0},
             "work",
-            r"65 ms of work.*1.4 of 2 cores are busy.*more workers",
+            r"65 ms of work.*1.4 of 2 cores are busy.*offline",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 4.0, 9.5)},
             "work",
-            r"more workers would not help",
+            r"47.5 ms until a core is free.*End the other programs.*more workers would not help",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0)},
             "collate",
-            r"83% of their CPU",
+            r"25 ms of work after it, in collate_fn",
+        ),
+        # a thread of its own works: it waits for a core, and no look says for anything else
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 5.0, 0.2),
+                "looks": {"thread": 1, "": 29},
+                "cpu_s": 19.0,
+            },
+            "work",
+            r"42.7 ms until a core is free, 25 ms of work",
+        ),
+        # workers by spawn: their samples are not seen, but what they wait for is
+        (
+            {"waits": spread(0.05), "looks": {"read": 30, "": 10}},
+            "read",
+            r"In 40 looks at workers: 75% in reads of files, 25% of work",
+        ),
+        (
+            {"waits": spread(0.05), "looks": {"": 2}},
+            "wait",
+            r"100% for what was not seen",
+        ),
+        # another loader is waited for in the step
+        (
+            {"places": {"step": {"another loader": 8, "main.py:3 train": 2}}, "share": 1.0},
+            "other_loader",
+            r"Within its step, the loop waits for another loader \(in 8 of 10 looks\)",
         ),
         # other children of this process are busy, too: the evaluation
         (
             {
                 "waits": spread(0.05),
-                "times": SampleTimes(200, 14.0, 0.4, 0.2, worker_cpu_s=0.5),
+                "times": SampleTimes(200, 14.0, 0.4, 0.2, 200 * 300_000, worker_cpu_s=0.5),
+                "looks": {"read": 30},
                 "cpu_s": 30.0,
             },
             "read",
-            r"waits 67 ms",
+            r"67 ms in reads",
         ),
         (
             {
@@ -146,7 +285,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "times": sum_up([*[(0.0005, 4)] * 200, (0.3, 37)])._replace(worker_cpu_s=6.0),
             },
             "collate",
-            r"of their CPU time outside of samples",
+            r"of work after it, in collate_fn",
         ),
         (
             {"waits": spread(1.0, every=25), "seen": {24: (37,), 49: (3,)}, "workers": 0},
@@ -161,17 +300,20 @@ def test_a_loop_that_never_waits_has_no_cause():
     ],
 )
 def test_each_cause_is_named_with_its_cure(loop, id, words, monkeypatch):
-    monkeypatch.setattr(module, "count_cores", lambda: 2)
+    monkeypatch.setattr(causes, "count_cores", lambda: 2)
+    monkeypatch.setattr(waits, "count_cores", lambda: 2)
+    loop = dict(loop)
+    share = loop.pop("share", None) or sum(loop.get("waits") or loop["between"]) / 10
     (cause,) = find(**loop)
     assert cause.id == id
-    assert cause.share == pytest.approx(
-        sum(loop.get("waits") or loop["between"]) / 10, rel=0.02
-    )  # a first batch is no wait
+    # A first batch is no wait.
+    assert cause.share == pytest.approx(share, rel=0.02)
     assert re.search(words, f"{cause.why} {cause.next}"), cause
 
 
 def test_two_causes_stand_in_the_order_of_their_shares():
-    found = find(between=spread(0.06), waits=spread(0.02), times=SampleTimes(200, 14.0, 0.4, 0.2))
+    times = SampleTimes(200, 14.0, 0.4, 0.2, 200 * 300_000)
+    found = find(between=spread(0.06), waits=spread(0.02), times=times, looks={"read": 30})
     assert [cause.id for cause in found] == ["between", "read"]
 
 
@@ -183,4 +325,35 @@ def test_contention_has_its_share_of_the_loop_not_of_the_step():
 def test_memory_that_grows_is_named_beside_a_fine_loop():
     (cause,) = find(growth=Growth(2.5, 4000, {"this process": 2.5}))
     assert cause.id == "memory"
-    assert "at step 4,000" in cause.why
+    assert "if it goes on, it is full at step 4,000" in cause.why
+
+
+def test_first_samples_of_workers_are_no_slow_samples():
+    """Whichever sample comes first opens the file: another one would do it in its place."""
+    early = sum_up([*[(1.0, 426)] * 4, *[(0.01, 4)] * 196], worst=(426, 7))
+    (cause,) = find(waits=spread(1.0, every=25), times=early)
+    assert cause.id == "first_samples"
+    assert "426" not in f"{cause.why} {cause.next}"
+    again = early._replace(worst=(426, 426))
+    (cause,) = find(waits=spread(1.0, every=25), times=again)
+    assert cause.id == "slow_sample"
+
+
+def test_other_programs_that_take_the_cores_are_told_from_more_workers_than_cores(monkeypatch):
+    monkeypatch.setattr(causes, "count_cores", lambda: 2)
+    times = SampleTimes(200, 40.0, 5.0, 6.0)
+    (cause,) = find(waits=spread(0.05), times=times, looks={"lock": 30}, workers=4)
+    assert cause.id == "lock"
+    (cause,) = find(waits=spread(0.05), times=times._replace(queued_s=30.0), workers=4)
+    assert cause.id == "too_many_workers"
+
+
+def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
+    work = Cause("work", 0.5, "why", "next")
+    handoff = Stage("hand-off", 2, 3, 2, mean_ms=2.5)
+    assert refine_causes([work], [], slower=1, step_share=0.5, waits=True) == [work]
+    sample = Stage("sample", 2, 3, 2, mean_ms=20)
+    (cause,) = refine_causes([work], [sample, handoff], slower=1, step_share=0.5, waits=True)
+    assert cause == work
+    (cause,) = refine_causes([work], [handoff], slower=1, step_share=0.5, waits=True)
+    assert cause.id == "hand-off"

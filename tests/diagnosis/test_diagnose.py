@@ -78,9 +78,8 @@ def test_a_stalled_loader_is_told_what_it_could_win(monkeypatch):
     # workers cure it
     monkeypatch.setattr(fixes, "_LEAST_BATCHES", 8)
     monkeypatch.setattr(fixes, "_LATE", 1000)
-    found = diagnose(
-        DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1), _sleep_step(0.01), seconds=2
-    )
+    loader = DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1, persistent_workers=True)
+    found = diagnose(loader, _sleep_step(0.01), seconds=2)
     assert found.verdict.startswith("Training waits")
     assert "the largest stage is sample" in found.verdict
     assert f"{found.batches} batches" in found.verdict
@@ -270,10 +269,10 @@ def test_the_verdict_trusts_what_was_measured():
 
     found = [
         Fix("workers", "more workers", "", 39.0, 14.0),
-        Fix("packed_masks", "packed masks", "", 20.0, 25.0),
+        Fix("packed_masks", "masks packed", "", 20.0, 25.0),
         Fix("resize", "resize once offline", ""),
     ]
-    assert "Best fix: packed masks, 25.0 images/s (measured)." in describe(rank_fixes(found))
+    assert "Best fix: masks packed, 25.0 images/s (measured)." in describe(rank_fixes(found))
     found = [dataclasses.replace(fix, measured_images_per_second=None) for fix in found]
     assert "Best fix: more workers, 39.0 images/s (forecast)." in describe(rank_fixes(found))
     assert "Best fix" not in describe(found[2:])

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -96,7 +97,7 @@ def _find(now):
 @pytest.fixture
 def slow_folder(tiny_dataset):
     slow_down(tiny_dataset.images, SLOW)
-    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations, streams=1)
 
 
 @pytest.mark.clock
@@ -110,14 +111,24 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
         loader = make_loader(slow_folder, batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
     found = _find(now)
-    own = {"packed_masks"} if plain else set()
+    own = {"streams", "packed_masks"} if plain else {"streams"}
     assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers"} | own
     for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
         assert found[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
         assert found[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
     assert "6% of the pixels" in found["resize"].sentence
-    assert found["data_and_workers"].name.startswith("resize once offline, and ")
+    assert found["data_and_workers"].name.startswith(
+        "shards on the local SSD, images resized once, and workers="
+    )
     assert found["local_files"].sentence.startswith("Copy the files: about ")
+
+
+def test_files_that_are_read_ahead_already_need_no_streams(tiny_dataset):
+    slow_down(tiny_dataset.images, DriveProfile("quick", 0.001, 1e9, "a test"))
+    wide = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    loader = make_loader(wide, batch_size=2, workers=0)
+    assert "streams" not in _find(_look_at(loader))
+    loader.close()
 
 
 @pytest.mark.clock
@@ -145,6 +156,29 @@ def test_settings_are_forecast_and_measured(quiet_machine):
             fix.measured_images_per_second, rel=0.3
         ), fix
     assert found["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_restarts"),
+    [
+        ({"num_workers": 1}, True),
+        ({"num_workers": 1, "persistent_workers": True}, False),
+        ({}, False),
+        ({"num_workers": 1, "sampler": [0] * 10_000}, False),
+    ],
+    ids=["start anew", "stay", "none", "no end of an epoch was seen"],
+)
+def test_workers_that_stay_are_a_fix_where_they_start_anew(settings, has_restarts):
+    loader = DataLoader(_Sleepy(), batch_size=4, **settings)
+    loop = BatchTimes((0.1,) * 20, (0.0,) * 20, 80, 0.1, 0.1)
+    now = Situation(loader, EmulatedStep(5), loop, loop, {}, (), 1, False, 0.0)
+    assert now.has_restarts == has_restarts
+
+
+def test_no_forecast_is_above_the_rate_on_batches_that_lie_ready():
+    now = _look_at(DataLoader(_Sleepy(), batch_size=4))
+    found = _find(replace(now, ceiling=7.0))
+    assert [fix.forecast_images_per_second for fix in found.values()] == [7.0]
 
 
 def test_your_own_step_is_never_run_in_a_trial():
@@ -180,11 +214,10 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
     monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
     found = _find(now)
-    assert len(found) == 6
+    assert len(found) == 8
     assert all(fix.forecast_images_per_second is None for fix in found.values())
-    assert (
-        found["local_files"].sentence
-        == "Copy the files. Not tried: there is no time left, raise seconds."
+    assert found["local_files"].sentence == (
+        "Copy the files. Not tried: there is no time left, it takes about 1 s more. Raise seconds."
     )
 
 
@@ -217,7 +250,15 @@ def test_a_trial_keeps_what_the_loader_was_given():
         assert (tried.num_workers, tried.prefetch_factor) == (2, 3)
     with open_like(now, [1, 2, 3], prefetch=6) as tried:
         assert (tried.batch_size, tried.num_workers, tried.prefetch_factor) == (8, 1, 6)
-        assert set(next(iter(tried.batch_sampler))) == {0, 1, 2}
+        # An epoch is as long as yours, and ends as yours does.
+        assert len(tried) == len(loader) == 8
+        assert not tried.persistent_workers
+        assert [tried.dataset[index] for index in next(iter(tried.batch_sampler))] == [
+            *(1, 2, 3, 1, 2, 3, 1, 2)
+        ]
+    with open_like(now, persistent=True) as tried:
+        assert tried.persistent_workers
+        assert (tried.batch_sampler, tried.prefetch_factor) == (batches, 3)
 
 
 @pytest.mark.parametrize(

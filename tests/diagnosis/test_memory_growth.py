@@ -38,7 +38,10 @@ def test_growth_is_a_slope_over_batches():
     found = find_growth(make_readings(2 * MB))
     assert found.mb_per_batch == pytest.approx(2, rel=0.01)
     assert found.full_at_batch == pytest.approx(95 + find_free_memory() / MB / 2, rel=0.02)
-    assert str(found).startswith("Memory grows by 2.00 MB a batch (this process: 2.00): at step ")
+    assert str(found).startswith(
+        "Memory grows by 2.00 MB a batch (this process: 2.00): if it goes on, it is full at step "
+    )
+    assert "no losses with their graphs" in found.cure
 
 
 def test_each_process_that_grows_is_named():
@@ -55,6 +58,7 @@ def test_each_process_that_grows_is_named():
     found = find_growth(readings)
     assert found.by_process == pytest.approx({f"pid {FIRST}": 0.6, f"pid {FIRST + 1}": 1.8})
     assert found.mb_per_batch == pytest.approx(2.4)
+    assert "Keep no samples" in found.cure
 
 
 def test_growth_is_seen_over_short_passes():
@@ -122,7 +126,8 @@ def test_a_worker_that_hoards_is_found_out():
         next(batches)
         count += 1
         log.look(count)
-    found = find_growth(log.readings)
+    found = log.find_growth()
+    assert not found.copied
     assert found.mb_per_batch == pytest.approx(40, rel=0.4)
     assert len(found.by_process) == 2
     batches._shutdown_workers()

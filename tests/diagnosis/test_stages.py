@@ -57,7 +57,7 @@ def transform(image, target):
 @pytest.mark.clock
 def test_transforms_are_told_apart_without_a_change_to_the_dataset():
     dataset = Transformed(transform)
-    sample, transformed = time_samples(dataset, range(15), seconds=1).values()
+    sample, transformed = time_samples(dataset, range(15), images=4, seconds=1).values()
     assert (sample.name, transformed.name) == ("sample", "transform")
     assert 5 <= sample.median_ms < 15 <= transformed.median_ms + 1
     assert transformed.cpu_ms < 5
@@ -70,7 +70,7 @@ def test_a_dataset_that_needs_its_transforms_is_timed_whole():
         def __getitem__(self, index):
             return self.transforms(torch.zeros(3, 8, 8), {})
 
-    (whole,) = time_samples(Stubborn(transform), range(10), seconds=1).values()
+    (whole,) = time_samples(Stubborn(transform), range(10), images=4, seconds=1).values()
     assert whole.name == "sample"
     assert whole.median_ms >= 15
 
@@ -247,3 +247,17 @@ def test_time_calls_caps_its_time_and_counts_cpu():
     assert 5 <= slept.median_ms <= slept.p95_ms
     assert slept.cpu_ms < slept.mean_ms
     assert time_calls("burn", _burn, [0.005] * 3, max_s=2).cpu_ms >= 5
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_a_dataset_that_gives_batches_is_timed_by_them(count):
+    asked = []
+
+    class Batched:
+        def __getitems__(self, indices):
+            asked.append(len(indices))
+            return list(indices)
+
+    (whole,) = time_samples(Batched(), range(9), images=count, seconds=5).values()
+    assert whole.name == "sample"
+    assert set(asked) == {min(count, 9)}

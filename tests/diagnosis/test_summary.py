@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -150,7 +151,7 @@ def test_a_loop_with_workers_says_what_is_slow_in_it(capsys):
         step(values, 0.01)
         time.sleep(0.02)
     summary = watched.summary()
-    assert [cause.id for cause in summary.causes] == ["read", "between"]
+    assert [cause.id for cause in summary.causes] == ["sleep", "between"]
     assert summary.wait_share + sum(part.share for part in summary.parts[1:]) == pytest.approx(1)
     assert len(summary.worst) == 10
     assert summary.parts[2].median_ms == pytest.approx(20, rel=0.3)
@@ -195,6 +196,38 @@ def test_of_several_processes_each_says_its_rank(monkeypatch):
     monkeypatch.setattr(module.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(module.distributed, "get_rank", lambda: 3)
     assert str(watched.summary()).startswith("Rank 3: ")
+
+
+def test_micro_batches_without_a_step_have_the_parts_of_those_with_one(capsys):
+    step = make_step()
+    watched = watch(DataLoader(_Items(48), batch_size=2))
+    for number, (values, _) in enumerate(watched):
+        time.sleep(0.01)
+        if number % 4 == 3:
+            step(values)
+        time.sleep(0.04)
+    summary = watched.summary()
+    _wait, trained, between = summary.parts
+    assert between.share > 2 * trained.share > 0
+    assert [cause.id for cause in summary.causes] == ["between"]
+    assert "The optimizer steps every 4 batches" in summary.unseen[0]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "between_s"),
+    [
+        # what is logged follows only the step of the optimizer, or each batch
+        (0.1, 0.0),
+        (0.4, 0.3),
+        (9.0, 0.3),
+    ],
+)
+def test_what_follows_a_micro_batch_is_not_made_up(after_s, between_s):
+    parts_s = np.array([[0.0, after_s, 0.0], [0.0, 0.1, 0.3], [0.0, after_s, 0.0]])
+    split = module.split_micro_batches(parts_s)
+    assert split[0] == pytest.approx([0.0, after_s - between_s, between_s])
+    assert split[1].tolist() == [0.0, 0.1, 0.3]
+    assert split.sum() == pytest.approx(parts_s.sum())
 
 
 def test_images_are_counted_that_came_where_collate_leaves_some_out():

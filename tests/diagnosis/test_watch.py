@@ -19,7 +19,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
 
 from colab_utils.diagnosis import passes, processes, stalls, system_calls
 from colab_utils.diagnosis import watch as module
@@ -288,6 +295,23 @@ def test_a_stream_that_stops_in_a_worker():
     watched = watch(DataLoader(_Stream(), num_workers=1), timeout_s=TIMEOUT_S, on_stall="raise")
     with pytest.raises(ColabUtilsError, match=r"worker 0 .*waits in clock_nanosleep"):
         list(watched)
+
+
+class _Stuck(Sampler):
+    def __iter__(self):
+        time.sleep(60)
+        yield 0
+
+
+def test_a_sampler_that_hangs_is_no_fault_of_the_workers():
+    loader = DataLoader(range(8), sampler=_Stuck(), num_workers=1)
+    watched = watch(loader, timeout_s=TIMEOUT_S, on_stall="raise")
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"this process waits in clock_nanosleep, in test_watch.py:\d+ __iter__",
+    ):
+        list(watched)
+    _end_workers()
 
 
 def test_a_wait_for_a_socket_is_no_read_of_a_file():

@@ -11,11 +11,14 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +33,19 @@ from torchvision.datasets import CocoDetection
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from colab_utils import files
+from colab_utils.data.coco import read_coco
+from colab_utils.data.image_checks import read_header
 from colab_utils.data.masks import unpack_masks
-from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.drive import DriveLostError, Retries
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading import dataset as dataset_module
-from colab_utils.loading import readers
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index, write_index
+from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
@@ -266,7 +272,7 @@ def count_descriptors():
 
 
 def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, monkeypatch):
-    monkeypatch.setattr(readers, "OPEN_FILES", 2)
+    monkeypatch.setattr(files, "OPEN_FILES", 2)
     before = count_descriptors()
     dataset = ShardDataset(tiny_shards)
     assert count_descriptors() == before  # a thousand shards must not need a thousand open files
@@ -276,6 +282,63 @@ def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, 
         assert_equal_samples(dataset[i], samples[i])
     del dataset
     assert count_descriptors() == before
+
+
+@pytest.fixture
+def open_all():
+    """Open files until this process may open no more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+
+    def open_all_files():
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+
+    yield open_all_files
+    for descriptor in held:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_two_datasets_share_half_of_the_files_that_may_be_open(tiny_shards, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = count_descriptors()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, limits[1]))
+    datasets = [ShardDataset(tiny_shards) for _ in range(2)]
+    for dataset in datasets:
+        for i in range(len(dataset)):
+            dataset[i]
+    assert len(dataset.index.shards) > 2
+    assert count_descriptors() - before <= 6
+
+
+def test_files_that_are_kept_open_make_room(tiny_shards, open_all):
+    dataset = ShardDataset(tiny_shards)
+    expected = [dataset[i] for i in range(len(dataset))]
+    open_all()
+    for i, sample in enumerate(expected):
+        assert_equal_samples(dataset[i], sample)
+    assert len(ShardDataset(tiny_shards)) == len(expected)
+
+
+@pytest.mark.parametrize("read", [ShardDataset, read_index, verify_shards])
+def test_too_many_open_files_get_their_own_cure(tiny_shards, open_all, read):
+    open_all()
+    with pytest.raises(ColabUtilsError, match=r"Too many open files\. Raise the limit"):
+        read(tiny_shards)
+
+
+def test_an_image_is_not_bad_because_too_many_files_are_open(coco_mini, open_all):
+    coco = read_coco(coco_mini.annotations)
+    recipe = {"storage": "keep", "min_size": 800, "max_size": 1333}
+    open_all()
+    with pytest.raises(UnavailableError, match="Raise the limit"):
+        read_header(coco_mini.images, coco, 0, Retries())
+    with pytest.raises(UnavailableError, match="Raise the limit"):
+        try_sample(partial(read_image, coco_mini.images, coco, 0), coco, 0, recipe)
 
 
 def test_a_slowed_folder_is_paid_for_what_is_read(tiny_shards, monkeypatch):

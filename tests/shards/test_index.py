@@ -12,8 +12,11 @@ import pytest
 from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, hash_file, write_file
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
+from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.records import split_member
+from colab_utils.shards.verify import verify_shards
 from tests.bad_reads import BadReads, alter, cut
 
 INFO = ShardInfo(
@@ -193,6 +196,20 @@ def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, chang
     assert reads.times == 0
 
 
+@pytest.mark.parametrize("read", [read_index, verify_shards, ShardDataset])
+def test_a_folder_that_preprocess_writes_is_told(tmp_path, read):
+    with (
+        hold_folder(tmp_path),
+        pytest.raises(
+            ColabUtilsError, match=rf"preprocess is writing there \('process {os.getpid()} on"
+        ),
+    ):
+        read(tmp_path)
+    tmp_path.mkdir(exist_ok=True)
+    with pytest.raises(ColabUtilsError, match=r"expected index\.json in .*found none"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("change", [cut, alter])
 def test_an_index_that_is_never_read_well_is_not_called_changed(tmp_path, monkeypatch, change):
     write_index(tmp_path, INDEX)
@@ -229,8 +246,8 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "kind", "found"),
     [
-        (errno.ENOSPC, ColabUtilsError, "No space left.*free some"),
-        (errno.EDQUOT, ColabUtilsError, "quota exceeded.*free some"),
+        (errno.ENOSPC, ColabUtilsError, "No space left.*Free some space"),
+        (errno.EDQUOT, ColabUtilsError, "quota exceeded.*Free some space"),
         (errno.EACCES, ColabUtilsError, "Permission denied"),
         (errno.EROFS, ColabUtilsError, "Read-only"),
         (errno.ENOTCONN, DriveLostError, "force_remount"),

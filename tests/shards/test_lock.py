@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.shards import lock as module
 from colab_utils.shards.lock import hold_folder, remove_leftovers
 
@@ -102,6 +104,31 @@ def test_the_lock_of_another_machine_counts_for_a_while(tmp_path):
     with hold_folder(tmp_path):
         assert os.uname().nodename in (tmp_path / "writer.txt").read_text()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_lock_from_the_future_is_watched(tmp_path, monkeypatch, is_alive):
+    """The clock of the other machine is wrong: its time says nothing, but that it changes does."""
+    write_lock(tmp_path, "colab-2", "boot 0")
+    path = tmp_path / "writer.txt"
+    tomorrow_s = time.time() + 86_400
+    os.utime(path, (tomorrow_s, tomorrow_s))
+    monkeypatch.setattr(module, "_SILENT_S", 1.0)
+    touching = threading.Timer(0.3, os.utime, (path, (tomorrow_s + 30, tomorrow_s + 30)))
+    if is_alive:
+        touching.start()
+    with pytest.warns(ColabUtilsWarning, match="the clocks of two machines differ"):
+        writer = module.find_writer(tmp_path)
+    assert writer == ("process 1 on colab-2" if is_alive else "")
+
+
+def test_no_folder_for_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with (
+        pytest.raises(ColabUtilsError, match=r"expected to write into .*gone, found: No such file"),
+        hold_folder(tmp_path / "new"),
+    ):
+        pass
 
 
 def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):

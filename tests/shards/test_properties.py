@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -78,6 +79,7 @@ def datasets(draw) -> tuple[dict[str, bytes], dict[str, Any]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*has bad objects")
 @SEEDED
 @given(
     dataset=datasets(), storage=st.sampled_from(["shrink", "keep", "pixels"]), small=st.booleans()

@@ -300,7 +300,7 @@ def test_turned_photos(orientation, size, turned):
         (
             save(Image.fromarray(DEEP_GREY.astype(np.int32)), "TIFF"),
             (48, 64),
-            "pixels are 32-bit integers: scale them",
+            "pixels are integers beyond 8 bits: scale them",
         ),
         (
             save(Image.fromarray(DEEP_GREY / np.float32(99)), "TIFF"),

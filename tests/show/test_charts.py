@@ -10,6 +10,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
 from colab_utils.show.charts import plot_bars
 from colab_utils.show.pictures import draw_pair
+from colab_utils.streams import StreamTrial
 
 
 def read_bars(figure):
@@ -188,3 +189,25 @@ def test_names_in_figures_are_shown_as_they_are():
         shown = {text.get_text().strip() for text in texts}
         assert all(any(name in text for text in shown) for name in NAMES), shown
         assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
+
+
+def test_streams_are_drawn_up_to_where_more_win_little():
+    trials = [StreamTrial(8, 13.0), StreamTrial(32, 40.0), StreamTrial(16, 24.0)]
+    trials += [StreamTrial(64, 41.0), StreamTrial(32, 42.0)]
+    figure = charts.plot_streams(trials, name="My Drive")
+    title = "My Drive gives 41 files a second with 32 streams; more win little"
+    assert figure.get_suptitle() == title
+    line, mark = figure.axes[0].lines
+    assert line.get_xdata().tolist() == [8, 16, 32, 64]
+    assert line.get_ydata().tolist() == [13, 24, 41, 41]
+    assert mark.get_xdata() == [32]
+
+
+def test_streams_that_go_on_winning_are_told_as_such():
+    figure = charts.plot_streams([StreamTrial(8, 13.0), StreamTrial(16, 24.0)])
+    assert figure.get_suptitle().endswith("with 16 streams; more were not tried")
+
+
+def test_no_streams_are_refused():
+    with pytest.raises(ColabUtilsError, match="no trial"):
+        charts.plot_streams([])

@@ -8,6 +8,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import struct
 import warnings
 import zipfile
@@ -19,6 +20,7 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.training import checkpoint_folder
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.bad_reads import BadReads, alter, cut
@@ -34,7 +36,8 @@ def make_state(value: float = 1.0) -> dict:
 
 
 def list_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Without the identity of the run."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "run-id")
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path):
@@ -210,7 +213,7 @@ def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, mo
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
     folder = CheckpointFolder(mount.folder / "run")
     mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="Drive is tried again now$"):
+    with pytest.warns(ColabUtilsWarning, match="it is tried again now$"):
         folder.save(make_state(), step=20, is_last=True)
     mount.fail()
     assert folder.save(make_state(), step=30) == folder.newest
@@ -241,6 +244,116 @@ def test_what_waits_is_sent_when_it_is_asked_for(mount, monkeypatch):
     assert list_names(folder.run) == ["best-00000005.pt", "checkpoint-00000030.pt"]
     assert list_names(folder.waiting) == []
     assert folder.read()["losses"] == [1.5, 30]
+
+
+def test_what_waits_belongs_to_its_run_and_not_to_the_place(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "run")
+    folder.prepare(anew=False)
+    CheckpointFolder(folder.waiting).save(make_state(), step=30)
+    copied = shutil.copytree(folder.run, tmp_path / "copy")
+    assert CheckpointFolder(copied).read() is None
+    assert CheckpointFolder(folder.run).read()["step"] == 30
+    shutil.rmtree(folder.run)
+    again = CheckpointFolder(folder.run)
+    for _ in range(2):
+        assert again.read(repair=True) is None
+        again.prepare(anew=False)
+        again.send_waiting()
+    assert list_names(again.run) == []
+    assert again.save(make_state(), step=5) == again.newest
+    # Nobody deleted it.
+    assert list_names(folder.waiting) == ["checkpoint-00000030.pt"]
+
+
+def test_what_waits_moves_away_with_its_run(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "run")
+    folder.prepare(anew=False)
+    CheckpointFolder(folder.waiting).save(make_state(), step=30)
+    CheckpointFolder(folder.run).prepare(anew=True)
+    assert list_names(folder.run / "previous-1") == ["checkpoint-00000030.pt"]
+    assert list_names(folder.waiting) == []
+
+
+def test_the_folder_in_which_checkpoints_wait_is_the_users_own(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    waiting = CheckpointFolder("run").waiting
+    assert str(os.getuid()) in waiting.parent.name
+    assert waiting.parent.stat().st_mode & 0o777 == 0o700
+
+
+def give_away(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda path: path.mkdir() or path.chmod(0o777),
+        lambda path: path.mkdir() or path.chmod(0o750),
+        lambda path: path.symlink_to(path.parent),
+        lambda path: path.symlink_to("nowhere"),
+        Path.touch,
+        pytest.param(
+            give_away, marks=pytest.mark.skipif(os.getuid() != 0, reason="only root gives away")
+        ),
+    ],
+)
+def test_a_folder_of_somebody_else_is_no_place_to_wait(tmp_path: Path, monkeypatch, take):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    take(tmp_path / f"colab_utils-checkpoints-{os.getuid()}")
+    with pytest.raises(ColabUtilsError, match=r"is no folder of yours alone\. Remove it, or set"):
+        CheckpointFolder(tmp_path / "run").read(repair=True)
+
+
+def test_what_a_full_disk_does_not_take_waits_here_and_is_sent_later(mount, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+    folder = CheckpointFolder(mount.folder / "run")
+    folder.prepare(anew=False)
+    folder.save(make_state(), step=10)
+    mount.fail(full=True)
+    words = r"run takes no more files \(No space left on device\): .*20\.pt waits in .*goes on$"
+    with pytest.warns(ColabUtilsWarning, match=words):
+        assert folder.save(make_state(), step=20).parent == folder.waiting
+    with pytest.raises(
+        DriveLostError, match=rf"20\.pt is not in .*{folder.waiting} .*Free space there, then run"
+    ):
+        folder.send_waiting()
+    mount.fail()
+    folder.send_waiting()
+    assert list_names(folder.run) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
+    assert list_names(folder.waiting) == []
+
+
+def test_a_full_disk_is_told_where_this_machines_disk_is_full_too(mount, monkeypatch):
+    folder = CheckpointFolder(mount.folder / "run")
+    folder.save(make_state(), step=10)
+    (mount.folder / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(mount.folder / "tmp"))
+    folder.waiting.mkdir()
+    mount.fail(full=True)
+    with pytest.raises(
+        ColabUtilsError, match=r"write the checkpoint .*run/.*20\.pt, found: No space .*10\.pt"
+    ) as caught:
+        folder.save(make_state(), step=20)
+    assert not isinstance(caught.value, DriveLostError)
+    mount.fail()
+    assert list_names(folder.run) == ["checkpoint-00000010.pt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_every_disk_that_takes_no_more_is_waited_for(tmp_path, monkeypatch, number):
+    folder = CheckpointFolder(tmp_path / "run")
+    real = checkpoint_folder.write_file
+
+    def refuse(path, *parts):
+        if path.parent == folder.run:
+            raise OSError(number, os.strerror(number))
+        real(path, *parts)
+
+    monkeypatch.setattr(checkpoint_folder, "write_file", refuse)
+    with pytest.warns(ColabUtilsWarning, match=os.strerror(number)):
+        assert folder.save(make_state(), step=20).parent == folder.waiting
 
 
 def test_a_damaged_file_that_waits_is_not_sent(tmp_path):

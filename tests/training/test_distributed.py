@@ -203,6 +203,27 @@ def test_ranks_begin_with_the_same_weights_and_end_with_them(tmp_path, parts):
     assert run_ranks(take_two_steps, 2, tmp_path, parts) == [alone, alone]
 
 
+def take_steps_with_a_bad_image():
+    """The second image of the first batch is broken: the second process has it, of two."""
+    images = [torch.full((3, 4, 4), value) for value in (1.0, float("nan"), 2.0, 3.0)]
+    with join_ranks(torch.device("cpu")) as ranks:
+        model = Detector()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        step = TrainingStep(model, "cpu", optimizer=optimizer, ranks=ranks)
+        skipped = []
+        for batch in (images[:2], images[2:], images[:2]):
+            own = batch[ranks.rank :: ranks.count]
+            step(own, [{}] * len(own), total=2)
+            skipped.append(bool(step.is_skipped))
+        return [skipped, [round(value, 4) for value in model.weight.tolist()]]
+
+
+def test_all_ranks_skip_a_batch_in_which_one_has_a_bad_image(tmp_path):
+    alone = take_steps_with_a_bad_image()
+    assert alone[0] == [True, False, True]
+    assert run_ranks(take_steps_with_a_bad_image, 2, tmp_path) == [alone, alone]
+
+
 def run_out_of_memory():
     class Greedy(Detector):
         def forward(self, images, targets):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.arrival import STATUS_NAME
+from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
+from colab_utils.shards.copy import Copying
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, plan_memory
@@ -77,6 +83,78 @@ def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
     )
     assert step.model.transform.min_size == (128,)
     assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
+def test_the_batch_that_is_tried_is_as_heavy_as_the_one_that_is_trained(dataset, monkeypatch):
+    with SimulatedGpu(monkeypatch) as gpu:
+        step = make_step(dataset, "cuda")
+        tried = plan_memory(step, dataset, [*range(len(dataset))], batch_size=4)
+        counts = dataset.describe(range(len(dataset)))["counts"]
+        heaviest = _find_heaviest(dataset.sizes, counts)[:4].tolist()
+        batch = collate_packed([dataset.read_packed(i) for i in heaviest]).to("cuda")
+        gpu.memory.reset_peak()
+        step.add_gradients(batch)
+        assert tried.peak_bytes == pytest.approx(gpu.memory.peak, rel=0.1)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Shards arrive only when it is open, but for the first ``free`` files."""
+    opened = threading.Event()
+    opened.free = 0
+    real = Copying.copy_file
+
+    def copy_file(self, name, *rest):
+        if opened.free:
+            opened.free -= 1
+        else:
+            opened.wait(20)
+        return real(self, name, *rest)
+
+    monkeypatch.setattr(Copying, "copy_file", copy_file)
+    yield opened
+    opened.set()
+
+
+def test_the_plan_waits_for_no_shard(dataset, tmp_path, monkeypatch, gate):
+    arriving = ArrivingShards(dataset.folder, tmp_path / "ssd", contiguous_labels=True)
+    found, _ = plan(arriving, monkeypatch)
+    assert not arriving.arrival.spans_s
+    gate.set()
+    arriving.stop()
+    assert found == plan(dataset, monkeypatch)[0]
+
+
+@pytest.mark.parametrize("batch_size", [1, "auto"])
+def test_on_a_gpu_training_begins_with_the_first_shard(
+    tiny_shards, tmp_path, monkeypatch, gate, batch_size
+):
+    gate.free = 2
+    arrived = []
+
+    def note(line):
+        if getattr(line, "step", 0) == 1:
+            status = json.loads((tmp_path / "ssd" / STATUS_NAME).read_text())
+            arrived.extend(status["arrived"])
+            gate.set()
+
+    monkeypatch.setattr("colab_utils.training.memory._BATCH_SIZES", (2, 1))
+    with SimulatedGpu(monkeypatch):
+        report = train(
+            tiny_shards,
+            tmp_path / "run",
+            local=tmp_path / "ssd",
+            epochs=1,
+            log=note,
+            model=TINY_MODEL,
+            weights=None,
+            min_size=64,
+            batch_size=batch_size,
+            device="cuda",
+            workers=0,
+        )
+    assert len(arrived) == 1
+    assert report.plan.memory is not None
 
 
 @pytest.mark.parametrize(("name", "averages"), [(GPU_MODEL, 1), (LIGHT_MODEL, 2)])

@@ -261,6 +261,29 @@ def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
 
 
 @simulated
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=["float16", "bfloat16"])
+def test_a_bad_gradient_skips_its_step_without_waiting(shards, monkeypatch, capability):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    with SimulatedGpu(monkeypatch, capability=capability) as gpu:
+        step = TrainingStep(make_model(shards), "cuda")
+        batch = read_batch(shards).to("cuda")
+        step(batch)
+        bias = step.model.roi_heads.box_predictor.cls_score.bias
+        before = bias.detach().clone()
+        handle = bias.register_hook(lambda gradient: gradient * float("nan"))
+        gpu.waits.clear()
+        step(batch)
+        waits = {module for _, module in gpu.waits}
+        assert "colab_utils.training.step" not in waits
+        assert bool(step.is_skipped)
+        assert torch.equal(bias, before)
+        handle.remove()
+        step(batch)
+        assert not bool(step.is_skipped)
+        assert not torch.equal(bias, before)
+
+
+@simulated
 @pytest.mark.usefixtures("every_step")
 def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
     """Another program takes some of the GPU's memory in the middle of a run."""

@@ -235,13 +235,14 @@ def test_nothing_is_written_when_train_has_ended(shards, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-00000001.pt",
         "checkpoint-00000002.pt",
+        "run-id",
     ]
 
 
 def test_boxes_without_an_area_are_said_to_come_from_your_transforms(shards, tmp_path):
     own = v2.RandomCrop((20, 20))
     with pytest.raises(
-        ColabUtilsError, match=r"from your transforms, found: .* v2\.SanitizeBoundingBoxes"
+        ColabUtilsError, match=r"which has no area.*your transforms with v2\.SanitizeBoundingBoxes"
     ):
         train(
             shards,

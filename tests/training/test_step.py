@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import nn
@@ -81,6 +83,58 @@ def test_a_skipped_first_step_leaves_no_memory_that_was_never_written(monkeypatc
         each([torch.full((3, 4, 4), 0.01)], [{}])
     assert model.weight.item() == pytest.approx(other.weight.item())
     assert model.weight.item() != 2
+
+
+class NormedDetector(nn.Module):
+    """A detector with a norm that is trained, whose statistics a bad batch would spoil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.Flatten())
+
+    def forward(self, images, targets):
+        return {"loss": self.layers(torch.stack(images)).square().mean(1).sum()}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_batch_with_a_bad_number_changes_nothing(monkeypatch, precision, kind, fused, bad):
+    """Neither weights nor averages nor statistics, whichever step it is: what follows is the same
+    as without it.
+    """
+    monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: precision)
+    good = [[torch.full((3, 4, 4), value)] for value in (0.5, 0.25, 0.75)]
+    broken = [torch.full((3, 4, 4), bad)]
+    ends = []
+    for batches in (good, [broken, *good[:2], broken, broken, good[2]]):
+        model = NormedDetector()
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(model.parameters(), lr=0.01, fused=fused, **more)
+        step = TrainingStep(model, "cpu", optimizer=optimizer)
+        if step.scaler.is_enabled():
+            # None of the good ones overflows.
+            step.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        skipped = []
+        for images in batches:
+            step(images, [{}])
+            skipped.append(bool(step.is_skipped))
+        assert skipped == [images is broken for images in batches]
+        averages = [state.values() for state in optimizer.state.values()]
+        ends.append([*model.state_dict().values(), *chain(*averages)])
+    for whole, disturbed in zip(*ends, strict=True):
+        assert torch.allclose(whole, disturbed, atol=1e-6)
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_changes_nothing():
+    model = TinyDetector()
+    model.weight.register_hook(lambda gradient: gradient * float("inf"))
+    step = TrainingStep(model, "cpu")
+    assert torch.isfinite(step(*make_images(1)))
+    assert step.is_skipped
+    assert model.weight.item() == 2
 
 
 class Greedy(TinyDetector):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import checkpoint_folder, checkpoint_writer, trainer
+from colab_utils.training import evaluate as evaluate_module
+from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
@@ -36,6 +40,7 @@ from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
+from tests.drive_mount import mount_or_skip
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
@@ -113,7 +118,8 @@ def load_weights(report: TrainReport) -> dict[str, torch.Tensor]:
 
 
 def list_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Without the identity of the run."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "run-id")
 
 
 def interrupt_call(monkeypatch, owner, name, number, action) -> None:
@@ -338,8 +344,10 @@ def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("where", ["log", "evaluation"])
 def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, monkeypatch, where):
+    error = DriveLostError if where == "log" else ZeroDivisionError
+
     def fail(*given, **more):
-        raise DriveLostError("gone")  # say that of the validation images
+        raise error("gone")
 
     def note(line):
         if where == "log" and getattr(line, "step", 0) == 4:
@@ -349,7 +357,7 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
     monkeypatch.setattr(
         trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: found
     )
-    with pytest.raises(DriveLostError):
+    with pytest.raises(error):
         train(
             tiny_shards,
             tmp_path,
@@ -403,7 +411,7 @@ class Refusal:
 
     def write(self, path, *parts):
         left = self.times.get(path.name, 0)
-        is_waiting = path.parent.parent.name == "colab_utils-checkpoints"
+        is_waiting = path.parent.parent.name.startswith("colab_utils-checkpoints-")
         if is_waiting or left == 0:
             return self._write(path, *parts)
         if left is not None:
@@ -454,8 +462,8 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
 ):
     folder = CheckpointFolder(tmp_path / "run")
     refusal.times[name] = None
-    lies = rf"{name} is not in {folder.run}, and lies in {folder.waiting}"
-    with pytest.raises(DriveLostError, match=lies):
+    lies = rf"{name} is not in {folder.run}, and lies in .*colab_utils-checkpoints-\d+/(\w+) of"
+    with pytest.raises(DriveLostError, match=lies) as caught:
         train(
             tiny_shards,
             folder.run,
@@ -464,6 +472,7 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
             **options,
             **TINY,
         )
+    assert folder.waiting.name in str(caught.value)
     assert list_names(folder.waiting) == [name]
     assert name not in list_names(folder.run)
     refusal.times.clear()
@@ -494,9 +503,55 @@ def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
     goes_on = [text for text in texts if "training goes on" in text]
     assert goes_on
     assert not any(name in text for text in goes_on for name in (NEWEST, BEST))
-    tried = [text for text in texts if text.endswith("Drive is tried again now")]
+    tried = [text for text in texts if text.endswith("it is tried again now")]
     assert len(tried) == 2
     assert len(texts) == len(goes_on) + len(tried)
+
+
+@pytest.mark.filterwarnings("ignore:Drive does not answer")
+def test_a_run_that_was_deleted_does_not_come_back(tiny_shards, tmp_path, refusal):
+    refusal.times = {BEST: None, NEWEST: None}
+    with pytest.raises(DriveLostError):
+        train(tiny_shards, tmp_path / "run", steps=3, **TINY)
+    shutil.rmtree(tmp_path / "run")
+    refusal.times.clear()
+    report = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
+    assert report.plan.first_step == 0
+    assert "a new run" in str(report.plan)
+
+
+@pytest.mark.usefixtures("every_step")
+def test_training_goes_on_where_the_disk_of_the_run_is_full(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
+    """Somebody else fills it in the middle of the run, and frees it before the end."""
+    (tmp_path / "backing").mkdir()
+    settings = {"steps": 5, "checkpoint_steps": 1, **TINY}
+    with mount_or_skip(tmp_path / "backing", tmp_path / "drive") as mount:
+
+        def note(line):
+            step = getattr(line, "step", 0)
+            if step in (2, 5):
+                mount.fail(full=step == 2)
+
+        with pytest.warns(ColabUtilsWarning, match="takes no more files .*training goes on"):
+            report = train(tiny_shards, mount.folder / "run", log=note, **settings)
+        assert report.losses == undisturbed.losses
+        assert list_names(tmp_path / "backing" / "run")[-1] == "checkpoint-00000005.pt"
+
+        def fill(line):
+            mount.fail(full=True)
+
+        with (
+            pytest.warns(ColabUtilsWarning, match="takes no more files"),
+            pytest.raises(DriveLostError, match=r"00005\.pt is not in .* Free space there, then"),
+        ):
+            train(tiny_shards, mount.folder / "run", resume="never", log=fill, **settings)
+        mount.fail()
+        with pytest.warns(ColabUtilsWarning, match="waited in"):
+            again = train(tiny_shards, mount.folder / "run", **settings)
+        assert again.plan.first_step == 5
+        assert again.losses == undisturbed.losses
 
 
 @pytest.mark.usefixtures("every_step")
@@ -807,6 +862,202 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
     monkeypatch.setattr(TrainingStep, "__call__", break_down)
     with pytest.raises(ColabUtilsError, match="found inf at step 1"):
         train(tiny_shards, tmp_path, steps=5, **TINY)
+
+
+def break_images(monkeypatch, is_broken, factor=float("nan")):
+    """Let the losses of batches with some images be no numbers."""
+    real = step_module.compute_losses
+
+    def compute(model, batch, **options):
+        losses = real(model, batch, **options)
+        if any(is_broken(number) for number in batch.image_ids.tolist()):
+            losses["loss_mask"] = losses["loss_mask"] * factor
+        return losses
+
+    monkeypatch.setattr(step_module, "compute_losses", compute)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_run_survives_a_bad_batch_and_resumes_exactly(tiny_shards, tmp_path, monkeypatch, bad):
+    broken = min(ShardDataset(tiny_shards).image_ids.tolist())
+    break_images(monkeypatch, lambda number: number == broken, bad)
+    with pytest.warns(ColabUtilsWarning, match=rf"skipped, .*\b{broken}\b") as told:
+        whole = train(tiny_shards, tmp_path / "whole", steps=9, **TINY)
+    assert ["3 steps were skipped" in str(warning.message) for warning in told] == [True]
+    is_finite = [math.isfinite(point.loss) for point in whole.losses]
+    assert is_finite.count(False) == whole.skipped_steps == 3
+    assert "3 steps skipped" in str(whole)
+    assert "nan" not in str(whole)
+    assert all(torch.isfinite(value).all() for value in load_weights(whole).values())
+
+    def interrupt(line):
+        if getattr(line, "step", 0) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(trainer, "_LOG_STEPS", 1)
+    with pytest.warns(ColabUtilsWarning, match="skipped"), pytest.raises(KeyboardInterrupt):
+        train(tiny_shards, tmp_path / "cut", steps=9, log=interrupt, **TINY)
+    with pytest.warns(ColabUtilsWarning, match="skipped"):
+        resumed = train(tiny_shards, tmp_path / "cut", steps=9, **TINY)
+    assert resumed.plan.first_step == 5
+    # A NaN is not equal to itself.
+    assert str(resumed.losses) == str(whole.losses)
+    for name, value in load_weights(whole).items():
+        assert torch.equal(value, load_weights(resumed)[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.parametrize(
+    ("steps", "words"), [(30, "in the last 18 steps, from step 3"), (4, "in 2 of 4")]
+)
+def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
+    tiny_shards, tmp_path, monkeypatch, steps, words
+):
+    """The checkpoint before them stays the newest, however long they go on."""
+    seen = []
+
+    def is_broken(number):
+        seen.append(number)
+        return len(seen) > 4
+
+    break_images(monkeypatch, is_broken)
+    with pytest.raises(ColabUtilsError, match=rf"found none {words}.*00002\.pt") as caught:
+        train(tiny_shards, tmp_path, steps=steps, checkpoint_steps=1, **TINY)
+    assert "\n" not in str(caught.value)
+    assert list_names(tmp_path) == ["checkpoint-00000001.pt", "checkpoint-00000002.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.parametrize("rate", [1e4, 1e8, 1e30, 1e38])
+def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, rate):
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a finite loss.*learning_rate below"
+    ) as told:
+        train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Free some memory"),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (DriveLostError("expected to read a shard, found that Drive got disconnected"), "Drive"),
+        (MemoryError("no room"), "MemoryError: no room"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
+    ],
+)
+def test_an_evaluation_that_fails_is_told_and_tried_again(
+    tiny_shards, tmp_path, monkeypatch, error, words
+):
+    def fail():
+        raise error
+
+    interrupt_call(monkeypatch, evaluate_module, "fork_pool", 1, fail)
+    with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as told:
+        report = train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, **TINY)
+    assert len(told) == 1
+    assert words in str(told[0].message)
+    assert "\n" not in str(told[0].message)
+    assert report.steps == 6
+    assert report.ap is not None
+    assert report.best.step == 6
+
+
+def test_the_best_weights_are_written_in_a_thread(tiny_shards, tmp_path, monkeypatch):
+    real = CheckpointFolder.save
+    threads = {}
+
+    def save(self, state, *, step, which="newest", **more):
+        threads[which] = threading.current_thread().name
+        return real(self, state, step=step, which=which, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save)
+    report = train(tiny_shards, tmp_path, epochs=1, val_shards=tiny_shards, **TINY)
+    assert {name.partition("_")[0] for name in threads.values()} == {"checkpoint"}
+    assert sorted(threads) == ["best", "newest"]
+    assert CheckpointFolder(tmp_path).read("best")["step"] == report.best.step == 3
+
+
+def test_best_weights_that_cannot_be_written_end_the_run(tiny_shards, tmp_path, monkeypatch):
+    real = CheckpointFolder.save
+
+    def save(self, state, *, which="newest", **more):
+        if which == "best":
+            raise ColabUtilsError("expected to write the checkpoint x, found: Permission denied")
+        return real(self, state, which=which, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save)
+    with pytest.raises(ColabUtilsError, match="Permission denied"):
+        train(tiny_shards, tmp_path, epochs=1, val_shards=tiny_shards, **TINY)
+    assert list_names(tmp_path) == ["checkpoint-00000003.pt"]
+
+
+STOPS = pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["TERM", "HUP"]
+)
+
+
+@STOPS
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_session_that_is_ended_saves_its_step_first(
+    undisturbed, tiny_shards, tmp_path, number, status, workers
+):
+    """As `timeout` and a closed terminal do it: the workers get the signal, too."""
+
+    def end(line):
+        if getattr(line, "step", 0) == 4:
+            os.killpg(0, number)
+
+    def train_alone():
+        os.setpgid(0, 0)
+        train(tiny_shards, tmp_path, steps=5, log=end, **{**TINY, "workers": workers})
+
+    process = multiprocessing.get_context("fork").Process(target=train_alone)
+    process.start()
+    process.join(120)
+    assert process.exitcode == status
+    assert list_names(tmp_path) == ["checkpoint-00000004.pt"]
+    resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert resumed.plan.first_step == 4
+    assert resumed.losses == undisturbed.losses
+
+
+@STOPS
+@pytest.mark.usefixtures("every_step")
+def test_a_handler_of_a_notebook_is_put_back(tiny_shards, tmp_path, number, status):
+    def own(number, frame):
+        raise AssertionError("this is called after training alone")
+
+    def end(line):
+        if getattr(line, "step", 0) == 2:
+            signal.raise_signal(number)
+
+    previous = signal.signal(number, own)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            train(tiny_shards, tmp_path, steps=5, log=end, **TINY)
+        assert caught.value.code == status
+        assert signal.getsignal(number) is own
+        # What is ignored, as by nohup, ends no training.
+        signal.signal(number, signal.SIG_IGN)
+        assert train(tiny_shards, tmp_path, steps=5, log=end, **TINY).steps == 5
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, previous)
+    assert list_names(tmp_path)[-1] == "checkpoint-00000005.pt"
+
+
+def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
+    handlers = [signal.getsignal(number) for number in trainer._SIGNALS]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, tiny_shards, tmp_path, steps=1, **TINY).result().steps == 1
+    assert [signal.getsignal(number) for number in trainer._SIGNALS] == handlers
 
 
 @pytest.mark.parametrize(
@@ -1234,3 +1485,18 @@ def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(
     assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == kept
     assert report.best.step == 3
     assert (tmp_path / "best-00000003.pt").exists()
+
+
+def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
+    coco = json.loads(dataset.annotations.read_text())
+    spoilt = next(one for one in coco["annotations"] if not one["iscrowd"])
+    spoilt["bbox"] = [90, 70, 6, 6]
+    annotations = tmp_path / "spoilt.json"
+    annotations.write_text(json.dumps(coco))
+    shards = tmp_path / "shards"
+    write_shards(dataset.images, annotations, shards=shards, workers=1, max_bad=1)
+    text = r"shards has bad objects, see check: 1 x mask and box disagree: object is trained"
+    with pytest.warns(ColabUtilsWarning, match=text):
+        train(shards, tmp_path / "run", steps=1, **TINY)
+    with pytest.warns(ColabUtilsWarning, match=text):
+        train(tiny_shards, tmp_path / "other", val_shards=shards, steps=1, **TINY)

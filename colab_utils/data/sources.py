@@ -1,0 +1,6 @@
+"""Where a dataset comes from: a folder, a zip, a URL, or masks as image files."""
+
+from colab_utils.data.archives import is_archive, unpack_dataset
+from colab_utils.data.mask_files import convert_masks
+
+__all__ = ["convert_masks", "is_archive", "unpack_dataset"]

@@ -1,0 +1,72 @@
+"""A cause of a slow loop, and the table of what to do about each."""
+
+from dataclasses import dataclass
+from typing import Any
+
+CURES = {
+    "read": "Read many files at once: load a CocoFolder by make_loader, or give your dataset the "
+    "__getitems__ of README. Then store the data on the local disk, in few large files: "
+    "preprocess, and copy.",
+    "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
+    "work": "Make a sample cheaper, or do its work once, offline.",
+    "no_core": "End the other programs that take the cores, or raise the limit of this container: "
+    "more workers would not help.",
+    "alone": "Use worker processes (num_workers): they load while this process trains.",
+    "lock": "More workers would not help: hold the lock for less, or give each worker a file or a "
+    "connection of its own.",
+    "other_process": "Ask for less, or keep it in each worker or in a file. Where one process "
+    "answers all workers, more of them would not help.",
+    "sleep": "Look at what sleeps: a limit on requests, a retry, or a wait for something that is "
+    "not there yet.",
+    "wait": "Look at what a sample waits for.",
+    "decode": "Shrink images once, offline (preprocess), to the size that training needs.",
+    "masks": "Load shards with make_loader: masks stay packed until the device has them.",
+    "transform": "Make transforms cheaper, run them on the device, or do what is not random "
+    "offline.",
+    "collate": "Make collate_fn cheaper, and batches smaller: stack tensors, and do all else in "
+    "the dataset.",
+    "hand-off": "Make batches smaller: uint8 images, packed masks; or use make_loader's own "
+    "buffers.",
+    "main_process": "Make that line cheaper, or do its work once, before the loop.",
+    "idle": "Look at what this process does before it takes a batch: more workers would not help.",
+    "restarts": "Make the loader once, with persistent_workers=True.",
+    "starts": "Workers stay already, and have nothing ready when a pass begins: make passes "
+    "longer, or use make_loader, whose workers go on to the next pass.",
+    "first_samples": "Leave these samples as they are: each worker opens or fills something once. "
+    "Do less there, or keep the workers for longer.",
+    "too_many_workers": "Use fewer workers: num_workers={cores}. Make a sample cheaper: more "
+    "workers only take turns.",
+    "slow_sample": "Look at sample {sample}: make it smaller, store it on the local disk, or leave "
+    "it out.",
+    "other_loader": "Look at that loader: watch(it) says why it is late.",
+    "periodic": "If it writes checkpoints, write them in a thread or less often; if it evaluates, "
+    "evaluate less often.",
+    "between": "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
+    "move it to a thread.",
+    "contention": "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper.",
+}
+"""By the name of a cause, or of a kind of it."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the loop takes longer than its steps, and what to do."""
+
+    id: str
+    share: float
+    """Of the loop's time, 0 to 1."""
+    why: str
+    next: str
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} {self.id}\n  why:  {self.why}\n  next: {self.next}"
+
+
+def make_cause(id: str, share: float, why: str, *, cure: str = "", **words: Any) -> Cause:
+    """Return a cause with what to do about it, or about this kind of it.
+
+    Example:
+        >>> make_cause("slow_sample", 0.5, "", sample=37).next.partition(":")[0]
+        'Look at sample 37'
+    """
+    return Cause(id, share, why, CURES[cure or id].format(**words))

@@ -1,0 +1,72 @@
+"""What a loop and its workers are at, seen in short looks while it runs: the evidence of causes."""
+
+import threading
+from collections import Counter
+from pathlib import PurePath
+
+from colab_utils.diagnosis.processes import WorkerMonitor
+
+# So many looks are evidence, where half of all say the same.
+_LEAST_LOOKS = 5
+_LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
+# What a process is in that waits for what its workers send, and that takes it in.
+_QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
+_TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
+OTHER_LOADER = "another loader"
+HANDOFF = "the hand-off"
+WORKERS = "the workers"
+SAMPLE = "a sample"
+
+
+class Looks:
+    """Counts of what was seen.
+
+    Attributes:
+        waits: what workers waited for at a sample, as `find_wait` calls it, and how often.
+
+    Example:
+        >>> looks = Looks(WorkerMonitor(None))
+        >>> looks.take("step", threading.current_thread())
+        >>> looks.waits.total()
+        0
+    """
+
+    def __init__(self, monitor: WorkerMonitor) -> None:
+        self._monitor = monitor
+        self.waits = Counter[str]()
+        self._places: dict[str, Counter[str]] = {}
+
+    def take(self, phase: str, thread: threading.Thread) -> None:
+        """Look at the thread that runs the loop, in this phase of it, and at the workers."""
+        place = self.look_at_loop(phase, thread)
+        self._places.setdefault(phase, Counter())[place] += 1
+        self.waits.update(self._monitor.list_waits())
+
+    def find_place(self, phase: str) -> tuple[str, str]:
+        """Return where the loop was in half of the looks at a phase, and these looks in words; ""
+        where that is no one place.
+        """
+        places = self._places.get(phase, Counter())
+        if places.total() < _LEAST_LOOKS:
+            return "", ""
+        place, count = places.most_common(1)[0]
+        if 2 * count < places.total():
+            return "", ""
+        return place, f"in {count} of {places.total()} looks"
+
+    def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
+        """Return the innermost line of Python that a thread is at, or one of the names above."""
+        activity = self._monitor.inspect_thread(thread)
+        stack = "\n".join(activity.stack)
+        if phase in ("step", "between") and any(name in stack for name in _LOADERS):
+            return OTHER_LOADER
+        if any(name in stack for name in _QUEUES):
+            # Unpickling is C, below the line that calls it.
+            takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
+            takes_in |= any(name in stack for name in _TAKES_IN)
+            return HANDOFF if takes_in else WORKERS
+        if activity.sample is not None:
+            return SAMPLE
+        line = activity.stack[0] if activity.stack else ""
+        folder, _, file = line.rpartition("/")
+        return f"{PurePath(folder).name}/{file}" if line else "its own program"

@@ -1,0 +1,245 @@
+"""What batches are waited for: by what was counted of samples, and seen of the workers and of this
+process.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colab_utils.diagnosis.cures import Cause, make_cause
+from colab_utils.diagnosis.looks import HANDOFF, SAMPLE, WORKERS, Looks
+from colab_utils.diagnosis.memory_growth import Growth
+from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.machine import count_cores
+from colab_utils.units import format_bytes
+
+Array = NDArray[Any]
+# Of the batches.
+_RARE = 0.25
+# Of what a part of the loop takes, by rare batches.
+_HOLDS = 0.6
+# A slow sample takes so many times as long as the mean of the others, and seconds.
+_TIMES_SLOWER = 8
+_LEAST_SLOW_S = 0.05
+# A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`).
+_SENDS_MB_PER_S = 20
+# Bytes of a sample that reads a file: noting a sample reads a hundred.
+_LEAST_BYTES = 512
+# Looks at workers that tell what they wait for.
+_LEAST_LOOKS = 5
+# A part of the time of samples that is worth a word.
+_WORTH_A_WORD = 0.1
+# Of the cores are busy with a loop that waits for one: other programs have them.
+_LITTLE = 0.5
+# Workers that were at work for less than this part of the waits were idle.
+_IDLE = 0.5
+# What takes the time of samples, by the names of `find_wait`: the cause, and its words.
+_EVIDENCE = {
+    "work": ("work", "of work"),
+    "queue": ("work", "until a core is free"),
+    "read": ("read", "in reads of files"),
+    "lock": ("lock", "for a lock, in turn with other workers"),
+    "process": ("other_process", "for another process or the network"),
+    "sleep": ("sleep", "asleep, in a call of sleep"),
+    "thread": ("wait", "for a lock, or a thread of its own"),
+    "unseen": ("wait", "for what was not seen"),
+    "collate": ("collate", "of work after it, in collate_fn or on the way here"),
+}
+
+
+class LoopFacts(Protocol):
+    """What was noted while a loop ran, beside its times."""
+
+    workers: int
+    """Worker processes of the loader."""
+    restarts: bool
+    """Whether these start anew in each pass."""
+    cpu_s: float
+    """CPU seconds of this process and its children in all passes."""
+    times: SampleTimes
+    looks: Looks
+    seen: dict[int, tuple[int, ...]]
+    """The samples that were loaded while a batch was waited for, by its number."""
+    stalls: list[Any]
+    growth: Growth | None
+
+
+def find_rare(seconds: Array) -> NDArray[np.int64]:
+    """Return the few batches that hold most of it; none where many share it."""
+    large = np.flatnonzero(seconds > max(5 * float(np.median(seconds)), _LEAST_SLOW_S))
+    holds = seconds[large].sum() >= _HOLDS * seconds.sum()
+    return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
+
+
+def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
+    """Explain why the first batch of each later pass is late: this process is at a line of its own,
+    or workers start anew.
+    """
+    share = float(starts.sum()) / loop_s
+    each_s = f"{starts.mean():.2g} s each"
+    why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch"
+    place, looks = facts.looks.find_place("start")
+    if place not in ("", WORKERS, HANDOFF, SAMPLE):
+        return make_cause("main_process", share, f"{why}: this process is at {place} ({looks}).")
+    if facts.restarts:
+        return make_cause("restarts", share, f"{why}: workers start anew.")
+    return make_cause("restarts", share, f"{why}.", cure="starts")
+
+
+def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
+    """Explain why batches come late: by this process, a slow sample, or what takes the time of all
+    samples.
+    """
+    share = float(waits.sum()) / loop_s
+    times = facts.times
+    if not (facts.workers or times.samples):
+        slow = _explain_rare_batches(waits, share, facts)
+        why = "This process loads the samples itself, between its steps."
+        return slow or make_cause("work", share, why, cure="alone")
+    place, looks = facts.looks.find_place("wait")
+    if place not in ("", WORKERS, HANDOFF):
+        why = f"Before it takes a batch, this process is at {place} ({looks})."
+        return make_cause("main_process", share, why)
+    at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
+    is_idle = at_work_s < _IDLE * float(waits.sum())
+    if is_idle and place == HANDOFF:
+        why = f"This process takes in what workers send ({looks} at a wait)."
+        return make_cause("hand-off", share, why)
+    if is_idle and times.samples:
+        why = "Workers are idle while a batch is waited for: what it waits for was not seen."
+        return make_cause("wait", share, why, cure="idle")
+    return _explain_slow_samples(waits, share, times) or _explain_samples(share, loop_s, facts)
+
+
+def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
+    """Name what takes most of the time of samples, by the evidence for each."""
+    times = facts.times
+    evidence = _weigh_evidence(times, facts.looks)
+    # Where a worker waits for a core, others may wait for what it holds.
+    rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
+    largest = max(rest, key=lambda name: rest[name])
+    if evidence.get("queue", 0.0) > sum(rest.values()):
+        largest = "queue"
+    id, _ = _EVIDENCE[largest]
+    cure = id
+    busy = facts.cpu_s / loop_s
+    why = _describe_evidence(evidence, times, facts.looks)
+    if id == "work":
+        why += f" {busy:.1f} of {count_cores()} cores are busy with it."
+        if largest == "queue" and busy < _LITTLE * count_cores():
+            cure = "no_core"
+    if id == "read" and times.samples:
+        mb_per_s = times.bytes_read / 1e6 / max(times.blocked_s, 1e-9)
+        limit = "it waits mostly for the first byte of each file"
+        if mb_per_s > _SENDS_MB_PER_S:
+            cure = "bandwidth"
+            limit = "it is the bandwidth"
+        why += f" It reads {format_bytes(times.bytes_read / times.samples)}, "
+        why += f"at {mb_per_s:.2g} MB/s: {limit}."
+    return make_cause(id, share, why, cure=cure)
+
+
+def _weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
+    """Return seconds of samples by what takes them, a key of `_EVIDENCE`; where no samples were
+    seen, looks.
+    """
+    seen = dict(looks.waits)
+    at_work = seen.pop("", 0)
+    count = sum(seen.values())
+    if not times.samples:
+        if at_work + count < _LEAST_LOOKS:
+            return {"unseen": 1.0}
+        return {"work": at_work, **seen}
+    outside_s = max(0.0, times.worker_cpu_s - times.cpu_s)
+    evidence = {"work": times.cpu_s, "queue": times.queued_s, "collate": outside_s}
+    left_s = times.blocked_s
+    if at_work + count < _LEAST_LOOKS:
+        return {**evidence, "unseen": left_s}
+    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples
+    for name, number in seen.items():
+        # A stand-in for a slow disk sleeps.
+        name = "read" if name == "sleep" and reads_files else name
+        seconds = min(left_s, times.wall_s * number / (at_work + count))
+        evidence[name] = evidence.get(name, 0.0) + seconds
+        left_s -= seconds
+    # In the other looks a thread of the worker could run, and had no core.
+    evidence["queue"] += left_s
+    return evidence
+
+
+def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks: Looks) -> str:
+    """Say what takes the time of a sample, the most first; what takes little is left out."""
+    whole = sum(evidence.values())
+    unit = "%"
+    scale = 100 / whole
+    start = f"In {looks.waits.total()} looks at workers"
+    if times.samples:
+        unit = " ms"
+        scale = 1000 / times.samples
+        start = f"A sample takes {scale * whole:.3g} ms"
+    parts = []
+    for name in sorted(evidence, key=lambda name: -evidence[name]):
+        if evidence[name] >= _WORTH_A_WORD * whole:
+            parts.append(f"{scale * evidence[name]:.3g}{unit} {_EVIDENCE[name][1]}")
+    return f"{start}: {', '.join(parts)}."
+
+
+def _explain_rare_batches(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
+    """Name the sample of the slowest batch, where this process loads them and few are slow."""
+    rare = [number for number in find_rare(waits).tolist() if facts.seen.get(number)]
+    if not rare:
+        return None
+    worst = max(rare, key=lambda number: waits[number])
+    index = facts.seen[worst][0]
+    why = (
+        f"Sample {index} takes {waits[worst]:.2g} s: {len(rare)} of {len(waits)} batches are so "
+        "slow."
+    )
+    return make_cause("slow_sample", share, why, sample=index)
+
+
+def _explain_slow_samples(waits: Array, share: float, times: SampleTimes) -> Cause | None:
+    """Name the slowest sample, where a few hold much of the time of all; or say that they are the
+    first ones of their workers.
+    """
+    count, slow_s, rank = _count_slow(times, float(waits.sum()))
+    if not count:
+        return None
+    seconds, index = times.slowest
+    evidence = (
+        f"({count:,.0f} of {times.samples:,.0f}) hold {slow_s / times.wall_s:.0%} of the time of "
+        "all samples"
+    )
+    is_same = len(times.worst) > 1 and len(set(times.worst)) == 1
+    usual_rank = sum(row[2] for row in times.spread) / times.samples
+    if count > 1 and rank < usual_rank / 2 and not is_same:
+        why = (
+            f"Slow samples {evidence}. They are no samples of their own kind, but early ones: a "
+            f"worker had loaded {rank:.0f} before, and {usual_rank:.0f} before the others."
+        )
+        return make_cause("first_samples", share, why)
+    why = f"Sample {index} takes {seconds:.2g} s: loads as slow {evidence}."
+    return make_cause("slow_sample", share, why, sample=index)
+
+
+def _count_slow(times: SampleTimes, waits_s: float) -> tuple[float, float, float]:
+    """Return how many samples are slow, their seconds, and how many their workers had loaded before
+    each; 0 where these are not few, or do not hold much of the time.
+    """
+    slow = (0.0, 0.0, 0.0)
+    count = 0.0
+    slow_s = 0.0
+    ranks = 0.0
+    for bits in reversed(range(len(times.spread))):
+        count += times.spread[bits][0]
+        slow_s += times.spread[bits][1]
+        ranks += times.spread[bits][2]
+        least_s = 2**bits * 0.5e-9
+        rest_s = (times.wall_s - slow_s) / max(times.samples - count, 1)
+        is_rare = 0 < count <= _RARE * times.samples
+        is_slow = least_s > max(_TIMES_SLOWER * rest_s, _LEAST_SLOW_S)
+        if is_rare and is_slow and slow_s > (1 - _HOLDS) * max(times.wall_s, waits_s):
+            slow = (count, slow_s, ranks / count)
+    return slow

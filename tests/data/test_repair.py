@@ -1,0 +1,300 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from colab_utils.data.checks import check_dataset
+from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.repair import repair_annotations
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.shards.write import write_shards
+
+HEIGHT = 64
+WIDTH = 96
+SQUARE_PIXELS = 480
+
+
+def list_corners(x, y, width, height):
+    return [x, y, x + width, y, x + width, y + height, x, y + height]
+
+
+class Export:
+    """Four photos of two squares each, which a test exports in its own way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.images = folder / "images"
+        self.annotations = folder / "coco.json"
+        self.repaired = folder / "repaired.json"
+        self.shards = folder / "shards"
+        self.images.mkdir()
+        categories = [{"id": 1, "name": "car"}]
+        self.coco: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
+        for i in range(4):
+            self.save_photo(i, WIDTH, HEIGHT)
+            entry = {"id": i + 1, "file_name": f"{i}.jpg", "width": WIDTH, "height": HEIGHT}
+            self.coco["images"].append(entry)
+            for x in (8, 38):
+                self.add(i + 1, [x, 10, 20, 24], segmentation=[list_corners(x, 10, 20, 24)])
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        objects: list[dict[str, Any]] = self.coco["annotations"]
+        return objects
+
+    def save_photo(self, i, width, height, **options):
+        pixels = np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(self.images / f"{i}.jpg", **options)
+
+    def add(self, image, box, **fields):
+        annotation = {
+            "id": len(self.objects) + 1,
+            "image_id": image,
+            "category_id": 1,
+            "bbox": box,
+            "area": box[2] * box[3],
+            "iscrowd": 0,
+        }
+        self.objects.append(annotation | fields)
+
+    def check(self):
+        self.annotations.write_text(json.dumps(self.coco))
+        report = check_dataset(self.images, self.annotations)
+        return {problem.kind: problem.count for problem in report.problems}
+
+    def repair(self, **options):
+        self.annotations.write_text(json.dumps(self.coco))
+        self.repaired.unlink(missing_ok=True)
+        return repair_annotations(self.images, self.annotations, output=self.repaired, **options)
+
+    def write(self, **options):
+        self.annotations.write_text(json.dumps(self.coco))
+        return write_shards(self.images, self.annotations, shards=self.shards, workers=1, **options)
+
+
+@pytest.fixture
+def export(tmp_path):
+    return Export(tmp_path)
+
+
+def to_literal(corners):
+    rle = coco_mask.merge(coco_mask.frPyObjects([corners], HEIGHT, WIDTH))
+    return {"size": [HEIGHT, WIDTH], "counts": str(rle["counts"])}
+
+
+def to_contours(corners):
+    return [[[corners[i : i + 2]] for i in range(0, 8, 2)]]
+
+
+def to_objects(corners):
+    return [{"x": corners[i], "y": corners[i + 1]} for i in range(0, 8, 2)]
+
+
+@pytest.mark.parametrize("convert", [to_literal, to_contours, to_objects])
+def test_repair_writes_segmentations_as_coco_has_them(export, convert):
+    for one in export.objects:
+        one["segmentation"] = convert(one["segmentation"][0])
+    assert export.check() == {"bad mask": 8}
+    report = export.repair()
+    assert report.ok
+    assert [(repair.kind, repair.count) for repair in report.repairs] == [
+        ("outline written as COCO has it", 8)
+    ]
+    for one in json.loads(export.repaired.read_text())["annotations"]:
+        mask = encode_segmentation(one["segmentation"], HEIGHT, WIDTH)
+        assert coco_mask.toBbox(mask).tolist() == one["bbox"]
+        assert coco_mask.area(mask) == SQUARE_PIXELS
+
+
+def test_repair_makes_no_outline_of_a_box(export):
+    export.objects[0]["segmentation"] = [export.objects[0]["bbox"]]
+    report = export.repair()
+    assert (report.images, report.annotations) == (3, 6)
+    [lost] = report.repairs
+    assert lost.kind == "a box or a line, not an outline"
+    assert "images left out whole, with 2 objects" in lost.effect
+
+
+LEFTOVERS = [
+    {"segmentation": [], "bbox": [0, 0, 0, 0], "area": 0},
+    {"segmentation": [[]], "bbox": [0, 0, 0, 0], "area": 0},
+    {"segmentation": None, "bbox": [0, 0, 0, 0], "area": 0},
+    {"segmentation": [], "bbox": [], "area": 0},
+    {"segmentation": [], "bbox": None, "area": None},
+    {"segmentation": [[5, 5]], "bbox": [5, 5, 0, 0], "area": 0},
+    {"segmentation": [], "bbox": ["0", "0", "0", "0"], "area": "0"},
+    {"segmentation": {"size": [0, 0], "counts": []}, "bbox": [0, 0, 0, 0], "area": 0},
+]
+
+
+@pytest.mark.parametrize("leftover", LEFTOVERS)
+def test_an_empty_annotation_does_not_cost_its_image(export, leftover):
+    export.add(1, [0, 0, 0, 0], **leftover)
+    assert export.check() == {"empty annotation": 1}
+    report = export.write(max_bad=0)
+    assert report.skipped == ()
+    assert report.faults == {"empty annotation": 1}
+    assert "1 x empty annotation: note: left out of training" in str(report)
+    for dataset in (ShardDataset(export.shards), CocoFolder(export.images, export.annotations)):
+        assert dataset[0][1]["masks"].sum((1, 2)).tolist() == [SQUARE_PIXELS] * 2
+    repaired = export.repair()
+    assert repaired.ok
+    assert repaired.annotations == 8
+
+
+def test_an_image_of_an_empty_annotation_alone_is_one_without_objects(export):
+    export.coco["annotations"] = export.objects[2:]
+    export.add(1, [0, 0, 0, 0], segmentation=[])
+    assert export.check() == {"empty annotation": 1}
+    export.write(max_bad=0)
+    assert ShardDataset(export.shards).has_objects.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"segmentation": []},
+        {"segmentation": [], "area": 0},
+        {"segmentation": [], "bbox": [0, 0, 0, 0]},
+        {"segmentation": [[1, 2, 3]], "bbox": [0, 0, 9, 9], "area": 0},
+    ],
+)
+def test_an_object_without_its_mask_is_no_empty_annotation(export, change):
+    export.objects[0].update(change)
+    assert "empty annotation" not in export.check()
+    assert len(export.write(max_bad=1).skipped) == 1
+
+
+def swap_sides(entry):
+    width = entry["width"]
+    entry.update(width=entry["height"], height=width)
+
+
+def test_swapped_sides_are_mended_where_all_images_have_them(export):
+    for entry in export.coco["images"]:
+        swap_sides(entry)
+    assert export.check() == {"size mismatch": 4}
+    report = export.repair()
+    assert report.ok
+    assert [(repair.kind, repair.count) for repair in report.repairs] == [
+        ("width and height swapped", 4)
+    ]
+    repaired = json.loads(export.repaired.read_text())
+    assert {(entry["width"], entry["height"]) for entry in repaired["images"]} == {(96, 64)}
+    assert len(repaired["annotations"]) == 8
+
+
+def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
+    """An outline lies where the upright photo alone has pixels."""
+    for entry in export.coco["images"]:
+        swap_sides(entry)
+    export.add(1, [10, 70, 20, 20], segmentation=[list_corners(10, 70, 20, 20)])
+    with pytest.raises(ColabUtilsError, match=r"found none .*\(4 x size mismatch\)"):
+        export.repair()
+
+
+def test_swapped_sides_of_a_few_images_are_not_guessed(export):
+    swap_sides(export.coco["images"][0])
+    report = export.repair()
+    assert report.images == 3
+    assert [repair.kind for repair in report.repairs] == ["size mismatch"]
+
+
+def test_sides_of_photos_that_exif_turns_are_as_they_should_be(export):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for i, entry in enumerate(export.coco["images"]):
+        export.save_photo(i, WIDTH, HEIGHT, exif=exif)
+        swap_sides(entry)
+    assert export.check() == {}
+    report = export.repair()
+    assert report.repairs == ()
+    assert json.loads(export.repaired.read_text())["images"] == export.coco["images"]
+
+
+def make_crowds_of_darwin(export, count):
+    """Write objects with holes as V7 Darwin does."""
+    for one in export.objects[:count]:
+        mask = encode_segmentation(one["segmentation"], HEIGHT, WIDTH)
+        pixels = np.asfortranarray(coco_mask.decode(mask))
+        x, y = one["bbox"][:2]
+        pixels[y + 5 : y + 10, x + 5 : x + 10] = 0
+        rle = coco_mask.encode(pixels)
+        counts = rle["counts"].decode()
+        one.update(segmentation={"size": rle["size"], "counts": counts}, area=0, iscrowd=1)
+
+
+def test_a_crowd_without_area_is_serious_whatever_their_share(export):
+    for image in range(1, 5):
+        for x in range(0, 72, 8):
+            export.add(image, [x, 40, 6, 6], segmentation=[list_corners(x, 40, 6, 6)])
+    make_crowds_of_darwin(export, 1)
+    assert export.check() == {"crowd without area": 1, "crowd": 1}
+    with pytest.raises(ColabUtilsError, match=r"1 x crowd without area: .*--crowds objects"):
+        export.write(max_bad=0.01)
+    with pytest.warns(match="1 x crowd without area"):
+        CocoFolder(export.images, export.annotations)
+    assert not export.repair().ok
+    report = export.repair(crowds="objects")
+    assert report.ok
+    assert report.statistics.objects == 44
+    one = json.loads(export.repaired.read_text())["annotations"][0]
+    assert (one["iscrowd"], one["area"]) == (0, SQUARE_PIXELS - 25)
+
+
+def test_a_crowd_with_an_area_is_a_note(export):
+    make_crowds_of_darwin(export, 1)
+    export.objects[0]["area"] = 455.0
+    for image in range(1, 5):
+        export.add(image, [60, 40, 6, 6], segmentation=[list_corners(60, 40, 6, 6)])
+    assert export.check() == {"crowd": 1}
+    assert export.write(max_bad=0).faults == {}
+
+
+@pytest.mark.parametrize(
+    ("area", "expected"),
+    [
+        # In shares of the image, and as text.
+        (480 / 96 / 64, 480),
+        (str(480 / 96 / 64), 480),
+        # In pixels of another size.
+        (700, 480),
+        (1920, 480),
+        (40, 480),
+        (0, 480),
+        (-3, 480),
+        (None, 480),
+        ("nan", 480),
+        # Of a polygon, or of a mask with holes.
+        (479.5, 479.5),
+        (300, 300),
+        ("480", 480),
+    ],
+)
+def test_an_area_that_fits_neither_box_nor_mask_is_that_of_the_mask(export, area, expected):
+    export.objects[0]["area"] = area
+    export.repair()
+    assert json.loads(export.repaired.read_text())["annotations"][0]["area"] == expected
+
+
+def normalise(one):
+    one["segmentation"] = [[x / 96 for x in one["segmentation"][0]]]
+
+
+def turn_box(one):
+    one["bbox"] = [60, 40, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [(normalise, "normalised polygon"), (turn_box, "mask and box disagree")],
+)
+def test_loose_files_say_what_check_calls_serious(export, spoil, kind):
+    spoil(export.objects[0])
+    assert export.check() == {kind: 1}
+    with pytest.warns(match=f"coco.json has bad objects, see check: 1 x {kind}: object is trained"):
+        CocoFolder(export.images, export.annotations)

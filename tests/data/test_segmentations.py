@@ -1,0 +1,164 @@
+import json
+
+import numpy as np
+import pytest
+from pycocotools import mask as coco_mask
+
+from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.segmentations import count_numbers, identify_segmentation, is_nothing
+from colab_utils.errors import ColabUtilsError
+
+HEIGHT = 64
+WIDTH = 96
+FLAT = [8, 10, 28, 10, 28, 34, 8, 34]
+PAIRS = [[8, 10], [28, 10], [28, 34], [8, 34]]
+OTHER = [50, 10, 70, 10, 70, 34]
+OTHER_PAIRS = [[50, 10], [70, 10], [70, 34]]
+
+
+def draw(polygons):
+    """Draw polygons by pycocotools alone."""
+    return coco_mask.merge(coco_mask.frPyObjects(polygons, HEIGHT, WIDTH))
+
+
+def to_contour(pairs):
+    """Nest points as cv2.findContours does."""
+    return [[pair] for pair in pairs]
+
+
+def to_objects(pairs):
+    return [{"x": x, "y": y} for x, y in pairs]
+
+
+RLE = draw([FLAT])
+COUNTS = RLE["counts"]
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "polygons"),
+    [
+        (PAIRS, [FLAT]),
+        ([PAIRS], [FLAT]),
+        ([[PAIRS]], [FLAT]),
+        ([to_contour(PAIRS)], [FLAT]),
+        (to_contour(PAIRS), [FLAT]),
+        ([PAIRS, OTHER_PAIRS], [FLAT, OTHER]),
+        ([PAIRS, [[50, 10], [70, 10], [70, 34], [50, 34]]], [FLAT, [*OTHER, 50, 34]]),
+        ([to_contour(PAIRS), to_contour(OTHER_PAIRS)], [FLAT, OTHER]),
+        ([[PAIRS, OTHER_PAIRS]], [FLAT, OTHER]),
+        # A contour of one point beside a whole one.
+        ([to_contour(PAIRS), [[[90, 60]]]], [FLAT]),
+        (to_objects(PAIRS), [FLAT]),
+        ([to_objects(PAIRS)], [FLAT]),
+        ([to_objects(PAIRS), to_objects(OTHER_PAIRS)], [FLAT, OTHER]),
+        ({"x": FLAT[::2], "y": FLAT[1::2]}, [FLAT]),
+        ([{"x": FLAT[::2], "y": FLAT[1::2]}], [FLAT]),
+        ([[[str(x), str(y)] for x, y in PAIRS]], [FLAT]),
+        ([[[FLAT]]], [FLAT]),
+        ([[FLAT, OTHER]], [FLAT, OTHER]),
+        (json.dumps([FLAT]), [FLAT]),
+        (json.dumps(PAIRS), [FLAT]),
+        ({"size": [HEIGHT, WIDTH], "counts": str(COUNTS)}, [FLAT]),
+        ({"size": [HEIGHT, WIDTH], "counts": f'b"{COUNTS.decode()}"'}, [FLAT]),
+        ([{"size": [HEIGHT, WIDTH], "counts": COUNTS.decode()}], [FLAT]),
+        (json.dumps({"size": [HEIGHT, WIDTH], "counts": COUNTS.decode()}), [FLAT]),
+    ],
+)
+def test_what_can_be_read_in_one_way_alone_is_named_and_mended(segmentation, polygons):
+    with pytest.raises(ColabUtilsError, match=r"found (outlines|RLE) .*`check --repair` mends it"):
+        encode_segmentation(segmentation, HEIGHT, WIDTH)
+    _, mended = identify_segmentation(segmentation)
+    assert encode_segmentation(mended, HEIGHT, WIDTH) == draw(polygons)
+
+
+def test_backslashes_in_the_counts_of_a_literal_are_single_again():
+    noise = np.random.default_rng(0).integers(0, 2, (HEIGHT, WIDTH)).repeat(20, 0)[:HEIGHT]
+    rows = np.asfortranarray(np.vstack([noise] * 40).astype(np.uint8))
+    rle = coco_mask.encode(rows)
+    assert b"\\" in rle["counts"]
+    _, mended = identify_segmentation({"size": rle["size"], "counts": str(rle["counts"])})
+    assert mended["counts"].encode() == rle["counts"]
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "words"),
+    [
+        ([[8, 10, 20, 24]], "one of 4 numbers: a box or a line, not an outline"),
+        ([8, 10, 20, 24], "one of 4 numbers: a box or a line, not an outline"),
+        ([[8, 10, 20, 24], [50, 10, 20, 24]], "a box or a line, not an outline"),
+        # The corners of a box, or a line.
+        ([[8, 10], [28, 34]], "one of 2 numbers"),
+        ([[[8, 10], [28, 34]]], "at least 3 points"),
+        # The second one may be a hole, as in GeoJSON, or a part.
+        ([PAIRS, [[10, 12], [20, 12], [20, 20]]], "at least 3 points"),
+        ([to_contour([[10, 12], [20, 12], [20, 20]]), to_contour(PAIRS)], "at least 3 points"),
+        # Three numbers a point.
+        ([[x, y, 2] for x, y in PAIRS], "one of 3 numbers"),
+        ({"x": FLAT[::2], "y": FLAT[1:-2:2]}, "without counts"),
+        ({"type": "Polygon", "coordinates": [PAIRS]}, "without counts"),
+        ([["8", "ten", "28", "10", "28", "34"]], "made of numbers"),
+        ([[[8, None], [28, 10], [28, 34]]], "at least 3 points"),
+        ("a.png", "without a mask"),
+        ('"a"', "without a mask"),
+        ([["a"]], "made of numbers"),
+        ({"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}, "size [64, 96], the image's"),
+        ({"size": [HEIGHT, WIDTH], "counts": "b'zz"}, "damaged"),
+        ({"size": [HEIGHT, WIDTH], "counts": [6144.5, -0.5]}, "damaged"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_and_named(segmentation, words):
+    with pytest.raises(ColabUtilsError) as error:
+        encode_segmentation(segmentation, HEIGHT, WIDTH)
+    assert words in str(error.value)
+    assert identify_segmentation(segmentation) is None
+
+
+def test_deep_nesting_is_refused():
+    nested = PAIRS
+    for _ in range(20_000):
+        nested = [nested, nested[:1]]
+    assert identify_segmentation(nested) is None
+
+
+def to_runs(kind):
+    return [kind(run) for run in [8 * 64 + 10, *[24, 40] * 19, 24, 64 * 96 - 8 * 64 - 10 - 1240]]
+
+
+@pytest.mark.parametrize("kind", [int, float, str])
+def test_whole_numbers_are_runs_of_any_type(kind):
+    rle = {"size": [64.0, 96.0], "counts": to_runs(kind)}
+    mask = encode_segmentation(rle, HEIGHT, WIDTH)
+    assert coco_mask.area(mask) == 480
+    whole = {"size": [64, 96], "counts": to_runs(int)}
+    assert mask == coco_mask.frPyObjects(whole, HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "count"),
+    [
+        (None, 0),
+        ([], 0),
+        ([[]], 0),
+        ([[], [[]]], 0),
+        ("", 0),
+        ("[]", 0),
+        ({}, 0),
+        ({"size": [64, 96], "counts": ""}, 0),
+        ({"size": [64, 96], "counts": []}, 0),
+        ([None], 0),
+        ([[5, 5]], 2),
+        ([{"x": 5, "y": 5.5}], 2),
+        ([[1e-05, 0.0, 2e17]], 3),
+        ([FLAT], 8),
+        ([to_contour(PAIRS)], 8),
+        ({"size": [64, 96], "counts": "zz"}, 6),
+    ],
+)
+def test_numbers_are_counted_in_whatever_there_is(segmentation, count):
+    assert count_numbers(segmentation) == count
+    is_empty = count < 6
+    for box in ([0, 0, 0, 0], [5, 5, 0, 7]):
+        annotation = {"segmentation": segmentation, "bbox": box, "area": 0}
+        assert is_nothing(annotation) == is_empty
+        assert not is_nothing(annotation | {"area": 40})
+        assert not is_nothing(annotation | {"bbox": [5, 5, 9, 9]})

@@ -1,0 +1,229 @@
+"""What a loop and its workers are at, seen from outside."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
+from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
+from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
+from colab_utils.diagnosis.watch import watch
+from colab_utils.loading.prefetcher import describe_exit, explain_death
+from colab_utils.processes import find_cut_file
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "path", "kind"),
+    [
+        ("futex", "", "lock"),
+        ("flock", "", "lock"),
+        ("clock_nanosleep", "", "sleep"),
+        ("pread64", "/data/1.jpg", "read"),
+        ("openat", "/data/1.jpg", "read"),
+        # a page of a mapped file
+        ("folio_wait_bit_common", "", "read"),
+        ("read", "socket:[7]", "process"),
+        ("recvfrom", "", "process"),
+        ("wait4", "", "process"),
+        ("", "", ""),
+    ],
+)
+def test_a_system_call_says_what_is_waited_for(call, path, kind):
+    assert classify_call(call, path) == kind
+
+
+def _find_wait_of(act):
+    """What a forked process is seen to wait for while it acts; "" is not waited for."""
+    pid = os.fork()
+    if not pid:
+        act()
+        os._exit(0)
+    try:
+        until_s = time.monotonic() + 10
+        while not find_wait(pid, pid) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return Counter(find_wait(pid, pid) for _ in range(9)).most_common(1)[0][0]
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+def test_a_process_is_seen_to_wait(tmp_path):
+    path = tmp_path / "lock"
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert _find_wait_of(lambda: fcntl.flock(path.open(), fcntl.LOCK_EX)) == "lock"
+    assert _find_wait_of(lambda: time.sleep(60)) == "sleep"
+    assert _find_wait_of(lambda: fifo.read_bytes()) == "read"
+    reader, writer = os.pipe()
+    assert _find_wait_of(lambda: os.read(reader, 1)) == "process"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_thread_that_waits_for_another_one_waits_for_what_that_waits_for(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def read_in_a_pool():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(fifo.read_bytes).result()
+
+    assert _find_wait_of(read_in_a_pool) == "read"
+
+
+def test_workers_that_are_not_forked_are_listed():
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,))
+        process.start()
+        try:
+            until_s = time.monotonic() + 20
+            while process.pid not in list_other_workers() and time.monotonic() < until_s:
+                time.sleep(0.05)
+            assert list_other_workers() == [process.pid]
+        finally:
+            process.kill()
+            process.join()
+    assert list_other_workers() == []
+
+
+def test_a_place_is_evidence_where_half_of_five_looks_say_the_same():
+    looks = Looks(WorkerMonitor(None))
+    for place, count in (("a.py:1", 3), ("b.py:2", 2)):
+        looks._places.setdefault("wait", Counter())[place] += count
+    assert looks.find_place("wait") == ("a.py:1", "in 3 of 5 looks")
+    looks._places["wait"]["c.py:3"] += 2
+    assert looks.find_place("wait") == ("", "")
+    assert looks.find_place("step") == ("", "")
+
+
+class _Looking(Dataset):
+    """Looks at its own thread from within a sample."""
+
+    def __init__(self):
+        self.phase = "wait"
+        self.looks = Looks(WorkerMonitor(self))
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        looked = threading.Thread(
+            target=self.looks.take, args=(self.phase, threading.current_thread())
+        )
+        looked.start()
+        looked.join()
+        return index
+
+
+def test_a_loop_is_seen_in_a_sample_and_in_another_loader():
+    dataset = _Looking()
+    list(DataLoader(dataset))
+    assert dataset.looks._places["wait"] == {SAMPLE: 8}
+    dataset.phase = "step"
+    list(DataLoader(dataset))
+    assert dataset.looks.find_place("step") == (OTHER_LOADER, "in 8 of 8 looks")
+
+
+class _Locked(Dataset):
+    def __init__(self):
+        self.lock = multiprocessing.Lock()
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        with self.lock:
+            until_s = time.thread_time() + 0.02
+            while time.thread_time() < until_s:
+                pass
+        return index
+
+
+@pytest.mark.clock
+def test_workers_that_take_turns_at_a_lock_are_named(capsys):
+    watched = watch(DataLoader(_Locked(), batch_size=2, num_workers=2))
+    list(watched)
+    (cause,) = watched.summary().causes
+    assert cause.id == "lock"
+    assert "More workers would not help" in cause.next
+
+
+class _Batched(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitems__(self, indices):
+        time.sleep(0.01 * len(indices))
+        return [torch.zeros(2)] * len(indices)
+
+
+def test_samples_that_come_in_batches_are_counted(capsys):
+    watched = watch(DataLoader(_Batched(), batch_size=4, num_workers=2))
+    assert len(list(watched)) == 10
+    times = watched._record.monitor.read_times()
+    assert times.samples == 40
+    assert times.wall_s == pytest.approx(0.4, rel=0.5)
+    assert not any("not seen" in text for text in watched.summary().unseen)
+
+
+def test_a_page_that_is_written_to_counts_as_ones_own():
+    block = bytearray(os.urandom(1_000_000) * 40)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(reader, 1)
+        for place in range(0, len(block), 4096):
+            block[place] = 1
+        time.sleep(60)
+    try:
+        shared = measure_memory_part(pid)
+        os.write(writer, b"1")
+        until_s = time.monotonic() + 10
+        while measure_memory_part(pid) < shared + 15e6 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert measure_memory_part(pid) - shared == pytest.approx(20e6, rel=0.2)
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)
+    assert measure_memory_part(pid) == 0
+
+
+def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
+    ending = describe_exit(-7)
+    assert find_cut_file() == ""
+    said = explain_death(ending)
+    assert "a mapped file became shorter" in said
+    assert "of /dev/shm are free" in said
+    assert "memory ran out" not in said
+    path = tmp_path / "data.npy"
+    path.write_bytes(bytes(100_000))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        assert find_cut_file() == ""
+        os.truncate(path, 5000)
+        assert find_cut_file() == str(path)
+        assert f"{path} is shorter than what is mapped of it" in explain_death(ending)
+    assert find_cut_file() == ""

@@ -1,0 +1,205 @@
+"""Switches of the whole process, as a notebook or another package sets them, change no result; and
+they are as they were afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from PIL import GifImagePlugin, Image, ImageFile
+
+from colab_utils.data.checks import check_dataset
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards.write import write_shards
+from colab_utils.training.losses import compute_losses
+from colab_utils.training.model import load_trained_model
+from colab_utils.training.train import train
+from tests.tiny_model import TINY_MODEL, build_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TRAINING = {
+    "model": TINY_MODEL,
+    "weights": None,
+    "min_size": 64,
+    "max_size": 96,
+    "batch_size": 2,
+    "device": "cpu",
+}
+
+
+@contextmanager
+def change(read, write, value):
+    """Set a switch; it must have this value at the end, too."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        after = read()
+        write(before)
+    assert after == value
+
+
+@contextmanager
+def change_attribute(holder, name, value):
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        after = getattr(holder, name)
+        setattr(holder, name, before)
+    assert after == value
+
+
+SWITCHES = {
+    "numpy raises": lambda: np.errstate(all="raise"),
+    "a small block of Pillow": lambda: change_attribute(ImageFile, "MAXBLOCK", 16),
+    "a large block of Pillow": lambda: change_attribute(ImageFile, "MAXBLOCK", 1 << 22),
+    "no limit of pixels": lambda: change_attribute(Image, "MAX_IMAGE_PIXELS", None),
+    "a limit of one pixel": lambda: change_attribute(Image, "MAX_IMAGE_PIXELS", 1),
+    "damage is skipped": lambda: change_attribute(ImageFile, "LOAD_TRUNCATED_IMAGES", True),
+    "GIFs in colours": lambda: change_attribute(
+        GifImagePlugin, "LOADING_STRATEGY", GifImagePlugin.LoadingStrategy.RGB_ALWAYS
+    ),
+    "a silent Pillow": lambda: change_attribute(
+        logging.getLogger("PIL.TiffImagePlugin"), "disabled", True
+    ),
+    "device": lambda: change(torch.get_default_device, torch.set_default_device, META),
+    "no gradients": lambda: change(torch.is_grad_enabled, torch.set_grad_enabled, False),
+    "inference": torch.inference_mode,
+    "deterministic": lambda: change(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "spawned processes": lambda: change(
+        multiprocessing.get_start_method, set_start_method, "spawn"
+    ),
+}
+META = torch.device("meta")
+
+
+def set_start_method(method):
+    multiprocessing.set_start_method(method, force=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(
+        tmp_path_factory.mktemp("data"), n=4, width=96, height=64, objects=(1, 3), workers=1
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build_tiny(60, pretrained=False, min_size=64, max_size=96).train()
+
+
+def flatten(value):
+    """Return tensors and whatever else lies in a batch or a sample, as one flat list."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if hasattr(value, "__dataclass_fields__"):
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
+    if isinstance(value, (list, tuple)):
+        return [part for item in value for part in flatten(item)]
+    if isinstance(value, torch.Tensor):
+        return [value.dtype, value.device.type, value.tolist()]
+    return [value]
+
+
+def load(dataset, workers, deliver):
+    loader = make_loader(dataset, batch_size=2, workers=workers, deliver=deliver)
+    try:
+        return flatten(list(loader))
+    finally:
+        loader.close()
+
+
+def use_all(data, model, folder):
+    """Return what each of the main functions gives."""
+    results = {}
+    results["check"] = str(check_dataset(data.images, data.annotations, deep=True))
+    shards = folder / "shards"
+    write_shards(data.images, data.annotations, shards=shards, workers=1, min_size=48, max_size=80)
+    results["write"] = [path.read_bytes() for path in sorted(shards.glob("*.tar"))]
+    dataset = ShardDataset(shards)
+    results["shards"] = flatten([dataset[i] for i in range(4)])
+    files = CocoFolder(data.images, data.annotations)
+    results["files"] = flatten([files[i] for i in range(4)])
+    for workers in (0, 2):
+        results["packed", workers] = load(dataset, workers, "packed")
+        results["dense", workers] = load(dataset, workers, "dense")
+    (batch,) = make_loader(dataset, batch_size=4, workers=0, deliver="packed")
+    torch.manual_seed(0)
+    losses = compute_losses(model, batch)
+    results["losses"] = {name: float(loss.detach()) for name, loss in losses.items()}
+    report = train(shards, folder / "run", steps=2, workers=0, **TRAINING)
+    results["train"] = [str(point) for point in report.losses]
+    trained = load_trained_model(folder / "run").state_dict()
+    results["trained"] = flatten(trained)
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected(data, model, tmp_path_factory):
+    return use_all(data, model, tmp_path_factory.mktemp("expected"))
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_changes_no_result(data, model, expected, tmp_path, switch):
+    with SWITCHES[switch]():
+        results = use_all(data, model, tmp_path)
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        assert result == expected[name], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_another_default_dtype_is_told_by_train_and_changes_no_data(
+    data, expected, tmp_path, dtype
+):
+    with change(torch.get_default_dtype, torch.set_default_dtype, dtype):
+        assert str(check_dataset(data.images, data.annotations, deep=True)) == expected["check"]
+        shards = tmp_path / "shards"
+        write_shards(
+            data.images, data.annotations, shards=shards, workers=1, min_size=48, max_size=80
+        )
+        for workers in (0, 2):
+            for deliver in ("packed", "dense"):
+                batches = load(ShardDataset(shards), workers, deliver)
+                assert batches == expected[deliver, workers]
+        with pytest.raises(ColabUtilsError, match=rf"{dtype}, .* Call torch.set_default_dtype"):
+            train(shards, tmp_path / "run", steps=2, **TRAINING)
+        assert not list(tmp_path.glob("run/*"))
+
+
+def test_the_users_random_numbers_go_on_as_they_were(data, tmp_path):
+    def read_states():
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    before = read_states()
+    check_dataset(data.images, data.annotations, deep=True)
+    write_shards(data.images, data.annotations, shards=tmp_path, workers=2)
+    for workers in (0, 2):
+        load(ShardDataset(tmp_path), workers, "packed")
+    assert read_states() == before
+
+
+def test_an_error_leaves_the_switches(tmp_path):
+    with (
+        change(torch.get_default_device, torch.set_default_device, META),
+        change(torch.is_grad_enabled, torch.set_grad_enabled, False),
+        pytest.raises(ColabUtilsError, match="expected a folder of shards"),
+    ):
+        train(tmp_path / "nothing", tmp_path / "run", steps=2, **TRAINING)

@@ -1,0 +1,61 @@
+"""The reader on a mounted Drive that serves few reads at once, and refuses more than some."""
+
+from functools import partial
+
+import pytest
+
+from colab_utils.drive import DriveLostError, Retries
+from colab_utils.files import read_file
+from colab_utils.reader import Reader
+from colab_utils.slow_drive import DriveProfile
+from tests.drive_mount import mount_or_skip
+
+FILES = 300
+
+
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "backing"
+    folder.mkdir()
+    for number in range(FILES):
+        (folder / f"{number}.jpg").write_bytes(b"%d" % number)
+    return folder
+
+
+def read_all(folder, retries, streams="auto"):
+    reader = Reader(
+        partial(read_file, retries=retries), place=folder, streams=streams, retries=retries
+    )
+    paths = [folder / f"{number}.jpg" for number in range(FILES)]
+    contents = [reading.take() for reading in reader.read_all(paths)]
+    width = reader.streams
+    reader.close()
+    return contents, width
+
+
+@pytest.mark.parametrize("streams", ["auto", 16])
+def test_a_drive_that_serves_few_at_once_gives_every_file(photos, tmp_path, streams):
+    profile = DriveProfile("narrow", open_s=0.02, bytes_per_s=1e9, source="a test", streams=4)
+    with mount_or_skip(photos, tmp_path / "mnt", profile=profile) as mount:
+        contents, _ = read_all(mount.folder, Retries(), streams)
+    assert contents == [b"%d" % number for number in range(FILES)]
+
+
+def test_a_drive_that_refuses_many_reads_gives_every_file(photos, tmp_path):
+    profile = DriveProfile(
+        "strict", open_s=0.02, bytes_per_s=1e9, source="a test", streams=4, most_reads=6
+    )
+    retries = Retries()
+    with mount_or_skip(photos, tmp_path / "mnt", profile=profile) as mount:
+        contents, streams = read_all(mount.folder, retries)
+    assert contents == [b"%d" % number for number in range(FILES)]
+    # The first guess is wider than this Drive allows: it was refused, and learnt from it.
+    assert retries.count > 0
+    assert streams <= 8
+
+
+def test_a_drive_that_refuses_everything_is_told_in_one_message(photos, tmp_path):
+    with mount_or_skip(photos, tmp_path / "mnt") as mount:
+        mount.fail(errors=1_000_000)
+        with pytest.raises(DriveLostError, match="Drive got disconnected or refuses"):
+            read_all(mount.folder, Retries())
