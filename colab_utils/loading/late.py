@@ -96,19 +96,8 @@ class BoundedPrefetcher(Prefetcher):
         """The batches that others were given before, by number, in the order in which they come."""
         return list(self._late)
 
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
         return bool(self._sent or self._late)
-
-    def _drop_pass(self) -> None:
-        """Start workers anew where a pass was broken off: one of them may hang."""
-        workers = len(self._workers)
-        if self._has_work():
-            self.close()
-            self._planned.clear()
-            self._sent.clear()
-            self._done.clear()
-            self._late.clear()
-            self._workers = [self._start_worker() for _ in range(workers)]
 
     def _start_worker(self, pool: SharedBufferPool | None = None) -> Worker:
         return super()._start_worker(pool or self._make_pool())

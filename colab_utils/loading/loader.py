@@ -326,6 +326,10 @@ class Loader:
 
     def _run(self) -> Iterator[Loaded]:
         """What the workers give; ends them where something goes wrong."""
+        is_bounded = self.max_wait_s is not None
+        if is_bounded and self._prefetcher and self._prefetcher.has_work():
+            # The last pass was broken off, and may hang.
+            self.close()
         digest = digest_dataset(self.dataset) if self.workers else "none"
         if self._prefetcher is None or not digest or digest != self._digest:
             self.close()

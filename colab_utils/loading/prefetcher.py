@@ -295,7 +295,7 @@ class Prefetcher:
             while self._planned and len(self._sent) < self._ahead:
                 number, indices, worker = self._planned.popleft()
                 self._send(number, indices, (*seed, number), skips_bad, worker)
-            if self._has_work():
+            if self.has_work():
                 loaded = self._take(asked_s, is_over=is_over)
                 if loaded is not None:
                     yield loaded
@@ -329,7 +329,7 @@ class Prefetcher:
         self._listening[worker.connection] = worker
         return worker
 
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
         """Whether there is a batch that was asked for, and not given yet."""
         return bool(self._sent)
 
