@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -33,7 +34,6 @@ EVERY = list(range(SIZE))
 # What a batch of these samples waits for: the first time that it is read, or each time.
 COMES_BY_ITSELF = {"seconds": 2 * WAIT_S}
 ONCE = {"times": 1}
-FOR_EVER: dict[str, float] = {}
 
 
 class Hang:
@@ -62,14 +62,20 @@ class Hang:
 
 
 @pytest.fixture
-def make(request):
+def make():
     """``make_loader`` with a longest wait, that ends its workers with the test; none is left."""
     gc.collect()
     before = list_open()
 
     def build(dataset, **options):
-        settings = {"batch_size": 2, "workers": 2, "deliver": "packed", "shuffle": False}
-        loader = make_loader(dataset, **{**settings, "max_wait_s": WAIT_S, **options})
+        settings = {
+            "batch_size": 2,
+            "workers": 2,
+            "deliver": "packed",
+            "shuffle": False,
+            "max_wait_s": WAIT_S,
+        }
+        loader = make_loader(dataset, **{**settings, **options})
         loaders.append(loader)
         return loader
 
@@ -85,11 +91,25 @@ def make(request):
 
 def list_open():
     """The shared buffers that this process holds, and its files of ``/dev/shm``."""
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    buffers = [
-        link for link in links if os.path.islink(link) and "colab_utils" in os.readlink(link)
-    ]
-    return len(buffers), [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    names = [os.readlink(link) for link in links]
+    buffers = [name for name in names if "memfd:colab_utils" in name]
+    shared = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
+    return buffers, shared
+
+
+def read_pixels(loader):
+    """Pixels of each batch, by its first image."""
+    pixels = {}
+    for batch in loader:
+        first = batch.image_ids[0].item()
+        pixels[first] = batch.pixels.tolist()
+    return pixels
+
+
+def leave_out(*samples):
+    """All samples but some."""
+    return [index for index in EVERY if index not in samples]
 
 
 def list_late(loader):
@@ -99,7 +119,8 @@ def list_late(loader):
 @pytest.mark.parametrize("prefetch", [1, 4])
 @pytest.mark.parametrize("how", [COMES_BY_ITSELF, ONCE], ids=str)
 def test_a_late_batch_comes_at_the_end(tmp_path, make, how, prefetch):
-    loader = make(Numbers(SIZE, Hang(tmp_path, {5}, **how)), prefetch=prefetch)
+    dataset = Numbers(SIZE, Hang(tmp_path, {5}, **how))
+    loader = make(dataset, prefetch=prefetch)
     batches = list_ids(loader)
     assert [4, 5] in batches
     assert sorted(flatten(batches)) == EVERY
@@ -114,7 +135,12 @@ def test_a_late_batch_comes_at_the_end(tmp_path, make, how, prefetch):
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_what_never_comes_is_left_out_and_named(tmp_path, make, deliver, prefetch):
     dataset = Numbers(SIZE, Hang(tmp_path, {5}))
-    loader = make(dataset, max_bad=1, deliver=deliver, prefetch=prefetch)
+    loader = make(
+        dataset,
+        max_bad=1,
+        deliver=deliver,
+        prefetch=prefetch,
+    )
     with pytest.warns(ColabUtilsWarning, match=r"Sample 5 did not come within [\d.]+ seconds"):
         batches = list(loader)
     ids = []
@@ -123,7 +149,7 @@ def test_what_never_comes_is_left_out_and_named(tmp_path, make, deliver, prefetc
             ids += [target["image_id"] for target in batch[1]]
         else:
             ids += batch.image_ids.tolist()
-    assert sorted(ids) == [index for index in EVERY if index != 5]
+    assert sorted(ids) == leave_out(5)
     assert 5 in list_late(loader)
     assert [index for index, _ in loader.bad] == [5]
 
@@ -152,18 +178,33 @@ def test_what_never_comes_is_an_error_that_names_it(tmp_path, make, samples, nam
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("samples", [{5, 6}, {4, 5}, {0, 3, 9}, {SIZE - 1}], ids=str)
+@pytest.mark.parametrize(
+    "samples",
+    [
+        {5, 6},
+        {4, 5},
+        {0, 3, 9},
+        {SIZE - 1},
+    ],
+    ids=str,
+)
 def test_several_that_never_come_are_left_out(tmp_path, make, samples, workers):
-    loader = make(Numbers(SIZE, Hang(tmp_path, samples)), max_bad=3, workers=workers)
+    dataset = Numbers(SIZE, Hang(tmp_path, samples))
+    loader = make(
+        dataset,
+        max_bad=3,
+        workers=workers,
+    )
     with pytest.warns(ColabUtilsWarning, match="did not come"):
         ids = flatten(list_ids(loader))
-    assert sorted(ids) == [index for index in EVERY if index not in samples]
+    assert sorted(ids) == leave_out(*samples)
     assert sorted(index for index, _ in loader.bad) == sorted(samples)
     assert samples <= set(list_late(loader))
 
 
 def test_one_more_than_may_be_bad_is_an_error(tmp_path, make):
-    loader = make(Numbers(SIZE, Hang(tmp_path, {5, 8})), max_bad=1)
+    dataset = Numbers(SIZE, Hang(tmp_path, {5, 8}))
+    loader = make(dataset, max_bad=1)
     with (
         pytest.warns(ColabUtilsWarning, match="left out"),
         pytest.raises(ColabUtilsError, match="at most 1 bad images"),
@@ -172,11 +213,12 @@ def test_one_more_than_may_be_bad_is_an_error(tmp_path, make):
 
 
 def test_a_sample_that_hangs_in_every_epoch_is_left_out_of_each(tmp_path, make):
-    loader = make(Numbers(SIZE, Hang(tmp_path, {5})), max_bad=3)
+    dataset = Numbers(SIZE, Hang(tmp_path, {5}))
+    loader = make(dataset, max_bad=3)
     for epoch in range(3):
         with pytest.warns(ColabUtilsWarning, match=rf"number {epoch + 1} so far.*Sample 5"):
             ids = flatten(list_ids(loader))
-        assert sorted(ids) == [index for index in EVERY if index != 5]
+        assert sorted(ids) == leave_out(5)
     assert loader.epoch == 3
 
 
@@ -195,12 +237,12 @@ class ByBatch(Numbers):
 
 @pytest.mark.parametrize("max_bad", [0, 1])
 def test_a_sample_is_named_where_a_dataset_reads_whole_batches(tmp_path, make, max_bad):
-    loader = make(ByBatch(SIZE, Hang(tmp_path, {5})), max_bad=max_bad)
-    ids = []
+    dataset = ByBatch(SIZE, Hang(tmp_path, {5}))
+    loader = make(dataset, max_bad=max_bad)
     if max_bad:
         with pytest.warns(ColabUtilsWarning, match="Sample 5 did not come"):
-            ids += flatten(list_ids(loader))
-        assert sorted(ids) == [index for index in EVERY if index != 5]
+            ids = flatten(list_ids(loader))
+        assert sorted(ids) == leave_out(5)
     else:
         with pytest.raises(LateError, match="Sample 5 did not come"):
             list(loader)
@@ -213,14 +255,19 @@ def test_random_numbers_are_those_of_a_run_without_a_late_batch(tmp_path, make):
             image, target = super().__getitem__(index)
             return image + np.random.randint(100), target
 
-    loader = make(Noisy(SIZE, Hang(tmp_path, {5}, **ONCE)))
-    batches = {batch.image_ids[0].item(): batch.pixels.tolist() for batch in loader}
-    plain = make(Noisy(SIZE), max_wait_s=None, workers=0)
-    assert batches == {batch.image_ids[0].item(): batch.pixels.tolist() for batch in plain}
+    hang = Hang(tmp_path, {5}, **ONCE)
+    loader = make(Noisy(SIZE, hang))
+    plain = make(
+        Noisy(SIZE),
+        max_wait_s=None,
+        workers=0,
+    )
+    assert read_pixels(loader) == read_pixels(plain)
 
 
 def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(tmp_path, make):
-    loader = make(Numbers(SIZE, Hang(tmp_path, {3}, **ONCE)))
+    hang = Hang(tmp_path, {3}, **ONCE)
+    loader = make(Numbers(SIZE, hang))
     batches = iter(loader)
     # One moves, and is not waited for.
     assert [next(batches).image_ids.tolist() for _ in range(2)] == [[0, 1], [4, 5]]
@@ -230,10 +277,15 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(tmp_path, make):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_state_while_batches_are_moved_resumes_with_what_did_not_come(tmp_path, make, shuffle):
-    options = {"shuffle": shuffle, "prefetch": 1, "seed": 2}
+    options = {
+        "shuffle": shuffle,
+        "prefetch": 1,
+        "seed": 2,
+    }
     order = list_ids(make(Numbers(SIZE), max_wait_s=None, **options))
     late = {order[1][0], order[4][1]}
-    loader = make(Numbers(SIZE, Hang(tmp_path, late, **ONCE)), **options)
+    hang = Hang(tmp_path, late, **ONCE)
+    loader = make(Numbers(SIZE, hang), **options)
     states = [loader.state_dict()]
     ids = []
     for batch in loader:
@@ -244,12 +296,16 @@ def test_a_state_while_batches_are_moved_resumes_with_what_did_not_come(tmp_path
     for done, state in enumerate(states[:-1]):
         reached = done + len(state["moved"])
         assert state["batch"] == done
-        assert {*map(tuple, ids[:done])} == {
-            tuple(batch)
-            for number, batch in enumerate(order[:reached])
-            if number not in state["moved"]
-        }
-        resumed = make(Numbers(SIZE), max_wait_s=None, workers=0, **options)
+        delivered = [
+            batch for number, batch in enumerate(order[:reached]) if number not in state["moved"]
+        ]
+        assert sorted(ids[:done]) == sorted(delivered)
+        resumed = make(
+            Numbers(SIZE),
+            max_wait_s=None,
+            workers=0,
+            **options,
+        )
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
         assert resumed.left == len(order) - done
@@ -259,8 +315,13 @@ def test_a_state_while_batches_are_moved_resumes_with_what_did_not_come(tmp_path
 
 def test_a_resumed_run_may_be_late_again(tmp_path, make):
     options = {"prefetch": 1}
-    state = {**make(Numbers(SIZE), **options).state_dict(), "batch": 1, "moved": [0]}
-    loader = make(Numbers(SIZE, Hang(tmp_path, {0, 6}, **ONCE)), **options)
+    state = {
+        **make(Numbers(SIZE), **options).state_dict(),
+        "batch": 1,
+        "moved": [0],
+    }
+    hang = Hang(tmp_path, {0, 6}, **ONCE)
+    loader = make(Numbers(SIZE, hang), **options)
     loader.load_state_dict(state)
     batches = iter(loader)
     ids = [next(batches).image_ids.tolist() for _ in range(2)]
@@ -271,21 +332,41 @@ def test_a_resumed_run_may_be_late_again(tmp_path, make):
 
 
 def test_another_batch_size_goes_on_with_what_was_moved(make):
-    state = {**make(Numbers(SIZE)).state_dict(), "batch": 4, "moved": [1, 3]}
+    state = {
+        **make(Numbers(SIZE)).state_dict(),
+        "batch": 4,
+        "moved": [1, 3],
+    }
     resumed = make(Numbers(SIZE), batch_size=3)
     resumed.load_state_dict(state)
     assert sorted(flatten(list_ids(resumed))) == [2, 3, 6, 7, *range(12, SIZE)]
 
 
 def test_a_state_of_an_older_version_is_taken(make):
-    state = {**make(Numbers(SIZE)).state_dict(), "batch": 10}
+    state = {
+        **make(Numbers(SIZE)).state_dict(),
+        "batch": 10,
+    }
     del state["moved"]
     loader = make(Numbers(SIZE))
     loader.load_state_dict(state)
     assert list_ids(loader) == [[20, 21], [22, 23]]
 
 
-@pytest.mark.parametrize("moved", [5, None, [-1], [1, 1], [4], ["x"], [[1]], [1 << 80], [1.0]])
+@pytest.mark.parametrize(
+    "moved",
+    [
+        5,
+        None,
+        [-1],
+        [1, 1],
+        [4],
+        ["x"],
+        [[1]],
+        [1 << 80],
+        [1.0],
+    ],
+)
 def test_a_state_whose_moved_batches_were_changed_is_refused(moved):
     state = {
         "seed": 0,
@@ -309,13 +390,26 @@ def test_every_rank_delivers_as_many_batches(tmp_path, make):
         folder.mkdir()
         with join_group(rank=rank, ranks=2):
             # One of the first rank is late, and two of the other.
-            loader = make(Numbers(SIZE, Hang(folder, {4, 9, 13}, **ONCE)), batch_size=4)
+            hang = Hang(folder, {4, 9, 13}, **ONCE)
+            loader = make(Numbers(SIZE, hang), batch_size=4)
             ids.append(list_ids(loader))
     assert [len(batches) for batches in ids] == [6, 6]
     assert sorted(flatten(flatten(ids))) == EVERY
 
 
-@pytest.mark.parametrize("max_wait_s", [0, -1, math.nan, math.inf, "5", True, [5]], ids=str)
+@pytest.mark.parametrize(
+    "max_wait_s",
+    [
+        0,
+        -1,
+        math.nan,
+        math.inf,
+        "5",
+        True,
+        [5],
+    ],
+    ids=str,
+)
 def test_a_longest_wait_that_is_none_is_refused(max_wait_s):
     with pytest.raises(ColabUtilsError, match="expected max_wait_s over 0"):
         make_loader(Numbers(4), batch_size=2, workers=1, max_wait_s=max_wait_s)
@@ -391,7 +485,8 @@ def stop_mounts():
 
 def test_a_drive_that_answers_nothing_for_a_while_loses_no_sample(tiny_dataset, tmp_path, make):
     with mount_or_skip(tiny_dataset.images, tmp_path / "drive", direct=True) as mount:
-        loader = make(CocoFolder(mount.folder, tiny_dataset.annotations), streams=1, prefetch=1)
+        dataset = CocoFolder(mount.folder, tiny_dataset.annotations)
+        loader = make(dataset, streams=1, prefetch=1)
         with stop_mounts() as server:
             threading.Timer(1.6 * WAIT_S, server.resume).start()
             ids = flatten(list_ids(loader))
@@ -404,7 +499,8 @@ def test_processes_that_cannot_be_killed_are_not_waited_for(
 ):
     monkeypatch.setattr(prefetcher, "_DEATH_S", 0.1)
     with mount_or_skip(tiny_dataset.images, tmp_path / "drive", direct=True) as mount:
-        loader = make(CocoFolder(mount.folder, tiny_dataset.annotations), streams=1)
+        dataset = CocoFolder(mount.folder, tiny_dataset.annotations)
+        loader = make(dataset, streams=1)
         with stop_mounts():
             with pytest.raises(LateError, match="did not come within"):
                 list(loader)
