@@ -198,11 +198,10 @@ class BoundedPrefetcher(Prefetcher):
         for worker in self._workers:
             # What comes next has its own time.
             worker.began_s = now_s
-        for batch in batches:
-            self._name(batch, now_s)
-        for batch in batches:
+        all_stuck = [self._name(batch, now_s) for batch in batches]
+        for batch, stuck in zip(batches, all_stuck, strict=True):
             indices = batch.load.indices
-            stuck = [index for index in dict.fromkeys(indices) if index in batch.named] or indices
+            stuck = stuck or [index for index in indices if index in batch.named] or indices
             reason = (
                 f"{self._fetcher.name_sample(stuck[0])} did not come within "
                 f"{now_s - batch.asked_s:.1f} seconds, though it was asked for again."
@@ -213,7 +212,7 @@ class BoundedPrefetcher(Prefetcher):
                     "leave it out (max_bad)."
                 )
             self._kill(batch.attempts)
-            batch.bad.extend((index, reason) for index in stuck)
+            batch.bad.extend((index, reason) for index in dict.fromkeys(stuck))
             rest = [index for index in indices if index not in stuck]
             batch.load = batch.load._replace(indices=rest)
             batch.attempts = []
@@ -222,9 +221,9 @@ class BoundedPrefetcher(Prefetcher):
             if not rest:
                 batch.result = Result(bad=batch.bad)
 
-    def _name(self, batch: _LateBatch, now_s: float, samples: list[int] | None = None) -> None:
-        """Name the samples that a batch waits for, and how long; None: those that its first process
-        reads.
+    def _name(self, batch: _LateBatch, now_s: float, samples: list[int] | None = None) -> list[int]:
+        """Name the samples that a batch waits for, and how long; None: the one that its first
+        process reads, which is returned.
         """
         if samples is None:
             at_work = [int(worker.at_work[0]) for worker, _ in batch.attempts]
@@ -236,6 +235,7 @@ class BoundedPrefetcher(Prefetcher):
         for index, place in batch.named.items():
             if index in batch.load.indices:
                 self._named[place : place + 1] = [LateSample(index, now_s - batch.asked_s)]
+        return samples
 
     def _kill(self, attempts: list[tuple[Worker, Request]]) -> None:
         """End processes that nobody waits for any more, and do not wait for their end either."""

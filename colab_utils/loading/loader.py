@@ -100,8 +100,9 @@ def make_loader(
         max_wait_s: seconds that a batch is waited for. A later one moves to the end of the epoch,
             is asked for again in a process of its own, and ``late`` names its samples; the next
             batch is delivered. What still has not come at the end is waited for as long once more;
-            then it is an error, or left out where ``max_bad`` allows. Needs workers. It must be
-            longer than a batch takes. Each of several processes moves batches of its own: all
+            then it is an error, or left out where ``max_bad`` allows; at once where more batches
+            are late at a time than twice the workers and eight. Needs workers. It must be longer
+            than a batch takes. Each of several processes moves batches of its own: all of them
             deliver as many as ever, but their shares of a step may then be of different batches,
             and a state is that of its own process. Default: waits as long as it takes.
 
