@@ -26,8 +26,9 @@ device:
    and epoch, from the order in which shards arrive, or from a sampler of yours.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers busy some batches
    ahead. It sends the indices of one batch through a worker's pipe, with the number of a shared
-   buffer. Workers start anew where `digest_dataset` (`colab_utils.loading.digest`) shows, when an
-   epoch begins, that the dataset has changed.
+   buffer. A batch that is not there in time moves to the end of the epoch: see `BoundedPrefetcher`
+   (`colab_utils.loading.late`). Workers start anew where `digest_dataset`
+   (`colab_utils.loading.digest`) shows, when an epoch begins, that the dataset has changed.
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, where
    `colab_utils.data.decoding` decodes each JPEG. Anybody's own dataset gives samples instead:
    `seed_random` sets their random numbers, and `pack_target` (`colab_utils.loading.targets`)

@@ -192,12 +192,14 @@ def write_batch(
     *,
     dense: bool = False,
     flips: NDArray[np.bool_] | None = None,
+    begin: Callable[[int], object] = int,
 ) -> tuple[BatchShape, NDArray[np.uint8]]:
     """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks
     expanded too.
 
     ``source`` is a `PackedSamples` or what has its methods, as `ShardDataset`. ``flips`` mirrors
-    images, boxes and dense masks, not the mask bits.
+    images, boxes and dense masks, not the mask bits. ``begin`` is called with the place of each
+    image before that is read.
 
     Raises:
         BadSampleError: if an image cannot be read.
@@ -224,7 +226,7 @@ def write_batch(
     np.cumsum(tables.pop("mask_bytes"), out=views["offsets"][1:])
     for name, table in tables.items():
         views[name][:] = table
-    _write_images(source, indices, sizes, counts, views, flips)
+    _write_images(source, indices, sizes, counts, views, flips, begin)
     if shape.dense_bytes:
         masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
         draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
@@ -238,6 +240,7 @@ def _write_images(
     counts: list[int],
     views: dict[str, NDArray[Any]],
     flips: NDArray[np.bool_] | None,
+    begin: Callable[[int], object],
 ) -> None:
     """Write the pixels and mask bits of each image into their place, one after the other."""
     offsets = views["offsets"].tolist()
@@ -248,6 +251,7 @@ def _write_images(
         end_object = first_object + counts[place]
         pixels = views["pixels"][first_pixel:end_pixel].reshape(height, width, 3)
         bits = views["bits"][offsets[first_object] : offsets[end_object]]
+        begin(place)
         with blame_sample(place):
             source.read_into(indices[place], pixels, bits)
         if flips is not None and flips[place]:

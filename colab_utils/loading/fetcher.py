@@ -21,6 +21,9 @@ from colab_utils.streams import StreamTrial
 Reserve = Callable[[int], NDArray[np.uint8]]
 """Gives memory of so many bytes."""
 
+Note = Callable[[int], object]
+"""Takes the index of a sample that is read now."""
+
 
 class Result(NamedTuple):
     """What became of a batch that was asked for."""
@@ -45,6 +48,7 @@ class Fetcher:
         arrival: of shards that are still copied, where they are.
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
         shards: how many there are.
+        reads_batches: whether the dataset reads all samples of a batch at once.
         reads_ahead: whether files of batches to come can be read while others are loaded.
     """
 
@@ -84,7 +88,7 @@ class Fetcher:
         self._rows = rows
         # A subset of somebody's own that has no more than torch's may have changed its samples.
         read_batch = getattr(type(base), "__getitems__", None)
-        self._reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
+        self.reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         is_plain = (
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )
@@ -108,17 +112,38 @@ class Fetcher:
         """Give up what was read ahead, and is not needed."""
         self._base.drop_ahead()
 
+    def name_sample(self, index: int) -> str:
+        """Name a sample by what its dataset knows of it, without a look at a disk.
+
+        Example:
+            >>> Fetcher(range(3)).name_sample(1)
+            'Sample 1'
+        """
+        row = int(self._rows[index])
+        if isinstance(self._base, CocoFolder):
+            return f"Sample {index} ({self._base.coco.file_name(row)})"
+        if isinstance(self._base, ShardDataset):
+            return f"Sample {index} (image {self._base.image_ids[row]})"
+        return f"Sample {index}"
+
     def load(
-        self, indices: list[int], reserve: Reserve, seed: Sequence[int], *, skips_bad: bool
+        self,
+        indices: list[int],
+        reserve: Reserve,
+        seed: Sequence[int],
+        *,
+        skips_bad: bool,
+        note: Note | None = None,
     ) -> Result:
         """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out,
-        and name them.
+        and name them; ``note``: read one sample after the other, and call it with each index
+        before.
         """
         indices = list(indices)
         bad: list[tuple[int, str]] = []
         while indices:
             try:
-                shape = self._write(indices, reserve, seed)
+                shape = self._write(indices, reserve, seed, note)
                 return Result(shape, bad, streams=self._find_streams())
             except BadSampleError as failure:
                 error, place = failure.args
@@ -132,8 +157,15 @@ class Fetcher:
     def _find_streams(self) -> StreamTrial | None:
         return self._base.best_streams if self.reads_ahead else None
 
-    def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> BatchShape:
+    def _write(
+        self, indices: list[int], reserve: Reserve, seed: Sequence[int], note: Note | None
+    ) -> BatchShape:
         """Write a batch; all random numbers of its samples come from ``seed``."""
+
+        def begin(place: int) -> None:
+            if note is not None:
+                note(indices[place])
+
         flips = None
         if self.flip:
             flips = np.random.default_rng(seed).random(len(indices)) < self.flip
@@ -141,9 +173,11 @@ class Fetcher:
         rows = self._rows[indices].tolist()
         if not self.writes_itself:
             with seed_random(seed):
-                source = pack_samples(self.dataset, indices, by_batch=self._reads_batches)
+                alone = note is not None
+                by_batch = self.reads_batches
+                source = pack_samples(self.dataset, indices, by_batch, alone=alone, begin=begin)
                 rows = range(len(indices))
-        shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips)
+        shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips, begin=begin)
         return shape
 
 

@@ -2,10 +2,12 @@
 device.
 """
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -16,12 +18,13 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.digest import digest_dataset
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.prefetcher import PREFETCH, Prefetcher, WorkerJob
+from colab_utils.loading.late import BoundedPrefetcher, LateSample
+from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
 from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.targets import Target, Transforms, apply_transforms
 from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
-from colab_utils.require import require_choice, require_count
+from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.streams import StreamTrial, require_streams
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
@@ -45,6 +48,7 @@ def make_loader(
     prefetch: int = PREFETCH,
     transforms: Transforms | None = None,
     max_bad: int = 0,
+    max_wait_s: float | None = None,
 ) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
 
@@ -93,6 +97,14 @@ def make_loader(
             done where the masks are expanded.
         max_bad: images in all that may fail to load, with whatever exception, and are left out,
             each with a warning; one more is an error.
+        max_wait_s: seconds that a batch is waited for. A later one moves to the end of the epoch,
+            is asked for again in a process of its own, and ``late`` names its samples; the next
+            batch is delivered. What still has not come at the end is waited for as long once more;
+            then it is an error, or left out where ``max_bad`` allows; at once where more batches
+            are late at a time than twice the workers and eight. Needs workers. It must be longer
+            than a batch takes. Each of several processes moves batches of its own: all of them
+            deliver as many as ever, but their shares of a step may then be of different batches,
+            and a state is that of its own process. Default: waits as long as it takes.
 
     Raises:
         ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or
@@ -126,6 +138,7 @@ def make_loader(
         count = min(4, count_cores())
     else:
         count = require_count("workers", workers, least=0)
+    _check_wait(max_wait_s, count)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
@@ -155,6 +168,8 @@ def make_loader(
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
+        if max_wait_s is not None:
+            count = max(1, count)
     loader = Loader(
         fetcher,
         order,
@@ -166,9 +181,22 @@ def make_loader(
         seed=seed,
         transforms=transforms,
         max_bad=max_bad,
+        max_wait_s=max_wait_s,
     )
     loader.rates = rates
     return loader
+
+
+def _check_wait(max_wait_s: float | None, workers: int) -> None:
+    """Refuse a longest wait that is none, or that nothing could keep to."""
+    if max_wait_s is None:
+        return
+    require_number("max_wait_s", max_wait_s, above=0, below=math.inf)
+    if not workers:
+        raise ColabUtilsError(
+            "max_wait_s needs worker processes, and workers is 0: this process cannot give up "
+            "a read. Pass workers of 1 or more, or leave max_wait_s out."
+        )
 
 
 def _find_flip(transforms: Any) -> float:
@@ -192,6 +220,8 @@ class Loader:
             step keeps 0.9 of a core busy; empty where none was, or slow files or memory decide.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
+        late: index and seconds of every image that was not there in time (``max_wait_s``), also of
+            those that came after all; of a whole batch where it is not known which one it was.
     """
 
     _fetcher: Fetcher
@@ -205,15 +235,18 @@ class Loader:
     seed: int
     transforms: Transforms | None
     max_bad: int
+    max_wait_s: float | None
 
     def __post_init__(self) -> None:
         self.dataset = self._fetcher.dataset
         self.batch_size = self._order.batch_size
         self.rates: dict[int, float] = {}
         self.bad: list[tuple[int, str]] = []
+        self.late: list[LateSample] = []
         self.total = 0
         self._totals: dict[int, int] = {}
         self._delivered = 0
+        self._moved: list[int] = []
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
@@ -253,7 +286,10 @@ class Loader:
         this_pass = self._passes
         for number, batch, bad in self._run():
             self._count_bad(bad)
-            self._delivered = number + 1
+            self._delivered += 1
+            late = self._prefetcher.list_moved() if self._prefetcher else []
+            came = {number, *late}
+            self._moved = [other for other in self._moved if other not in came] + late
             self.total = self._totals.pop(number)
             if not self.left:
                 self._end_epoch()
@@ -276,6 +312,7 @@ class Loader:
             order.size = len(fetcher)
             order.start_epoch(self.epoch)
             self._delivered = 0
+            self._moved = []
         self._rank = 0
         self._ranks = 1
         group = torch.distributed
@@ -286,14 +323,19 @@ class Loader:
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
         self._delivered = 0
+        self._moved = []
 
-    def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
+    def _run(self) -> Iterator[Loaded]:
         """What the workers give; ends them where something goes wrong."""
+        is_bounded = self.max_wait_s is not None
+        if is_bounded and self._prefetcher and self._prefetcher.has_work():
+            # The last pass was broken off, and may hang.
+            self.close()
         digest = digest_dataset(self.dataset) if self.workers else "none"
         if self._prefetcher is None or not digest or digest != self._digest:
             self.close()
             self._digest = digest
-            self._prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)
+            self._prefetcher = self._start_prefetcher()
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
             seed = (self.seed, self.epoch, self._rank)
@@ -304,11 +346,23 @@ class Loader:
             self.close()
             raise
 
+    def _start_prefetcher(self) -> Prefetcher:
+        if self.max_wait_s is None:
+            return Prefetcher(self._fetcher, self.workers, self.prefetch)
+        return BoundedPrefetcher(
+            self._fetcher,
+            self.workers,
+            self.prefetch,
+            max_wait_s=self.max_wait_s,
+            late=self.late,
+        )
+
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """The batches of the epoch that were not delivered yet, with their numbers; None while the
         next has to wait.
         """
-        first = self._delivered
+        first = self._take_state().reached
+        moved: dict[int, list[int]] = {number: [] for number in self._moved}
         order = self._order
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
@@ -317,9 +371,11 @@ class Loader:
         if is_new and arrival is not None and not arrival.is_complete:
             windows = arrival.plan_windows(self.epoch)
             order.windows = windows
-        for number, indices in enumerate(order):
-            if number < first:
-                continue
+        numbered = enumerate(order)
+        for number, indices in islice(numbered, first):
+            if number in moved:
+                moved[number] = indices
+        for number, indices in chain(numbered, moved.items()):
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
             self._totals[number] = len(indices)
@@ -390,7 +446,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers;
         ``joined`` lists the windows of shards of an epoch that began while they arrived; ``left``
-        the images that batches of another size left of this epoch.
+        the images that batches of another size left of this epoch; ``moved`` the batches that come
+        at its end, since they were not there in time (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -405,6 +462,7 @@ class Loader:
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
             left=order.left.tolist() if len(order.left) < order.size else [],
+            moved=list(self._moved),
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -423,10 +481,12 @@ class Loader:
         self._require_same_order(found, any_batch_size=is_resized)
         order.resume(found)
         self._delivered = found.batch
+        self._moved = list(found.moved)
         self._resumed = True
         if is_resized:
             order.leave_out_seen(found)
             self._delivered = 0
+            self._moved = []
         if self.left < 1:  # or a pass without batches would follow another one for ever
             self._end_epoch()
 

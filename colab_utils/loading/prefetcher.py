@@ -1,6 +1,7 @@
 """Worker processes, which load batches ahead of the training loop."""
 
 import gc
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -11,17 +12,20 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from time import sleep
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arrival import POLL_S
 from colab_utils.loading.batch import PackedBatch, open_batch
 from colab_utils.loading.fetcher import Fetcher, Result
-from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
+from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import end_with_parent, find_cut_file, quiet_fork
 from colab_utils.streams import StreamTrial
@@ -32,8 +36,12 @@ PREFETCH = 2
 
 # Files that each worker is told of ahead; how many of them it reads at once, its reader decides.
 _TOLD_IMAGES = 256
-# A training loop may hold these: its batch, the next one, and two more that somebody looks at.
-_LENT_BUFFERS = 4
+LENT_BUFFERS = 4
+"""Buffers that a training loop may hold: its batch, the next one, and two more that somebody looks
+at."""
+
+# A killed process ends at once, unless it hangs in a read that the system does not break off.
+_DEATH_S = 5.0
 
 
 class WorkerJob(NamedTuple):
@@ -48,13 +56,13 @@ class WorkerJob(NamedTuple):
     """In the loader's dataset."""
 
 
-class _ReadAhead(NamedTuple):
+class ReadAhead(NamedTuple):
     """Tell a worker which samples it is asked for later; None: of none of those told before."""
 
     indices: list[int] | None
 
 
-class _Load(NamedTuple):
+class Load(NamedTuple):
     """Ask a worker for a batch."""
 
     number: int
@@ -62,6 +70,25 @@ class _Load(NamedTuple):
     buffer: int
     seed: tuple[int, ...]
     skips_bad: bool
+    is_noted: bool = False
+    """Whether the worker notes which sample it reads; then it reads one after the other."""
+
+
+class Loaded(NamedTuple):
+    """A batch that came."""
+
+    number: int
+    batch: PackedBatch | None
+    bad: Sequence[tuple[int, str]]
+    """What was left out of it: indices, and why."""
+
+
+class Request(NamedTuple):
+    """A batch that was asked for, and the buffers that it comes in."""
+
+    job: WorkerJob
+    load: Load
+    pool: SharedBufferPool
 
 
 class WorkerDiedError(ColabUtilsError):
@@ -123,7 +150,52 @@ def _explain_bus_error() -> str:
     )
 
 
-def _serve(connection: Connection, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
+class Worker:
+    """A worker process and its pipe.
+
+    Attributes:
+        began_s: when it began what it is at, as far as that is known, by `time.perf_counter`.
+        at_work: int64 [1]: index of the sample that it reads, where it notes that.
+
+    Raises:
+        ColabUtilsError: if the system starts no more processes.
+    """
+
+    def __init__(self, fetcher: Fetcher, pool: SharedBufferPool) -> None:
+        self.pool = pool
+        self.began_s = perf_counter()
+        self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
+        context = multiprocessing.get_context("fork")
+        with quiet_fork():
+            self.connection, there = context.Pipe()
+            self.process = context.Process(
+                target=_serve, args=(there, fetcher, pool, self.at_work), daemon=True
+            )
+            with there:
+                self.process.start()
+
+    def send(self, message: ReadAhead | Load) -> None:
+        """Tell it something; where it has died, what it has done is received first."""
+        with suppress(OSError):
+            self.connection.send(message)
+
+
+def end_workers(workers: Sequence[Worker]) -> None:
+    """End workers; one that hangs in the system is left alone."""
+    for worker in workers:
+        worker.process.kill()
+        worker.connection.close()
+    until_s = perf_counter() + _DEATH_S
+    for worker in workers:
+        worker.process.join(max(0.0, until_s - perf_counter()))
+        if worker.process.exitcode is None:
+            # At the end of this program it would be waited for, for ever.
+            vars(multiprocessing.process)["_children"].discard(worker.process)
+
+
+def _serve(
+    connection: Connection, fetcher: Fetcher, pool: SharedBufferPool, at_work: NDArray[np.int64]
+) -> None:
     """The life of a worker process: it loads what it is asked for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -133,17 +205,21 @@ def _serve(connection: Connection, fetcher: Fetcher, buffers: list[SharedBuffer]
     with suppress(EOFError, OSError):
         while True:
             message = connection.recv()
-            if isinstance(message, _ReadAhead):
+            if isinstance(message, ReadAhead):
                 _read_ahead(fetcher, message)
                 continue
-            reserve = buffers[message.buffer].reserve
+            at_work[0] = -1
             result = fetcher.load(
-                message.indices, reserve, message.seed, skips_bad=message.skips_bad
+                message.indices,
+                pool.buffers[message.buffer].reserve,
+                message.seed,
+                skips_bad=message.skips_bad,
+                note=partial(at_work.__setitem__, 0) if message.is_noted else None,
             )
             connection.send((message.number, result._replace(error=_make_portable(result.error))))
 
 
-def _read_ahead(fetcher: Fetcher, message: _ReadAhead) -> None:
+def _read_ahead(fetcher: Fetcher, message: ReadAhead) -> None:
     if message.indices is None:
         fetcher.drop_ahead()
     else:
@@ -181,24 +257,16 @@ class Prefetcher:
         # Batches that are not asked for yet: number, indices, and the worker that was told of them.
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
         self.streams: dict[int | None, StreamTrial] = {}
-        # by the batch's number, with that of its buffer
-        self._sent: dict[int, tuple[WorkerJob, int]] = {}
+        # by the batch's number
+        self._sent: dict[int, Request] = {}
         self._done: dict[int, Result] = {}
-        self._processes: list[Any] = []
-        self._connections: list[Any] = []
-        context = multiprocessing.get_context("fork")
+        self._workers: list[Worker] = []
+        # All whose results are waited for.
+        self._listening: dict[Any, Worker] = {}
         try:
-            with quiet_fork():
-                self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
-                for _ in range(workers):
-                    here, there = context.Pipe()
-                    self._connections.append(here)
-                    process = context.Process(
-                        target=_serve, args=(there, fetcher, self._buffers.buffers), daemon=True
-                    )
-                    with there:
-                        process.start()
-                    self._processes.append(process)
+            self._pool = self._make_pool()
+            for _ in range(workers):
+                self._workers.append(self._start_worker())
         except BaseException:
             self.close()
             raise
@@ -209,7 +277,7 @@ class Prefetcher:
         *,
         seed: tuple[int, ...],
         skips_bad: bool,
-    ) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
+    ) -> Iterator[Loaded]:
         """Load numbered batches in the order given (None: the next one has to wait): the number of
         each, the batch, and what was left out of it. The batch is None where no image of it was
         asked for, or all are bad.
@@ -220,17 +288,18 @@ class Prefetcher:
         self._drop_pass()
         todo = iter(batches)
         is_over = False
+        asked_s = perf_counter()
         while True:
             if not is_over:
                 is_over = self._plan(todo)
             while self._planned and len(self._sent) < self._ahead:
                 number, indices, worker = self._planned.popleft()
                 self._send(number, indices, (*seed, number), skips_bad, worker)
-            if self._sent:
-                first = next(iter(self._sent))
-                while first not in self._done:
-                    self._receive()
-                yield self._finish(first)
+            if self.has_work():
+                loaded = self._take(asked_s, is_over=is_over)
+                if loaded is not None:
+                    yield loaded
+                    asked_s = perf_counter()
             elif is_over:
                 return
             else:
@@ -238,33 +307,56 @@ class Prefetcher:
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first."""
-        return [job for number, (job, _) in list(self._sent.items()) if number not in self._done]
+        requests = list(self._sent.items())
+        return [request.job for number, request in requests if number not in self._done]
+
+    def list_moved(self) -> list[int]:
+        """The batches that others were given before, by number, in the order in which they come."""
+        return []
 
     def close(self) -> None:
         """End the workers; what they were doing is lost."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-            process.close()
-        for connection in self._connections:
-            connection.close()
-        self._processes = []
-        self._connections = []
+        end_workers(list(self._listening.values()))
+        self._listening = {}
+        self._workers = []
+
+    def _make_pool(self) -> SharedBufferPool:
+        with quiet_fork():
+            return SharedBufferPool(self._ahead, LENT_BUFFERS)
+
+    def _start_worker(self, pool: SharedBufferPool | None = None) -> Worker:
+        worker = Worker(self._fetcher, pool or self._pool)
+        self._listening[worker.connection] = worker
+        return worker
+
+    def has_work(self) -> bool:
+        """Whether there is a batch that was asked for, and not given yet."""
+        return bool(self._sent)
+
+    def _take(self, asked_s: float, *, is_over: bool) -> Loaded | None:
+        """Wait for the oldest batch; None where it did not come yet.
+
+        ``asked_s``: since when the loop waits; ``is_over``: no more are asked for.
+        """
+        first = next(iter(self._sent))
+        while first not in self._done:
+            self._receive()
+        return self._finish(first)
 
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
         if self._planned:
             self._planned.clear()
-            for worker in range(max(1, len(self._processes))):
-                self._tell(worker, _ReadAhead(None))
+            for worker in range(max(1, len(self._workers))):
+                self._tell(worker, ReadAhead(None))
         # where a worker dies now, no batch of the new pass is lost
-        for number, (job, buffer) in self._sent.items():
-            self._sent[number] = job._replace(number=None, indices=()), buffer
+        for number, request in self._sent.items():
+            job = request.job._replace(number=None, indices=())
+            self._sent[number] = request._replace(job=job)
         while self._sent.keys() - self._done.keys():
             self._receive()
-        for _, buffer in self._sent.values():
-            self._buffers.give_back(buffer)
+        for request in self._sent.values():
+            request.pool.give_back(request.load.buffer)
         self._sent = {}
         self._done = {}
 
@@ -285,21 +377,19 @@ class Prefetcher:
             number, indices = item
             worker = None
             if self._told_images:
-                worker = number % max(1, len(self._processes))
-                self._tell(worker, _ReadAhead(indices))
+                worker = number % max(1, len(self._workers))
+                self._tell(worker, ReadAhead(indices))
             self._planned.append((number, indices, worker))
             images += len(indices)
         return False
 
-    def _tell(self, worker: int, message: _ReadAhead) -> None:
+    def _tell(self, worker: int, message: ReadAhead) -> None:
         if not self._told_images:
             return
-        if not self._processes:
+        if self._workers:
+            self._workers[worker].send(message)
+        else:
             _read_ahead(self._fetcher, message)
-            return
-        # It died: what it has done is received first.
-        with suppress(OSError):
-            self._connections[worker].send(message)
 
     def _send(
         self,
@@ -310,47 +400,63 @@ class Prefetcher:
         worker: int | None,
     ) -> None:
         """Ask a worker for a batch, or load it here; None: the worker that has the fewest."""
-        buffer = self._buffers.take()
-        asked = tuple(indices)
-        if not self._processes:
-            self._sent[number] = WorkerJob(None, os.getpid(), number, asked), buffer
-            reserve = self._buffers.buffers[buffer].reserve
+        load = Load(number, indices, 0, seed, skips_bad)
+        if not self._workers:
+            load = load._replace(buffer=self._pool.take())
+            job = WorkerJob(None, os.getpid(), number, tuple(indices))
+            self._sent[number] = Request(job, load, self._pool)
+            reserve = self._pool.buffers[load.buffer].reserve
             self._done[number] = self._fetcher.load(indices, reserve, seed, skips_bad=skips_bad)
             return
+        jobs = Counter(job.worker for job in self.list_jobs())
         if worker is None:
-            jobs = Counter(job.worker for job in self.list_jobs())
-            worker = min(range(len(self._processes)), key=jobs.__getitem__)
-        self._sent[number] = WorkerJob(worker, self._processes[worker].pid, number, asked), buffer
-        # It died: what it has done is received first.
-        with suppress(OSError):
-            self._connections[worker].send(_Load(number, indices, buffer, seed, skips_bad))
+            worker = min(range(len(self._workers)), key=jobs.__getitem__)
+        if not jobs[worker]:
+            self._workers[worker].began_s = perf_counter()
+        self._sent[number] = self._ask(self._workers[worker], load, worker)
 
-    def _receive(self) -> None:
+    def _ask(self, worker: Worker, load: Load, place: int | None = None) -> Request:
+        load = load._replace(buffer=worker.pool.take())
+        worker.send(load)
+        job = WorkerJob(place, worker.process.pid or 0, load.number, tuple(load.indices))
+        return Request(job, load, worker.pool)
+
+    def _receive(self, timeout_s: float | None = None) -> None:
         """Wait for the next result."""
-        connection: Any = wait(self._connections)[0]
-        try:
-            number, result = connection.recv()
-        except (EOFError, OSError):
-            worker = self._connections.index(connection)
-            process = self._processes[worker]
-            process.join(5)
-            ending = describe_exit(process.exitcode or 0)
-            died = WorkerDiedError(explain_death(ending))
-            jobs = [job for job in self.list_jobs() if job.worker == worker]
-            died.job = jobs[0] if jobs else WorkerJob(worker, process.pid)
-            died.ending = ending
-            raise died from None
+        for connection in wait(self._listening, timeout_s)[:1]:
+            worker = self._listening[connection]
+            try:
+                number, result = worker.connection.recv()
+            except (EOFError, OSError):
+                raise self._explain_end(worker) from None
+            worker.began_s = perf_counter()
+            self._note(worker, number, result)
+
+    def _note(self, worker: Worker, number: int, result: Result) -> None:
+        """Keep a result that came."""
         self._done[number] = result
 
-    def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
-        job, buffer = self._sent.pop(number)
+    def _explain_end(self, worker: Worker) -> WorkerDiedError:
+        process = worker.process
+        process.join(5)
+        ending = describe_exit(process.exitcode or 0)
+        died = WorkerDiedError(explain_death(ending))
+        place = self._workers.index(worker) if worker in self._workers else None
+        jobs = [job for job in self.list_jobs() if job.pid == process.pid]
+        died.job = jobs[0] if jobs else WorkerJob(place, process.pid or 0)
+        died.ending = ending
+        return died
+
+    def _finish(self, number: int) -> Loaded:
+        request = self._sent.pop(number)
         result = self._done.pop(number)
+        buffer = request.load.buffer
         if result.streams is not None:
-            self.streams[job.worker] = result.streams
+            self.streams[request.job.worker] = result.streams
         if result.shape is None:
-            self._buffers.give_back(buffer)
+            request.pool.give_back(buffer)
             if result.error is not None:
                 raise result.error
-            return number, None, result.bad
-        content = self._buffers.hold(buffer, result.shape.lay_out()[1])
-        return number, open_batch(content, result.shape), result.bad
+            return Loaded(number, None, result.bad)
+        content = request.pool.hold(buffer, result.shape.lay_out()[1])
+        return Loaded(number, open_batch(content, result.shape), result.bad)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Generator, Iterator
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from itertools import chain, islice
 from typing import Any
 
@@ -31,6 +31,14 @@ class LoaderState:
     """Windows of shards of an epoch that began while they arrived."""
     left: list[int]
     """Images that batches of another size left of the epoch."""
+    moved: list[int] = field(default_factory=list)
+    """Batches that others were delivered before, by their numbers in the epoch: they come at its
+    end, in this order."""
+
+    @property
+    def reached(self) -> int:
+        """Batches of the epoch that were delivered or moved: the number of the next one."""
+        return self.batch + len(self.moved)
 
     @classmethod
     def parse(cls, state: dict[str, Any], *, images: int, shards: int) -> "LoaderState":
@@ -39,7 +47,9 @@ class LoaderState:
         Raises:
             ColabUtilsError: if it was changed.
         """
-        values: dict[str, Any] = {field.name: state.get(field.name) for field in fields(cls)}
+        values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
+        # States of older versions have none.
+        values["moved"] = state.get("moved", [])
         parsed = cls(**values)
         try:
             is_sound = parsed._is_sound(images, shards)
@@ -54,8 +64,10 @@ class LoaderState:
 
     def _is_sound(self, images: int, shards: int) -> bool:
         joined = [*chain(*self.joined)]
-        numbers = [self.batch_size, self.epoch, self.batch, *joined, *self.left]
+        numbers = [self.batch_size, self.epoch, self.batch, *joined, *self.left, *self.moved]
         if not all(type(number) is int and number >= 0 for number in numbers):
+            return False
+        if len(set(self.moved)) < len(self.moved) or max(self.moved, default=-1) >= self.reached:
             return False
         has_all_shards = not joined or sorted(joined) == [*range(shards)]
         return self.batch_size > 0 and has_all_shards and max(self.left, default=0) < images
@@ -132,8 +144,9 @@ class BatchSampler(Sampler[list[int]]):
         """Leave out the images of the batches, of the state's size, that it has delivered."""
         before = copy(self)
         before.batch_size = state.batch_size
-        seen = chain.from_iterable(islice(before, min(state.batch, self.size)))
-        self.left = np.setdiff1d(self.left, [*seen])
+        reached = enumerate(islice(before, min(state.reached, self.size)))
+        seen = [batch for number, batch in reached if number not in state.moved]
+        self.left = np.setdiff1d(self.left, [*chain.from_iterable(seen)])
 
     def __len__(self) -> int:
         images = len(self.left if self.sampler is None else self.sampler)

@@ -251,20 +251,30 @@ class PackedSamples:
         pixels[:], bits[:], _ = self.samples[index]
 
 
-def pack_samples(dataset: Any, indices: Sequence[int], *, by_batch: bool = False) -> PackedSamples:
+def pack_samples(
+    dataset: Any,
+    indices: Sequence[int],
+    by_batch: bool = False,
+    *,
+    alone: bool = False,
+    begin: Callable[[int], object] = int,
+) -> PackedSamples:
     """Samples of any dataset with torchvision's contract, read one after another, or ``by_batch``:
-    all by its ``__getitems__``.
+    all by its ``__getitems__``, or each ``alone`` by it.
+
+    ``begin`` is called with the place of each sample before that is looked at.
 
     Raises:
         BadSampleError: if one cannot be loaded.
     """
     samples = []
     batch: Any = ()
-    if by_batch:
+    if by_batch and not alone:
         # Which one it is that fails shows where each is read alone.
         with suppress(Exception):
             batch = dataset.__getitems__(list(indices))
     for place, index in enumerate(indices):
+        begin(place)
         with blame_sample(place):
             if len(batch) == len(indices):
                 sample = batch[place]

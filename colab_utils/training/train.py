@@ -40,6 +40,8 @@ from colab_utils.training.settings import (
 from colab_utils.training.torch_defaults import use_training_defaults
 from colab_utils.training.trainer import Trainer
 
+# A batch that comes later moves to the end of its epoch.
+_MAX_WAIT_S = 60.0
 _LARGEST_SEED = (1 << 64) - 1
 _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
@@ -118,7 +120,8 @@ def train(
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms;
             ``"trained"`` trains them. See ``build_mask_rcnn``.
         workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the
-            step needs.
+            step needs. A batch that does not come from them within a minute moves to the end of
+            its epoch, and a warning names the image.
         log: Called with the plan, then with a line every ten steps. Default: a progress bar
             instead.
         device: Default: the GPU if there is one.
@@ -206,6 +209,7 @@ def train(
             workers=1 if workers == "auto" and torch_device.type == "cpu" else workers,
             deliver="dense" if transforms else "packed",
             transforms=transforms,
+            max_wait_s=_MAX_WAIT_S if workers != 0 else None,
         )
         stack.enter_context(closing(loader))
         with share_errors(ranks):

@@ -82,6 +82,9 @@ class Trainer:
         # step was skipped, and the images they are of.
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
+        self._image_ids = data.dataset.image_ids[data.rows]
+        # Images that a warning has named.
+        self._late: set[int] = set()
         # The signal that asked this run to stop.
         self._signal = 0
         self._is_evaluating = False
@@ -103,6 +106,7 @@ class Trainer:
         with closing(self.writer), self._save_what_was_done(), steps as bar:
             self.clock = LoopClock()
             for batch in self._load_batches():
+                self._warn_of_late()
                 self._train(batch)
                 bar.update()
                 epoch_ended = self.loader.left == len(self.loader)
@@ -148,6 +152,18 @@ class Trainer:
             batch = next(batches)
             self.clock.receive(self.loader.total)
             yield batch
+
+    def _warn_of_late(self) -> None:
+        """Name each image once that did not come in time."""
+        for image, waited_s in self.loader.late:
+            if image not in self._late:
+                self._late.add(image)
+                warnings.warn(
+                    f"Image {self._image_ids[image]} did not come within {waited_s:.0f} seconds. "
+                    "Its batch moves to the end of the epoch.",
+                    ColabUtilsWarning,
+                    stacklevel=2,
+                )
 
     def _train(self, batch: Any) -> None:
         """One step with a packed batch, with images and targets, or with None where this process

@@ -630,7 +630,7 @@ def test_workers_start_anew_only_where_the_dataset_changed(make):
     for epoch in (0, 0, 1, 1):
         dataset.set_epoch(epoch)
         list(loader)
-        pids.append({process.pid for process in loader._prefetcher._processes})
+        pids.append({worker.process.pid for worker in loader._prefetcher._workers})
     assert pids[0] == pids[1]
     assert pids[2] == pids[3]
     assert not pids[1] & pids[2]

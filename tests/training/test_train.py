@@ -1500,3 +1500,27 @@ def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
         train(shards, tmp_path / "run", steps=1, **TINY)
     with pytest.warns(ColabUtilsWarning, match=text):
         train(tiny_shards, tmp_path / "other", val_shards=shards, steps=1, **TINY)
+
+
+def test_a_sample_that_is_late_is_named_and_trained_on_at_the_end(
+    tiny_shards, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "_MAX_WAIT_S", 0.5)
+    dataset = ShardDataset(tiny_shards)
+    read = ShardDataset.read_into
+    hung = tmp_path / "hung"
+    pipe = tmp_path / "nobody-writes"
+    os.mkfifo(pipe)
+
+    def read_or_hang(self, index, *memory):
+        if index == 2 and not hung.exists():
+            hung.touch()
+            os.open(pipe, os.O_RDONLY)
+        read(self, index, *memory)
+
+    monkeypatch.setattr(ShardDataset, "read_into", read_or_hang)
+    name = dataset.image_ids[2]
+    with pytest.warns(ColabUtilsWarning, match=rf"Image {name} did not come within") as caught:
+        report = train(tiny_shards, tmp_path / "run", epochs=2, **{**TINY, "workers": 1})
+    assert report.steps == 6
+    assert len([warning for warning in caught if "did not come" in str(warning.message)]) == 1

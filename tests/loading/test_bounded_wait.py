@@ -1,0 +1,525 @@
+"""No late file stops a run: what is not there in time moves to the end, or is left out by name."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import multiprocessing
+import os
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from torch.utils.data import Subset
+
+from colab_utils import files
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading import prefetcher
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.late import LateError
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.sampler import LoaderState
+
+from ..drive_mount import SERVER, mount_or_skip
+from .test_loader import Numbers, flatten, join_group, list_ids
+
+WAIT_S = 0.5
+SIZE = 24
+EVERY = list(range(SIZE))
+# What a batch of these samples waits for: the first time that it is read, or each time.
+COMES_BY_ITSELF = {"seconds": 2 * WAIT_S}
+ONCE = {"times": 1}
+
+
+class Hang:
+    """Hangs in the system where one of some samples is read: the first ``times``, or for some
+    ``seconds``.
+    """
+
+    def __init__(self, folder, samples, *, times=math.inf, seconds=None):
+        self.folder = folder
+        self.samples = samples
+        self.times = times
+        self.seconds = seconds
+        self.pipe = folder / "nobody-writes"
+        os.mkfifo(self.pipe)
+
+    def __call__(self, index):
+        if index not in self.samples:
+            return
+        count = len(list(self.folder.glob(f"{index}.*")))
+        (self.folder / f"{index}.{count}").touch()
+        if count >= self.times:
+            return
+        if self.seconds is None:
+            os.open(self.pipe, os.O_RDONLY)
+        time.sleep(self.seconds)
+
+
+@pytest.fixture
+def make():
+    """``make_loader`` with a longest wait, that ends its workers with the test; none is left."""
+    gc.collect()
+    before = list_open()
+
+    def build(dataset, **options):
+        settings = {
+            "batch_size": 2,
+            "workers": 2,
+            "deliver": "packed",
+            "shuffle": False,
+            "max_wait_s": WAIT_S,
+        }
+        loader = make_loader(dataset, **{**settings, **options})
+        loaders.append(loader)
+        return loader
+
+    loaders = []
+    yield build
+    for loader in loaders:
+        loader.close()
+    loaders.clear()
+    gc.collect()
+    assert multiprocessing.active_children() == []
+    assert list_open() == before
+
+
+def list_open():
+    """The shared buffers that this process holds, and its files of ``/dev/shm``."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    names = [os.readlink(link) for link in links]
+    buffers = [name for name in names if "memfd:colab_utils" in name]
+    shared = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
+    return buffers, shared
+
+
+def read_pixels(loader):
+    """Pixels of each batch, by its first image."""
+    pixels = {}
+    for batch in loader:
+        first = batch.image_ids[0].item()
+        pixels[first] = batch.pixels.tolist()
+    return pixels
+
+
+def leave_out(*samples):
+    """All samples but some."""
+    return [index for index in EVERY if index not in samples]
+
+
+def list_late(loader):
+    return [sample.image for sample in loader.late]
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+@pytest.mark.parametrize("how", [COMES_BY_ITSELF, ONCE], ids=str)
+def test_a_late_batch_comes_at_the_end(tmp_path, make, how, prefetch):
+    dataset = Numbers(SIZE, Hang(tmp_path, {5}, **how))
+    loader = make(dataset, prefetch=prefetch)
+    batches = list_ids(loader)
+    assert [4, 5] in batches
+    assert sorted(flatten(batches)) == EVERY
+    assert batches.index([4, 5]) > batches.index([6, 7])
+    assert 5 in list_late(loader)
+    assert all(sample.waited_s >= WAIT_S for sample in loader.late)
+    assert loader.bad == []
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("deliver", ["dense", "packed"])
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_what_never_comes_is_left_out_and_named(tmp_path, make, deliver, prefetch):
+    dataset = Numbers(SIZE, Hang(tmp_path, {5}))
+    loader = make(
+        dataset,
+        max_bad=1,
+        deliver=deliver,
+        prefetch=prefetch,
+    )
+    with pytest.warns(ColabUtilsWarning, match=r"Sample 5 did not come within [\d.]+ seconds"):
+        batches = list(loader)
+    ids = []
+    for batch in batches:
+        if deliver == "dense":
+            ids += [target["image_id"] for target in batch[1]]
+        else:
+            ids += batch.image_ids.tolist()
+    assert sorted(ids) == leave_out(5)
+    assert 5 in list_late(loader)
+    assert [index for index, _ in loader.bad] == [5]
+
+
+@pytest.mark.parametrize(
+    ("samples", "named"),
+    [
+        ({5}, "Sample 5 "),
+        ({4, 5}, "Sample 4 "),
+        # In the last batch.
+        ({SIZE - 1}, f"Sample {SIZE - 1} "),
+        # All of both workers, whatever else they are given.
+        (set(EVERY), "Sample 0 "),
+    ],
+    ids=str,
+)
+def test_what_never_comes_is_an_error_that_names_it(tmp_path, make, samples, named):
+    loader = make(Numbers(SIZE, Hang(tmp_path, samples)))
+    ids = []
+    with pytest.raises(LateError, match=named) as error:
+        ids.extend(batch.image_ids.tolist() for batch in loader)
+    assert "max_bad" in str(error.value)
+    assert set(list_late(loader)) & samples
+    lost = {index // 2 for index in samples}
+    assert sorted(flatten(ids)) == [index for index in EVERY if index // 2 not in lost]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        {5, 6},
+        {4, 5},
+        {0, 3, 9},
+        {SIZE - 1},
+    ],
+    ids=str,
+)
+def test_several_that_never_come_are_left_out(tmp_path, make, samples, workers):
+    dataset = Numbers(SIZE, Hang(tmp_path, samples))
+    loader = make(
+        dataset,
+        max_bad=3,
+        workers=workers,
+    )
+    with pytest.warns(ColabUtilsWarning, match="did not come"):
+        ids = flatten(list_ids(loader))
+    assert sorted(ids) == leave_out(*samples)
+    assert sorted(index for index, _ in loader.bad) == sorted(samples)
+    assert samples <= set(list_late(loader))
+
+
+def test_one_more_than_may_be_bad_is_an_error(tmp_path, make):
+    dataset = Numbers(SIZE, Hang(tmp_path, {5, 8}))
+    loader = make(dataset, max_bad=1)
+    with (
+        pytest.warns(ColabUtilsWarning, match="left out"),
+        pytest.raises(ColabUtilsError, match="at most 1 bad images"),
+    ):
+        list(loader)
+
+
+def test_a_sample_that_hangs_in_every_epoch_is_left_out_of_each(tmp_path, make):
+    dataset = Numbers(SIZE, Hang(tmp_path, {5}))
+    loader = make(dataset, max_bad=3)
+    for epoch in range(3):
+        with pytest.warns(ColabUtilsWarning, match=rf"number {epoch + 1} so far.*Sample 5"):
+            ids = flatten(list_ids(loader))
+        assert sorted(ids) == leave_out(5)
+    assert loader.epoch == 3
+
+
+def test_a_slow_sample_of_every_epoch_comes_in_each(tmp_path, make):
+    loader = make(Numbers(SIZE, Hang(tmp_path, {5}, **COMES_BY_ITSELF)))
+    for _ in range(2):
+        assert sorted(flatten(list_ids(loader))) == EVERY
+
+
+class ByBatch(Numbers):
+    """A dataset that reads the samples of a batch at once, so that nobody sees at which it is."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("max_bad", [0, 1])
+def test_a_sample_is_named_where_a_dataset_reads_whole_batches(tmp_path, make, max_bad):
+    dataset = ByBatch(SIZE, Hang(tmp_path, {5}))
+    loader = make(dataset, max_bad=max_bad)
+    if max_bad:
+        with pytest.warns(ColabUtilsWarning, match="Sample 5 did not come"):
+            ids = flatten(list_ids(loader))
+        assert sorted(ids) == leave_out(5)
+    else:
+        with pytest.raises(LateError, match="Sample 5 did not come"):
+            list(loader)
+    assert list_late(loader) == [5]
+
+
+def test_random_numbers_are_those_of_a_run_without_a_late_batch(tmp_path, make):
+    class Noisy(Numbers):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            return image + np.random.randint(100), target
+
+    hang = Hang(tmp_path, {5}, **ONCE)
+    loader = make(Noisy(SIZE, hang))
+    plain = make(
+        Noisy(SIZE),
+        max_wait_s=None,
+        workers=0,
+    )
+    assert read_pixels(loader) == read_pixels(plain)
+
+
+def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(tmp_path, make):
+    hang = Hang(tmp_path, {3}, **ONCE)
+    loader = make(Numbers(SIZE, hang))
+    batches = iter(loader)
+    # One moves, and is not waited for.
+    assert [next(batches).image_ids.tolist() for _ in range(2)] == [[0, 1], [4, 5]]
+    assert sorted(flatten(list_ids(loader))) == EVERY
+    assert (loader.epoch, loader.state_dict()["moved"]) == (2, [])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_state_while_batches_are_moved_resumes_with_what_did_not_come(tmp_path, make, shuffle):
+    options = {
+        "shuffle": shuffle,
+        "prefetch": 1,
+        "seed": 2,
+    }
+    order = list_ids(make(Numbers(SIZE), max_wait_s=None, **options))
+    late = {order[1][0], order[4][1]}
+    hang = Hang(tmp_path, late, **ONCE)
+    loader = make(Numbers(SIZE, hang), **options)
+    states = [loader.state_dict()]
+    ids = []
+    for batch in loader:
+        ids.append(batch.image_ids.tolist())
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    assert sorted(ids) == sorted(order)
+    assert {*flatten(state["moved"] for state in states)} >= {1, 4}
+    for done, state in enumerate(states[:-1]):
+        reached = done + len(state["moved"])
+        assert state["batch"] == done
+        delivered = [
+            batch for number, batch in enumerate(order[:reached]) if number not in state["moved"]
+        ]
+        assert sorted(ids[:done]) == sorted(delivered)
+        resumed = make(
+            Numbers(SIZE),
+            max_wait_s=None,
+            workers=0,
+            **options,
+        )
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert resumed.left == len(order) - done
+        moved = [order[number] for number in state["moved"]]
+        assert list_ids(resumed) == [*order[reached:], *moved]
+
+
+def test_a_resumed_run_may_be_late_again(tmp_path, make):
+    options = {"prefetch": 1}
+    state = {
+        **make(Numbers(SIZE), **options).state_dict(),
+        "batch": 1,
+        "moved": [0],
+    }
+    hang = Hang(tmp_path, {0, 6}, **ONCE)
+    loader = make(Numbers(SIZE, hang), **options)
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    ids = [next(batches).image_ids.tolist() for _ in range(2)]
+    assert ids == [[4, 5], [8, 9]]
+    assert loader.state_dict() == {**state, "batch": 3, "moved": [0, 3]}
+    ids += [batch.image_ids.tolist() for batch in batches]
+    assert sorted(flatten(ids)) == [0, 1, *range(4, SIZE)]
+
+
+def test_another_batch_size_goes_on_with_what_was_moved(make):
+    state = {
+        **make(Numbers(SIZE)).state_dict(),
+        "batch": 4,
+        "moved": [1, 3],
+    }
+    resumed = make(Numbers(SIZE), batch_size=3)
+    resumed.load_state_dict(state)
+    assert sorted(flatten(list_ids(resumed))) == [2, 3, 6, 7, *range(12, SIZE)]
+
+
+def test_a_state_of_an_older_version_is_taken(make):
+    state = {
+        **make(Numbers(SIZE)).state_dict(),
+        "batch": 10,
+    }
+    del state["moved"]
+    loader = make(Numbers(SIZE))
+    loader.load_state_dict(state)
+    assert list_ids(loader) == [[20, 21], [22, 23]]
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        5,
+        None,
+        [-1],
+        [1, 1],
+        [4],
+        ["x"],
+        [[1]],
+        [1 << 80],
+        [1.0],
+    ],
+)
+def test_a_state_whose_moved_batches_were_changed_is_refused(moved):
+    state = {
+        "seed": 0,
+        "batch_size": 2,
+        "shuffle": 0,
+        "images": SIZE,
+        "epoch": 0,
+        "batch": 3,
+        "joined": [],
+        "left": [],
+    }
+    assert LoaderState.parse(state, images=SIZE, shards=0).moved == []
+    with pytest.raises(ColabUtilsError, match="found it changed"):
+        LoaderState.parse({**state, "moved": moved}, images=SIZE, shards=0)
+
+
+def test_every_rank_delivers_as_many_batches(tmp_path, make):
+    ids = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        with join_group(rank=rank, ranks=2):
+            # One of the first rank is late, and two of the other.
+            hang = Hang(folder, {4, 9, 13}, **ONCE)
+            loader = make(Numbers(SIZE, hang), batch_size=4)
+            ids.append(list_ids(loader))
+    assert [len(batches) for batches in ids] == [6, 6]
+    assert sorted(flatten(flatten(ids))) == EVERY
+
+
+@pytest.mark.parametrize(
+    "max_wait_s",
+    [
+        0,
+        -1,
+        math.nan,
+        math.inf,
+        "5",
+        True,
+        [5],
+    ],
+    ids=str,
+)
+def test_a_longest_wait_that_is_none_is_refused(max_wait_s):
+    with pytest.raises(ColabUtilsError, match="expected max_wait_s over 0"):
+        make_loader(Numbers(4), batch_size=2, workers=1, max_wait_s=max_wait_s)
+
+
+def test_without_workers_a_longest_wait_is_refused():
+    with pytest.raises(ColabUtilsError, match="max_wait_s needs worker processes"):
+        make_loader(Numbers(4), batch_size=2, workers=0, max_wait_s=5)
+
+
+def test_numbers_of_numpy_are_taken(make):
+    loader = make(Numbers(4), max_wait_s=np.float32(30))
+    assert list_ids(loader) == [[0, 1], [2, 3]]
+
+
+def test_a_worker_that_dies_is_told_as_without_a_longest_wait(make):
+    def die(index):
+        if index == 6:
+            os._exit(3)
+
+    with pytest.raises(ColabUtilsError, match="exit code 3"):
+        list(make(Numbers(SIZE, die)))
+
+
+def test_an_error_of_a_late_sample_is_its_own(tmp_path, make):
+    hang = Hang(tmp_path, {5}, **ONCE)
+
+    def act(index):
+        hang(index)
+        if index == 5:
+            raise ColabUtilsError("expected a whole image, found half of 5.jpg")
+
+    with pytest.raises(ColabUtilsError, match=r"half of 5\.jpg"):
+        list(make(Numbers(SIZE, act)))
+
+
+# our datasets
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_loose_file_that_hangs_is_named(tiny_dataset, tmp_path, monkeypatch, make, streams):
+    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    hang = Hang(tmp_path, {3})
+    read = files.read_whole
+    name = dataset.find_path(3).name
+
+    def read_or_hang(path, **options):
+        hang(3 if path.name == name else 0)
+        return read(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", read_or_hang)
+    loader = make(dataset, max_bad=1, streams=streams)
+    with pytest.warns(ColabUtilsWarning, match=rf"Sample 3 \(.*{name}\) did not come"):
+        ids = flatten(list_ids(loader))
+    assert sorted(ids) == sorted(np.delete(dataset.image_ids, 3).tolist())
+    assert list_late(loader) == [3]
+
+
+@contextmanager
+def stop_mounts():
+    """Drive answers nothing: who reads hangs in the system, and cannot even be killed."""
+    children = psutil.Process().children()
+    servers = [child for child in children if SERVER.name in str(child.cmdline())]
+    assert servers
+    for server in servers:
+        server.suspend()
+    try:
+        yield servers[0]
+    finally:
+        for server in servers:
+            server.resume()
+
+
+def test_a_drive_that_answers_nothing_for_a_while_loses_no_sample(tiny_dataset, tmp_path, make):
+    with mount_or_skip(tiny_dataset.images, tmp_path / "drive", direct=True) as mount:
+        dataset = CocoFolder(mount.folder, tiny_dataset.annotations)
+        loader = make(dataset, streams=1, prefetch=1)
+        with stop_mounts() as server:
+            threading.Timer(1.6 * WAIT_S, server.resume).start()
+            ids = flatten(list_ids(loader))
+        assert sorted(ids) == sorted(loader.dataset.image_ids.tolist())
+        assert loader.late
+
+
+def test_processes_that_cannot_be_killed_are_not_waited_for(
+    tiny_dataset, tmp_path, monkeypatch, make
+):
+    monkeypatch.setattr(prefetcher, "_DEATH_S", 0.1)
+    with mount_or_skip(tiny_dataset.images, tmp_path / "drive", direct=True) as mount:
+        dataset = CocoFolder(mount.folder, tiny_dataset.annotations)
+        loader = make(dataset, streams=1)
+        with stop_mounts():
+            with pytest.raises(LateError, match="did not come within"):
+                list(loader)
+            assert multiprocessing.active_children() == []
+        # Drive answers again.
+        assert sorted(flatten(list_ids(loader))) == sorted(loader.dataset.image_ids.tolist())
+
+
+def test_a_shard_that_hangs_is_named_by_its_image(tiny_shards, tmp_path, monkeypatch, make):
+    dataset = ShardDataset(tiny_shards)
+    hang = Hang(tmp_path, {7})
+    read = ShardDataset.read_into
+
+    def read_or_hang(self, index, *memory):
+        hang(index)
+        read(self, index, *memory)
+
+    monkeypatch.setattr(ShardDataset, "read_into", read_or_hang)
+    loader = make(Subset(dataset, [9, 7, 5, 3]), max_bad=1)
+    with pytest.warns(ColabUtilsWarning, match=rf"Sample 1 \(image {dataset.image_ids[7]}\)"):
+        ids = flatten(list_ids(loader))
+    assert sorted(ids) == sorted(dataset.image_ids[[9, 5, 3]].tolist())
