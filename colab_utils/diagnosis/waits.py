@@ -33,6 +33,8 @@ _LEAST_LOOKS = 5
 _WORTH_A_WORD = 0.1
 # Of the cores are busy with a loop that waits for one: other programs have them.
 _LITTLE = 0.5
+# Of the time that workers would wait for a lock if they did nothing but take turns.
+_IN_TURN = 0.6
 # Workers that were at work for less than this part of the waits were idle.
 _IDLE = 0.5
 # What takes the time of samples, by the names of `find_wait`: the cause, and its words.
@@ -122,6 +124,10 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     largest = max(rest, key=lambda name: rest[name])
     if evidence.get("queue", 0.0) > sum(rest.values()):
         largest = "queue"
+    # Workers that only take turns wait for all others: two of them for half of the time.
+    in_turn = 1 - 1 / max(1, facts.workers)
+    if evidence.get("lock", 0.0) > _IN_TURN * in_turn * sum(evidence.values()) > 0:
+        largest = "lock"
     id, _ = _EVIDENCE[largest]
     cure = id
     busy = facts.cpu_s / loop_s

@@ -151,7 +151,7 @@ def test_settings_are_forecast_and_measured(quiet_machine):
     )
     found = _find(now)
     assert set(found) == {"workers", "persistent_workers", "prefetch"}
-    assert list(found)[0] == "workers"
+    assert next(iter(found)) == "workers"
     for fix in found.values():
         assert fix.forecast_images_per_second == pytest.approx(
             fix.measured_images_per_second, rel=0.3
