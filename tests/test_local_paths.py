@@ -110,6 +110,18 @@ CALLS = {
     "ShardDataset": colab_utils.ShardDataset,
     "ArrivingShards source": lambda url: colab_utils.ArrivingShards(url, "ssd"),
     "ArrivingShards target": lambda url: colab_utils.ArrivingShards("shards", url),
+    "open_dataset images": lambda url: colab_utils.open_dataset(
+        url, "a.json", drive="drive", ssd="ssd"
+    ),
+    "open_dataset annotations": lambda url: colab_utils.open_dataset(
+        "images", url, drive="drive", ssd="ssd"
+    ),
+    "open_dataset drive": lambda url: colab_utils.open_dataset(
+        "images", "a.json", drive=url, ssd="ssd"
+    ),
+    "open_dataset ssd": lambda url: colab_utils.open_dataset(
+        "images", "a.json", drive="drive", ssd=url
+    ),
     "train shards": lambda url: colab_utils.train(url, "run"),
     "train run": lambda url: colab_utils.train("shards", url),
     "train local": lambda url: colab_utils.train("shards", "run", local=url),

@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
-from colab_utils.processes import ThreadPool, start_thread
+from colab_utils.processes import ThreadPool, is_running, start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
 from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import remove_leftovers
@@ -139,13 +140,7 @@ class Arrival:
             most = min(most, max(1, int(self._limit / max(self._sizes) / 2)))
             if epoch % 2:
                 order = order[::-1]
-        windows: list[list[int]] = []
-        first = 0
-        while first < len(order):
-            window = order[first : first + min(most, max(1, first))]
-            windows.append(window)
-            first += len(window)
-        return windows
+        return group_windows(order, most)
 
     def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
         """Give None again and again until the shards of a batch are there, in an epoch of these
@@ -303,6 +298,83 @@ class Arrival:
             "error": str(self._error or ""),
         }
         write_file(self.target / STATUS_NAME, json.dumps(status).encode())
+
+
+def group_windows(order: list[int], most: int = COPY_STREAMS) -> list[list[int]]:
+    """Return shards in windows of as many as came before each, and of ``most`` at most.
+
+    Example:
+        >>> group_windows([3, 1, 2, 0, 4])
+        [[3], [1], [2, 0], [4]]
+    """
+    windows: list[list[int]] = []
+    first = 0
+    while first < len(order):
+        window = order[first : first + min(most, max(1, first))]
+        windows.append(window)
+        first += len(window)
+    return windows
+
+
+class ArrivedShards:
+    """The shards that are in a folder: any process sees it, by the file that whoever brings them
+    writes there.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder = folder
+        self.key = key
+        self._numbers: Collection[int] = ()
+
+    def __reduce__(self) -> Any:
+        return ArrivedShards, (self.folder, self.key)
+
+    def has(self, shards: Collection[int]) -> bool:
+        """Return whether these shards are there.
+
+        Raises:
+            ColabUtilsError: they are not, and nobody brings them any more.
+        """
+        if self._has(shards):
+            return True
+        status = self.look()
+        if not self._has(shards) and not is_running(status["pid"]):
+            # It may have ended with the last one.
+            status = self.look()
+        if self._has(shards):
+            return True
+        if status["error"]:
+            raise ColabUtilsError(status["error"])
+        if not is_running(status["pid"]):
+            raise ColabUtilsError(
+                f"expected shards to arrive in {self.folder}, found that the process that brings "
+                "them has ended: make the dataset again, it continues there"
+            )
+        return False
+
+    def wait_for(self, shard: int) -> None:
+        """Wait until a shard is there.
+
+        Raises:
+            ColabUtilsError: see `has`.
+        """
+        while not self.has([shard]):
+            sleep(POLL_S)
+
+    def look(self) -> dict[str, Any]:
+        """Read what is known of the shards; nothing once all are there."""
+        status = read_status(self.folder, self.key)
+        self._numbers = range(sys.maxsize)
+        if status:
+            self._numbers = frozenset(status["arrived"])
+        return status
+
+    def knows(self, shard: int) -> bool:
+        """Return whether a shard was there at the last look."""
+        return shard in self._numbers
+
+    def _has(self, shards: Collection[int]) -> bool:
+        return all(self.knows(shard) for shard in shards)
 
 
 def read_status(target: Path, key: str) -> dict[str, Any]:

@@ -239,6 +239,7 @@ class ShardDataset(CocoSamples):
         category_ids: label to COCO category id.
         image_ids: int64 [I].
         sizes: int32 [I, 2]: height and width in pixels.
+        counts: int64 [I]: objects of each image.
         has_objects: bool [I]: whether an image has an object to train on.
         objects: annotations that are trained on.
         left_out: the other ones: crowds, and boxes without area.
@@ -305,6 +306,7 @@ class ShardDataset(CocoSamples):
         self.image_ids = self._tables["image_ids"]
         self.sizes = self._tables["sizes"]
         counts = self._tables["counts"]
+        self.counts = counts
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
@@ -338,7 +340,7 @@ class ShardDataset(CocoSamples):
         """Height and width in pixels, without reading the image (torchvision's aspect-ratio
         grouping asks).
         """
-        height, width = self.sizes[self._check(index)].tolist()
+        height, width = self._tables["sizes"][self._check(index)].tolist()
         return height, width
 
     def read_packed(self, index: int) -> PackedSample:

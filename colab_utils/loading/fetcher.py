@@ -13,8 +13,10 @@ from torch.utils.data import Dataset, Subset
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arrival import Arrival
+from colab_utils.loading.background import Writing
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import BadSampleError, pack_samples
 from colab_utils.streams import StreamTrial
 
@@ -45,6 +47,7 @@ class Fetcher:
         arrival: of shards that are still copied, where they are.
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
         shards: how many there are.
+        max_bad: images that may turn out bad, where the dataset says so.
         reads_ahead: whether files of batches to come can be read while others are loaded.
     """
 
@@ -92,9 +95,10 @@ class Fetcher:
         own_streams = getattr(base, "streams", 1)
         width = own_streams if self.streams == "auto" else self.streams
         self.reads_ahead = isinstance(base, CocoFolder) and width != 1
-        self.arrival: Arrival | None = getattr(base, "arrival", None)
+        self.arrival: Arrival | Writing | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
+        self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
 
     def __len__(self) -> int:

@@ -165,7 +165,7 @@ def make_loader(
         image_dtype=image_dtype,
         seed=seed,
         transforms=transforms,
-        max_bad=max_bad,
+        max_bad=max(max_bad, fetcher.max_bad),
     )
     loader.rates = rates
     return loader

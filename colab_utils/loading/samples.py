@@ -22,6 +22,8 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
+    max_bad = 0
+    """Images that a loader leaves out where they turn out bad, with a warning each."""
 
     def _set_labels(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
         names = {category["id"]: category["name"] for category in categories}

@@ -58,7 +58,7 @@ def plan_memory(
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
     model = step.model
-    counts = dataset.describe(rows)["counts"]
+    counts = dataset.counts[rows]
     sizes = choose_sizes(model.transform, dataset.sizes[rows].tolist())
     heaviest = _find_heaviest(np.array(sizes), counts)
     if batch_size is None:
