@@ -165,66 +165,13 @@ def fork_pool(
         initializer(*arguments)
 
     pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
-    with _block_interrupts():
-        pool.begin()
-    return pool
-
-
-def fork_process(call: Callable[[], object], name: str) -> Any:
-    """Start a forked process that calls ``call``, and ends with this one.
-
-    Ctrl-C does not reach it, nor the processes that it starts. Return it, as ``multiprocessing``
-    has it.
-
-    Raises:
-        ColabUtilsError: The system starts no more processes.
-
-    Example:
-        >>> process = fork_process(int, "nothing")
-        >>> process.join()
-        >>> process.exitcode
-        0
-    """
-    require_linux("start a process")
-
-    def begin() -> None:
-        gc.freeze()
-        end_with_parent()
-        call()
-
-    process = multiprocessing.get_context("fork").Process(target=begin, name=name)
-    with _block_interrupts(), quiet_fork():
-        process.start()
-    return process
-
-
-@contextmanager
-def _block_interrupts() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach.
-
-    Blocked from the first moment on: a handler is set too late for a process that has only begun.
-    """
+    # Blocked from the first moment on: a handler is set too late for a process that has only begun.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        pool.begin()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def is_running(pid: int) -> bool:
-    """Return whether there is a process of this number that has not ended.
-
-    A zombie has ended: nobody has asked yet how. But its last threads may still hold its files.
-
-    Example:
-        >>> is_running(os.getpid())
-        True
-    """
-    try:
-        process = psutil.Process(pid)
-        return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
-    except psutil.Error:
-        return psutil.pid_exists(pid)
+    return pool
 
 
 def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:

@@ -124,6 +124,16 @@ CALLS = {
     ),
     "train shards": lambda url: colab_utils.train(url, "run"),
     "train run": lambda url: colab_utils.train("shards", url),
+    "train images": lambda url: colab_utils.train(
+        run="run", images=url, annotations="a.json", drive="drive", ssd="ssd"
+    ),
+    "train annotations": lambda url: colab_utils.train(
+        run="run", images="images", annotations=url, drive="drive", ssd="ssd"
+    ),
+    "train drive": lambda url: colab_utils.train(
+        run="run", images="images", annotations="a.json", drive=url, ssd="ssd"
+    ),
+    "train ssd": lambda url: colab_utils.train("shards", "run", ssd=url),
     "train local": lambda url: colab_utils.train("shards", "run", local=url),
     "train val_shards": lambda url: colab_utils.train("shards", "run", val_shards=url),
     "train weights": lambda url: colab_utils.train("shards", "run", weights=url),

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, Subset
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arrival import Arrival
-from colab_utils.loading.background import Writing
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.samples import CocoSamples
@@ -95,7 +94,7 @@ class Fetcher:
         own_streams = getattr(base, "streams", 1)
         width = own_streams if self.streams == "auto" else self.streams
         self.reads_ahead = isinstance(base, CocoFolder) and width != 1
-        self.arrival: Arrival | Writing | None = getattr(base, "arrival", None)
+        self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0

@@ -6,24 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from colab_utils.data.coco_json import read_fingerprint
-from colab_utils.drive import DriveLostError, Retries, explain_write
+from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import has_size
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.writing import WritingShards
+from colab_utils.loading.writing import Writing, WritingShards
 from colab_utils.require import require_count, require_local_path, require_number
-from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index
+from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.plan import count_processes, make_recipe, open_annotations
-from colab_utils.shards.write import ShardRun, count_allowed, find_common_recipe
+from colab_utils.shards.plan import make_recipe, open_annotations
+from colab_utils.shards.write import count_allowed, find_common_recipe
 from colab_utils.streams import require_streams
-
-# So many loose files are tried before training on them is offered.
-_TRIED_IMAGES = 4
 
 
 def open_dataset(
@@ -79,38 +74,33 @@ def open_dataset(
     images = require_local_path(images)
     annotations = require_local_path(annotations)
     ssd = require_local_path(ssd)
-    folders = [ssd]
-    if drive is not None:
-        drive = require_local_path(drive)
-        folders.insert(0, drive)
-        if os.path.realpath(drive) == os.path.realpath(ssd):
-            raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
-    limits = {"min_size": 800, "max_size": 1333, "shard_mb": shard_mb}
-    default = make_recipe("shrink", **limits)
+    drive = None if drive is None else require_local_path(drive)
+    if drive is not None and os.path.realpath(drive) == os.path.realpath(ssd):
+        raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
+    default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
     require_streams(streams)
-    seed = require_count("seed", seed, least=0)
+    require_count("seed", seed, least=0)
     fingerprint = Retries().run(partial(read_fingerprint, annotations))
-    is_on_ssd = _has_shards(ssd, fingerprint, look_at_files=True)
-    is_on_drive = drive is not None and _has_shards(drive, fingerprint, look_at_files=False)
+    is_on_ssd = _has_shards(ssd, fingerprint) and _has_all_files(ssd)
+    is_on_drive = drive is not None and _has_shards(drive, fingerprint)
     if is_on_ssd and (is_on_drive or drive is None):
         return ShardDataset(ssd, contiguous_labels=contiguous_labels)
     if drive is not None and is_on_drive:
-        return _copy_from_drive(drive, ssd, seed, contiguous_labels=contiguous_labels)
+        try:
+            _remove_mark(ssd)
+            return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
+        except ColabUtilsError as error:
+            shards = ShardDataset(drive, contiguous_labels=contiguous_labels)
+            _warn(error, f"the shards in {drive} themselves, which is slower")
+            return shards
     dataset = open_annotations(images, annotations)
-    run = ShardRun(
-        folder=ssd,
-        images=images,
-        dataset=dataset,
-        recipe=find_common_recipe(folders, dataset) or default,
-        processes=count_processes("auto"),
-        streams=streams,
-        max_bad=max_bad,
-        drive=drive,
-        seed=seed,
-    )
+    folders = [ssd] if drive is None else [drive, ssd]
+    recipe = find_common_recipe(folders, dataset) or default
     try:
-        return WritingShards(run, contiguous_labels=contiguous_labels)
+        writing = Writing(
+            ssd, drive, images, dataset, recipe, streams=streams, max_bad=max_bad, seed=seed
+        )
     except ColabUtilsError as error:
         if is_on_ssd:
             _warn(error, f"the shards in {ssd}, which are not sent to Drive")
@@ -119,14 +109,15 @@ def open_dataset(
             images, annotations, contiguous_labels=contiguous_labels, streams=streams
         )
         loose.max_bad = count_allowed(len(loose), max_bad)
-        if not _is_readable(loose):
-            raise
+        # Where there are no files either, this says so.
+        loose.read(0)
         _warn(error, f"the loose files in {images}, which is slower")
         return loose
+    return WritingShards(writing, dataset, max_bad=max_bad, contiguous_labels=contiguous_labels)
 
 
-def _has_shards(folder: Path, fingerprint: str, *, look_at_files: bool) -> bool:
-    """Return whether a folder has all shards of a dataset; on Drive its index says so.
+def _has_shards(folder: Path, fingerprint: str) -> bool:
+    """Return whether a folder has an index of all shards of a dataset.
 
     Raises:
         ColabUtilsError: it has those of another one.
@@ -134,44 +125,31 @@ def _has_shards(folder: Path, fingerprint: str, *, look_at_files: bool) -> bool:
     retries = Retries()
     if not retries.write(folder, (folder / INDEX_NAME).exists):
         return False
-    index: ShardIndex = read_index(folder, retries)
+    index = read_index(folder, retries)
     if index.fingerprint != fingerprint:
         raise ColabUtilsError(
             f"The shards in {folder} are of other annotations. Name another folder, or delete "
             "these shards if the annotations have changed."
         )
-    if look_at_files and not all(has_size(folder / name, size) for name, size, _ in index.files()):
-        return False
     return not index.partial
 
 
-def _copy_from_drive(drive: Path, ssd: Path, seed: int, *, contiguous_labels: bool) -> ShardDataset:
-    """Return shards that arrive; those on Drive, with a warning, where they cannot."""
-    try:
-        with explain_write(ssd):
-            if (ssd / WRITER_NAME).exists():
-                # A writer that was killed has left its mark, which is removed so.
-                with hold_folder(ssd):
-                    pass
-        return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
-    except DriveLostError:
-        raise
-    except ColabUtilsError as error:
-        _warn(error, f"the shards in {drive} themselves, which is slower")
-        return ShardDataset(drive, contiguous_labels=contiguous_labels)
+def _has_all_files(folder: Path) -> bool:
+    """Return whether all files of an index are there; on Drive, to ask takes minutes."""
+    return all(has_size(folder / name, size) for name, size, _ in read_index(folder).files())
 
 
-def _is_readable(loose: CocoFolder) -> bool:
-    """Return whether at least one of some images that are spread over the dataset can be read."""
-    for index in np.linspace(0, len(loose) - 1, _TRIED_IMAGES).astype(int).tolist():
-        try:
-            loose.read(index)
-        except ColabUtilsError:
-            continue
-        return True
-    return False
+def _remove_mark(folder: Path) -> None:
+    """Remove the mark of a writer that was killed.
+
+    Raises:
+        ColabUtilsError: the writer is at work.
+    """
+    if (folder / WRITER_NAME).exists():
+        with hold_folder(folder):
+            pass
 
 
 def _warn(error: ColabUtilsError, instead: str) -> None:
     text = f"{error} So training reads {instead}."
-    warnings.warn(text, ColabUtilsWarning, stacklevel=4)
+    warnings.warn(text, ColabUtilsWarning, stacklevel=3)

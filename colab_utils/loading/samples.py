@@ -36,6 +36,14 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         }
         self.num_classes = max(self.class_names, default=0) + 1
 
+    def _set_counts(self, counts: NDArray[np.int64]) -> None:
+        self.counts = counts
+        self.has_objects: NDArray[np.bool_] = counts > 0
+        self.objects = int(counts.sum())
+
+    def stop(self) -> None:
+        """End what brings the files of a dataset that is trained on meanwhile."""
+
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
         labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T
         return labels[np.searchsorted(ids, category_ids)]

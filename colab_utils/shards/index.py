@@ -93,16 +93,6 @@ class ShardIndex:
             yield from shard.files()
 
 
-def name_shard(number: int) -> str:
-    """Return the name of the tar of a shard.
-
-    Example:
-        >>> name_shard(7)
-        'shard-000007.tar'
-    """
-    return f"shard-{number:06d}.tar"
-
-
 def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex:
     """Read ``index.json`` of a folder of shards; where Drive fails, ``retries`` try again.
 

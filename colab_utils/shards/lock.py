@@ -13,11 +13,13 @@ from secrets import token_hex
 from tempfile import gettempdir
 from time import time
 
+import psutil
+
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, open_file, write_file
 from colab_utils.machine import require_linux
-from colab_utils.processes import is_running, start_thread
+from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
@@ -35,7 +37,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what killed processes wrote in part, here or on a machine that is gone."""
     for path in folder.glob(".*.part"):
         match = _PART.fullmatch(path.name)
-        if match and not is_running(int(match[1])):
+        if match and not _is_running(int(match[1])):
             path.unlink(missing_ok=True)
 
 
@@ -138,13 +140,24 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
         is_alive = mark in _marks
     else:
         # The lock is found by the folder's path; the same folder may be mounted at two of them.
-        is_alive = pid.isdecimal() and is_running(int(pid[:9]))
+        is_alive = pid.isdecimal() and _is_running(int(pid[:9]))
     if is_locked or (silent_s < _SILENT_S and is_alive):
         raise ColabUtilsError(
             f"expected no other writer in {path.parent}, found one at work there ({writer!r}). "
             "Let it end, or stop it and run the same: it continues. "
             f"(On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
         )
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether there is a process of this number that has not ended.
+
+    A zombie has ended: nobody has asked yet how.
+    """
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return psutil.pid_exists(pid)
 
 
 def _find_host() -> str:

@@ -5,15 +5,13 @@ A run that is interrupted leaves only finished shards; the same call continues a
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
-
-import numpy as np
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import describe_faults
@@ -23,14 +21,7 @@ from colab_utils.machine import require_space
 from colab_utils.processes import fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path, require_number
-from colab_utils.shards.index import (
-    INDEX_NAME,
-    ShardIndex,
-    SkippedImage,
-    name_shard,
-    read_index,
-    write_index,
-)
+from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
 from colab_utils.shards.jobs import (
     ShardJob,
     WorkerProgress,
@@ -44,9 +35,6 @@ from colab_utils.shards.plan import count_processes, make_recipe, open_annotatio
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes
-
-Report = Callable[[list[ShardIndex], int], object]
-"""Takes an index of each finished shard, and the number of images that are done."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +135,16 @@ def write_shards(
     require_number("max_bad", max_bad, least=0, most=1)
     require_streams(streams)
     dataset = open_annotations(images, annotations)
-    run = ShardRun(folder, images, dataset, recipe, processes, streams, max_bad)
-    index = find_finished(run)
+    retries = Retries()
+    index = retries.write(folder, _find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
-            run = begin_run(run)
-            with show_progress("preprocess", total=len(dataset), unit="image") as bar:
-                index = write_run(
-                    run,
-                    lambda done, images_done: bar.update(images_done - bar.n),
-                    executor=executor,
-                )
+            recipe = retries.write(folder, begin_folder, folder, images, dataset, recipe)
+            jobs = list_jobs(folder, images, dataset, recipe, streams)
+            with explain_write(folder):
+                done = _run_jobs(jobs, dataset, processes, executor, max_bad)
+            index = join_index(dataset, recipe, done)
+            retries.write(folder, write_index, folder, index)
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
@@ -169,41 +156,6 @@ def write_shards(
         crowds=dataset.crowds,
         faults=index.faults,
     )
-
-
-@dataclass(frozen=True)
-class ShardRun:
-    """Shards of one dataset, to be written into one folder."""
-
-    folder: Path
-    images: Path
-    dataset: CocoDataset
-    recipe: dict[str, Any]
-    """Settings; `begin_run` adds the number of images in a shard."""
-    processes: int
-    """Shards that are written at the same time."""
-    streams: int | str
-    """Files that each process reads at the same time."""
-    max_bad: float
-    """Share of bad images, and of bad objects, above which it stops."""
-    drive: Path | None = None
-    """Folder with finished shards of an earlier session, which are copied and not written again."""
-    seed: int | None = None
-    """Of the order in which the shards are written; None writes them one after the other."""
-
-    def list_shards(self) -> list[range]:
-        """Return the images of each shard, by their numbers in the dataset."""
-        count = self.recipe["images_per_shard"]
-        images = range(len(self.dataset))
-        return [images[first : first + count] for first in images[::count]]
-
-    def plan_order(self) -> list[int]:
-        """Return the numbers of the shards in the order in which they are written."""
-        count = len(self.list_shards())
-        if self.seed is None:
-            return list(range(count))
-        order: list[int] = np.random.default_rng(self.seed).permutation(count).tolist()
-        return order
 
 
 def find_recipe(folder: str | Path) -> dict[str, Any] | None:
@@ -270,91 +222,66 @@ def find_common_recipe(folders: Iterable[Path], dataset: CocoDataset) -> dict[st
     return recipe
 
 
-def find_finished(run: ShardRun) -> ShardIndex | None:
+def _find_finished(
+    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+) -> ShardIndex | None:
     """Return the index where nothing is to be done.
 
     No file is lost, no bad image was repaired, and no writer is left.
     """
-    return Retries().write(run.folder, _find_finished, run)
-
-
-def _find_finished(run: ShardRun) -> ShardIndex | None:
-    index = _find_own_run(run.folder, run.dataset, run.recipe)
-    if index is None or index.partial or (run.folder / WRITER_NAME).exists():
+    index = _find_own_run(folder, dataset, recipe)
+    if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
-    return index if is_complete(index, run.folder, run.images, run.dataset) else None
+    return index if is_complete(index, folder, images, dataset) else None
 
 
-def begin_run(run: ShardRun) -> ShardRun:
-    """Mark the folder, which this process holds, as unfinished; complete the recipe.
+def begin_folder(
+    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+) -> dict[str, Any]:
+    """Mark the folder as unfinished; return the recipe with the number of images in a shard.
 
     Looks for shards again: another writer may have finished since, with other data.
-
-    Raises:
-        ColabUtilsError: if the folder holds other data, or its disk is too small.
     """
-    recipe = Retries().write(run.folder, _begin_folder, run)
-    return replace(run, recipe=recipe)
-
-
-def _begin_folder(run: ShardRun) -> dict[str, Any]:
-    """Return the recipe with the number of images in a shard."""
-    recipe = run.recipe
-    index = _find_own_run(run.folder, run.dataset, recipe)
+    index = _find_own_run(folder, dataset, recipe)
     if index is not None:
         recipe = index.recipe
     elif "images_per_shard" not in recipe:
-        costs = try_images(run.images, run.dataset, recipe)
+        costs = try_images(images, dataset, recipe)
         mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
         cure = "name another folder, or store smaller images (--min-size)"
-        require_space(run.folder, mean * len(run.dataset), cure)
+        require_space(folder, mean * len(dataset), cure)
         recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
-    (run.folder / INDEX_NAME).unlink(missing_ok=True)
+    (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
 
-def write_run(run: ShardRun, report: Report, *, executor: Executor | None = None) -> ShardIndex:
-    """Write all shards that are not there, then the index, which is returned.
+def list_jobs(
+    folder: Path,
+    images: Path,
+    dataset: CocoDataset,
+    recipe: dict[str, Any],
+    streams: int | str,
+    drive: Path | None = None,
+) -> list[ShardJob]:
+    """Return one job for each shard, in the order of the dataset.
 
-    Args:
-        run: as `begin_run` gives it.
-        report: called again and again with an index of each shard that is finished, and the number
-            of images that are done; what it raises ends the run.
-        executor: as for `write_shards`.
-
-    Raises:
-        ColabUtilsError: as `write_shards`.
+    Finished shards of an earlier session are copied from ``drive``.
     """
-    jobs = _list_jobs(run)
-    ordered = [jobs[number] for number in run.plan_order()]
-    with explain_write(run.folder):
-        done = _run_jobs(ordered, run, report, executor)
-    done.sort(key=lambda part: part.shards[0].name)
-    index = ShardIndex(
-        fingerprint=run.dataset.fingerprint,
-        recipe=run.recipe,
-        categories=run.dataset.categories,
-        shards=tuple(shard for part in done for shard in part.shards if shard.images),
-        skipped=_join_skipped(done),
-        faults=dict(_sum_faults(done)),
-    )
-    Retries().write(run.folder, write_index, run.folder, index)
-    return index
-
-
-def _list_jobs(run: ShardRun) -> list[ShardJob]:
-    """Return one job for each shard, in the order of the dataset."""
     jobs = []
-    images = run.images.absolute()
-    for number, rows in enumerate(run.list_shards()):
-        path = run.folder.absolute() / name_shard(number)
-        part = run.dataset.subset(rows.start, rows.stop)
-        jobs.append(ShardJob(path, part, images, run.recipe, run.streams, run.drive))
+    count = recipe["images_per_shard"]
+    for number, first in enumerate(range(0, len(dataset), count)):
+        path = folder.absolute() / f"shard-{number:06d}.tar"
+        part = dataset.subset(first, min(first + count, len(dataset)))
+        jobs.append(ShardJob(path, part, images.absolute(), recipe, streams, drive))
     return jobs
 
 
 def _run_jobs(
-    jobs: list[ShardJob], run: ShardRun, report: Report, executor: Executor | None
+    jobs: list[ShardJob],
+    dataset: CocoDataset,
+    processes: int,
+    executor: Executor | None,
+    max_bad: float,
 ) -> list[ShardIndex]:
     """Write every shard, on the executor or on processes of our own; return an index of each.
 
@@ -362,14 +289,12 @@ def _run_jobs(
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or a
             process was ended.
     """
-    total = sum(len(job.dataset) for job in jobs)
-    objects = sum(len(job.dataset.ids) - job.dataset.crowds for job in jobs)
     context = multiprocessing.get_context("fork")
     images_done = context.Value("q", 0)
     progress = WorkerProgress(images_done, context.Event())
-    with ExitStack() as stack:
+    with show_progress("preprocess", total=len(dataset), unit="image") as bar, ExitStack() as stack:
         if executor is None:
-            pool = fork_pool(min(run.processes, len(jobs)), join_run, progress)
+            pool = fork_pool(min(processes, len(jobs)), join_run, progress)
             executor = stack.enter_context(pool)
         # After an error each worker of our own gives up at its next image.
         stack.callback(progress.stop.set)
@@ -384,10 +309,34 @@ def _run_jobs(
             count = sum(index.images + len(index.skipped) for index in done)
             # The workers count images of unfinished shards, too. Their number is read without its
             # lock, which a worker that was killed may hold.
-            report(done, max(count, images_done.get_obj().value))
-            _check_images(_join_skipped(done), total, run.max_bad)
-            _check_objects(_sum_faults(done), objects, run.max_bad)
+            bar.update(max(count, images_done.get_obj().value) - bar.n)
+            check_bad(dataset, done, max_bad)
     return done
+
+
+def join_index(
+    dataset: CocoDataset, recipe: dict[str, Any], done: Iterable[ShardIndex]
+) -> ShardIndex:
+    """Return the index of a folder, from those of all its shards."""
+    done = sorted(done, key=lambda part: part.shards[0].name)
+    return ShardIndex(
+        fingerprint=dataset.fingerprint,
+        recipe=recipe,
+        categories=dataset.categories,
+        shards=tuple(shard for part in done for shard in part.shards if shard.images),
+        skipped=_join_skipped(done),
+        faults=dict(_sum_faults(done)),
+    )
+
+
+def check_bad(dataset: CocoDataset, done: Iterable[ShardIndex], max_bad: float) -> None:
+    """Refuse more bad images or objects in finished shards than are allowed.
+
+    Raises:
+        ColabUtilsError: there are more.
+    """
+    _check_images(_join_skipped(done), len(dataset), max_bad)
+    _check_objects(_sum_faults(done), len(dataset.ids) - dataset.crowds, max_bad)
 
 
 def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.training.model import LIGHT_MODEL
 from colab_utils.training.sizes import choose_sizes
 from colab_utils.training.step import MOST_PARTS, TrainingStep
@@ -40,7 +40,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None
+    step: TrainingStep,
+    dataset: ShardDataset | CocoFolder,
+    rows: list[int],
+    *,
+    batch_size: int | None,
 ) -> MemoryPlan:
     """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
 
