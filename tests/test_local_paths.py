@@ -204,7 +204,7 @@ def list_path_options():
 
 def test_the_options_that_name_places_are_all_there():
     assert {command for command, _ in list_path_options()} == set(COMMANDS)
-    assert len(list_path_options()) == 31
+    assert len(list_path_options()) == 35
 
 
 @pytest.mark.parametrize(("command", "option"), list_path_options())

@@ -136,6 +136,21 @@ class Arrival:
         self.retries.stop.set()
         self._thread.join()
 
+    def wait(self) -> None:
+        """Wait until all is done.
+
+        Raises:
+            ColabUtilsError: it cannot be done.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether this is the process that brings the shards, and has not ended that."""
+        return self._thread.is_alive()
+
     @property
     def is_complete(self) -> bool:
         """Whether all shards have arrived, to stay."""

@@ -123,5 +123,14 @@ class ArrivingShards(ShardDataset):
         if self.arrival is not None:
             self.arrival.stop()
 
+    def wait(self) -> None:
+        """Wait until all shards are here; those that are written, on Drive, too.
+
+        Raises:
+            ColabUtilsError: some cannot be had.
+        """
+        if self.arrival is not None:
+            self.arrival.wait()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it

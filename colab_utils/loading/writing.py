@@ -1,10 +1,10 @@
 """Shards as a dataset that is trained on while they are still written from loose files."""
 
+import math
 import multiprocessing
 import os
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from time import perf_counter, process_time
@@ -14,19 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arrival import Arrival, ArrivedShards
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.readers import ShardFiles, load_shard
-from colab_utils.loading.targets import PackedSample
 from colab_utils.machine import count_cores
 from colab_utils.processes import ThreadPool, fork_pool
-from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.copy import COPY_STREAMS, Copying
-from colab_utils.shards.index import ShardIndex, ShardInfo, SkippedImage, write_index
+from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.jobs import (
     ShardJob,
     WorkerProgress,
@@ -35,7 +32,6 @@ from colab_utils.shards.jobs import (
     run_job,
 )
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.write import begin_folder, check_bad, count_allowed, join_index, list_jobs
 
 _LOWEST_PRIORITY = 19
@@ -95,16 +91,6 @@ class Writing(Arrival):
         self._sending.stop.set()
         super().stop()
 
-    def wait(self) -> None:
-        """Wait until all shards are written, and sent to Drive.
-
-        Raises:
-            ColabUtilsError: some could not be written, or sent.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
     def _run(self) -> None:
         with self._stack:
             super()._run()
@@ -137,17 +123,13 @@ class Writing(Arrival):
             self._sending.retries.write(self._drive, write_index, self._drive, index)
 
     def __str__(self) -> str:
-        text = f"{len(self._done)} of {len(self.jobs)} shards written"
-        if self._drive is not None:
-            sent = sum(sending.done() for sending in self._sendings)
-            text += f", {sent} of them sent to Drive"
-        if self.spans_s:
-            seconds = max(end_s for _, end_s in self.spans_s.values())
-            text += (
-                f"; the writing took {self.cpu_s / seconds:.1f} of {count_cores()} cores, which "
-                "nothing else needed"
-            )
-        return f"{text}; {self._error}" if self._error else text
+        sent = sum(sending.done() for sending in self._sendings)
+        seconds = max((end_s for _, end_s in self.spans_s.values()), default=math.inf)
+        return (
+            f"{len(self._done)} of {len(self.jobs)} shards written, {sent} sent to Drive; the "
+            f"writing took {self.cpu_s / seconds:.1f} of {count_cores()} cores, which nothing else "
+            "needed"
+        )
 
 
 def _join_writing(progress: WorkerProgress) -> None:
@@ -162,16 +144,13 @@ def _run_timed(job: ShardJob) -> tuple[ShardIndex, float]:
     return run_job(job), process_time() - began_s
 
 
-class WritingShards(ShardDataset):
+class WritingShards(ArrivingShards):
     """A `ShardDataset` whose shards are written in the background while it is used.
 
     What a loader must know before a shard is there comes from the annotations: the images, their
-    sizes, and which of them have objects. ``make_loader`` begins with the first shard that is
-    finished; every image comes once in each epoch, from the first one on. An image that turns out
-    bad is left out then, with a warning, up to ``max_bad`` of them. ``dataset[i]`` of a shard that
-    is not finished is made from its loose file, and the same.
-
-    Made by `open_dataset`.
+    sizes, and which of them have objects. An image that turns out bad is left out then, with a
+    warning, up to ``max_bad`` of them. All else is as with `ArrivingShards`. Made by
+    `open_dataset`.
 
     Attributes:
         arrival: the writing, see `Writing`; None in other processes.
@@ -187,10 +166,9 @@ class WritingShards(ShardDataset):
         contiguous_labels: bool = False,
     ) -> None:
         recipe = writing.jobs[0].recipe
-        self.arrival: Writing | None = writing
+        self.arrival = writing
         self._arrived = ArrivedShards(writing.target, writing.key)
-        self._jobs = writing.jobs
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[int, str] = {}
         self._files = ShardFiles(writing.target)
         self.transforms = None
         self.folder = writing.target
@@ -208,33 +186,17 @@ class WritingShards(ShardDataset):
         # The order of an epoch depends on them, so they stay.
         self.sizes = _plan_sizes(dataset, recipe)
 
-    def stop(self) -> None:
-        """End the writing at its next image; what is finished stays, and `open_dataset` continues
-        there.
-        """
-        if self.arrival is not None:
-            self.arrival.stop()
-
-    def wait(self) -> None:
-        """Wait until all shards are written, and sent to Drive.
-
-        Raises:
-            ColabUtilsError: some could not be written, or sent.
-        """
-        if self.arrival is not None:
-            self.arrival.wait()
-
     def __str__(self) -> str:
         return f"{super().__str__()}; {self.arrival}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "arrival": None}  # the writing stays in the process that began it
 
     def _check(self, index: int) -> int:
         """Return the number of an image, once its shard is there."""
         index = super()._check(index)
         shard = int(self.shard_of[index])
         if self._bits[shard] is None:
+            if self.arrival is not None and self.arrival.is_at_work:
+                # It is the next one that is written.
+                next(self.arrival.wait_for({shard}, [[shard]]), None)
             self._arrived.wait_for(shard)
             self._open_shard(shard)
         return index
@@ -248,9 +210,10 @@ class WritingShards(ShardDataset):
         self._tables["sizes"][rows] = 1
         if index is not None:
             arrays = load_shard(self.folder, index.shards[0], retries=Retries())
-            self._reasons.update({image.file_name: image.reason for image in index.skipped})
-            usable = rows[np.isin(self.image_ids[rows], arrays.image_ids)]
-            self._fill_tables(number, usable, arrays)
+            is_usable = np.isin(self.image_ids[rows], arrays.image_ids)
+            for row, image in zip(rows[~is_usable].tolist(), index.skipped, strict=True):
+                self._reasons[row] = f"{image.file_name}: {image.reason}"
+            self._fill_tables(number, rows[is_usable], arrays)
         elif path.exists():
             raise ColabUtilsError(
                 f"expected what was just written in {path}, found it damaged: run the same again, "
@@ -259,57 +222,22 @@ class WritingShards(ShardDataset):
         else:
             self._bits[number] = 0
 
-    def _find_job(self, index: int) -> tuple[ShardJob, int]:
-        """Return the job of an image's shard, and the image's number in it."""
-        shard = self.shard_of[index]
-        return self._jobs[shard], index - int(np.searchsorted(self.shard_of, shard))
-
-    def _require_usable(self, index: int) -> None:
+    def _read_tar(self, index: int, start: int, buffer: Any) -> None:
         if not self._image_spans[index, 1]:
-            job, place = self._find_job(index)
-            name = job.dataset.file_name(place)
-            raise _explain_bad(name, self._reasons.get(name, "as all images of its shard are"))
-
-    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of
-        that size.
-        """
-        self._require_usable(self._check(index))
-        super().read_into(index, pixels, bits)
-
-    def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
-        self._require_usable(index)
-        return super()._read_span(index, spans, part)
-
-    def read_packed(self, index: int) -> PackedSample:
-        """The sample with packed masks; made from its loose file before its shard is there."""
-        index = super()._check(index)
-        if self._arrived.has(int(self.shard_of[index])):
-            return super().read_packed(index)
-        job, place = self._find_job(index)
-        read = partial(read_image, job.images, job.dataset, place, Retries())
-        sample = try_sample(read, job.dataset, place, job.recipe)
-        if isinstance(sample, SkippedImage):
-            raise _explain_bad(sample.file_name, sample.reason)
-        image, record = sample.members
-        builder = ArraysBuilder()
-        builder.add(sample.record, (image.data, record.data), (0, 0))
-        tables = vars(builder.build())
-        tables["labels"] = self._map_labels(tables["labels"])
-        tables["mask_bytes"] = np.diff(tables["mask_ends"])
-        tables["iscrowd"] = np.zeros(len(tables["labels"]), np.int64)
-        names = self.describe([]).keys()
-        sample_tables = {name: tables[name] for name in names}
-        return PackedSample(decode_pixels(image.data), tables["bits"], sample_tables)
+            reason = self._reasons.get(index, "no image of its shard can be used")
+            raise ColabUtilsError(
+                f"Image {self.image_ids[index]} is bad and left out of the shards ({reason}). Run "
+                "check on the dataset."
+            )
+        super()._read_tar(index, start, buffer)
 
 
 def _plan_sizes(dataset: CocoDataset, recipe: dict[str, Any]) -> NDArray[np.int32]:
     """Return the sizes at which images are stored, int32 [I, 2], as far as annotations tell."""
-    limits = {name: recipe[name] for name in ("min_size", "max_size")}
-    # Of an image whose size is not known, a common one is assumed.
-    sizes = np.where(dataset.sizes > 0, dataset.sizes, recipe["min_size"])
+    sizes = np.maximum(dataset.sizes, 1)
     if recipe["storage"] == "keep":
-        return sizes.astype(np.int32)
+        return sizes
+    limits = {name: recipe[name] for name in ("min_size", "max_size")}
     return np.array([plan_size(*size, **limits) for size in sizes.tolist()], np.int32)
 
 
@@ -318,9 +246,3 @@ def _foresee_shard(job: ShardJob) -> ShardInfo:
     path = job.path
     arrays_name = path.with_suffix(".arrays").name
     return ShardInfo(path.name, len(job.dataset), 0, 0, "", arrays_name, 0, "", "")
-
-
-def _explain_bad(name: str, reason: str) -> ColabUtilsError:
-    return ColabUtilsError(
-        f"{name} is left out of the shards, as it is bad: {reason}. Run check on the dataset."
-    )

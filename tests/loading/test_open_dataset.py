@@ -137,7 +137,7 @@ def test_shards_of_the_ssd_that_are_not_on_drive_are_sent(tiny_dataset, referenc
     assert len(list_ids(make_loader(dataset, batch_size=5, workers=0))) == tiny_dataset.n
     dataset.wait()
     count = len(read_index(reference).shards)
-    text = f"{count} of {count} shards written, {count} of them sent to Drive; the writing took"
+    text = f"{count} of {count} shards written, {count} sent to Drive; the writing took"
     assert text in str(dataset)
     assert read_files(places["drive"]) == read_files(reference)
 
@@ -305,8 +305,9 @@ def test_a_bad_image_is_told_and_left_out(own_dataset, places):
         ids = list_ids(loader)
     loader.close()
     text = " ".join(str(warning.message) for warning in caught)
-    assert f"{names[0]} is left out of the shards, as it is bad: the file is missing" in text
-    assert f"{names[1]} is left out of the shards" in text
+    for place, name in zip((2, 7), names, strict=True):
+        image_id = coco.image_ids[place]
+        assert f"Image {image_id} is bad and left out of the shards ({name}: " in text
     assert sorted(ids) == sorted(np.delete(coco.image_ids, (2, 7)).tolist())
     dataset.wait()
     skipped = read_index(places["drive"]).skipped
@@ -325,7 +326,7 @@ def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
     for folder in places.values():
         shutil.rmtree(folder)
     dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1)
-    with pytest.warns(ColabUtilsWarning, match="as all images of its shard are"):
+    with pytest.warns(ColabUtilsWarning, match="no image of its shard can be used"):
         ids = list_ids(make_loader(dataset, batch_size=2, workers=0))
     assert sorted(ids) == sorted(np.delete(coco.image_ids, rows).tolist())
     dataset.wait()
@@ -337,7 +338,7 @@ def test_too_many_bad_images_end_in_one_message(own_dataset, places):
     coco = read_coco(annotations)
     (images / coco.file_name(4)).unlink()
     dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=0)
-    with pytest.raises(ColabUtilsError, match=r"found 1 so far|as it is bad: the file is missing"):
+    with pytest.raises(ColabUtilsError, match=r"found 1 so far|left out .* the file is"):
         list_ids(make_loader(dataset, batch_size=1, workers=0))
     dataset.stop()
 
@@ -399,7 +400,6 @@ def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, place
     ):
         dataset.wait()
     assert not (small_disk / "index.json").exists()
-    assert "No space left on device" in str(dataset)
     open_tiny(tiny_dataset, places).wait()
     assert read_files(places["drive"]) == read_files(reference)
 
