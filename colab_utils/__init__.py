@@ -28,6 +28,7 @@ __all__ = [  # noqa: RUF022
     "diagnose",
     "load_trained_model",
     "make_loader",
+    "open_dataset",
     "simulate",
     "train",
     "verify_shards",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from colab_utils.loading.arriving import ArrivingShards
     from colab_utils.loading.dataset import CocoFolder, ShardDataset
     from colab_utils.loading.loader import make_loader
+    from colab_utils.loading.opening import open_dataset
     from colab_utils.shards.copy import copy_shards
     from colab_utils.shards.verify import verify_shards
     from colab_utils.shards.write import write_shards
@@ -67,6 +69,7 @@ _MODULES = {
     "diagnose": "colab_utils.diagnosis.diagnose",
     "load_trained_model": "colab_utils.training.model",
     "make_loader": "colab_utils.loading.loader",
+    "open_dataset": "colab_utils.loading.opening",
     "simulate": "colab_utils.diagnosis.simulator",
     "train": "colab_utils.training.train",
     "verify_shards": "colab_utils.shards.verify",

@@ -347,18 +347,23 @@ def _add_copy_options(command: _Parser) -> None:
     _add_number(command, "--limit-gb", "most to hold there, GB: the first shards that fit")
 
 
-def _train(shards: str, run: str, **options: Any) -> Any:
-    """Train a torchvision Mask R-CNN on shards; continues where it stopped."""
+def _train(run: str, **options: Any) -> Any:
+    """Train a torchvision Mask R-CNN on shards or images; continues where it stopped."""
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
-    report = colab_utils.train(shards, run, **options, log=log)
+    report = colab_utils.train(run=run, **options, log=log)
     # Of several processes the first one speaks.
     return report if os.environ.get("RANK", "0") == "0" else None
 
 
 def _add_train_options(command: _Parser) -> None:
-    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    _add_path(command, "--shards", "DIR", "folder of shards")
+    _add_dataset(command)
+    _add_path(command, "--drive", "DIR", "folder on Drive for the shards of --images")
     _add_path(command, "--run", "DIR", "folder for checkpoints", required=True)
-    _add_path(command, "--local", "DIR", "folder on the SSD: copy the shards there while it trains")
+    _add_path(
+        command, "--ssd", "DIR", "folder on the SSD: copy or write the shards there while it trains"
+    )
+    _add_path(command, "--local", "DIR", "another name of --ssd")
     _add_number(command, "--limit-gb", "most to hold there, GB: shards take turns")
     _add_path(command, "--val-shards", "DIR", "shards to evaluate on: box and mask AP")
     _add_count(command, "--steps", "train for N steps in all")

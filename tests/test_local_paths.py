@@ -110,8 +110,30 @@ CALLS = {
     "ShardDataset": colab_utils.ShardDataset,
     "ArrivingShards source": lambda url: colab_utils.ArrivingShards(url, "ssd"),
     "ArrivingShards target": lambda url: colab_utils.ArrivingShards("shards", url),
+    "open_dataset images": lambda url: colab_utils.open_dataset(
+        url, "a.json", drive="drive", ssd="ssd"
+    ),
+    "open_dataset annotations": lambda url: colab_utils.open_dataset(
+        "images", url, drive="drive", ssd="ssd"
+    ),
+    "open_dataset drive": lambda url: colab_utils.open_dataset(
+        "images", "a.json", drive=url, ssd="ssd"
+    ),
+    "open_dataset ssd": lambda url: colab_utils.open_dataset(
+        "images", "a.json", drive="drive", ssd=url
+    ),
     "train shards": lambda url: colab_utils.train(url, "run"),
     "train run": lambda url: colab_utils.train("shards", url),
+    "train images": lambda url: colab_utils.train(
+        run="run", images=url, annotations="a.json", drive="drive", ssd="ssd"
+    ),
+    "train annotations": lambda url: colab_utils.train(
+        run="run", images="images", annotations=url, drive="drive", ssd="ssd"
+    ),
+    "train drive": lambda url: colab_utils.train(
+        run="run", images="images", annotations="a.json", drive=url, ssd="ssd"
+    ),
+    "train ssd": lambda url: colab_utils.train("shards", "run", ssd=url),
     "train local": lambda url: colab_utils.train("shards", "run", local=url),
     "train val_shards": lambda url: colab_utils.train("shards", "run", val_shards=url),
     "train weights": lambda url: colab_utils.train("shards", "run", weights=url),
@@ -182,7 +204,7 @@ def list_path_options():
 
 def test_the_options_that_name_places_are_all_there():
     assert {command for command, _ in list_path_options()} == set(COMMANDS)
-    assert len(list_path_options()) == 31
+    assert len(list_path_options()) == 35
 
 
 @pytest.mark.parametrize(("command", "option"), list_path_options())

@@ -65,6 +65,16 @@ def read_columns(path: Path) -> "tuple[str, Columns]":
     return fingerprint, columns
 
 
+def read_fingerprint(path: Path) -> str:
+    """Return the XXH3-128 of a COCO JSON in hexadecimal, without looking at its entries.
+
+    Raises:
+        ColabUtilsError: if there is no such file, or it is no text.
+    """
+    fingerprint, _ = _read_text(path)
+    return fingerprint
+
+
 def _read_text(path: Path) -> tuple[str, str]:
     """Return fingerprint and text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte
     order mark.

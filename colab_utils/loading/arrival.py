@@ -3,16 +3,18 @@
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
+import psutil
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
@@ -64,14 +66,12 @@ class Arrival:
         retries: Retries,
         limit_bytes: float = math.inf,
     ) -> None:
+        sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
+        self._prepare(target, sizes, workers=workers, seed=seed, retries=retries)
         self.source = source
-        self.target = target
         self.index = index
-        self.retries = retries
         self.rolls = limit_bytes < index.bytes
         self._limit = limit_bytes
-        self._workers = workers
-        self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         least = min(index.bytes, 2 * max(self._sizes, default=0))
         if math.isnan(limit_bytes) or limit_bytes < least:
             raise ColabUtilsError(
@@ -96,7 +96,21 @@ class Arrival:
                 files += shard.files()
         check_space(target, files, cached=is_on_drive(source))
         self._job = Copying(source, target, retries, overwrite=previous is not None or bool(status))
-        self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
+        with explain_write(target):
+            target.mkdir(parents=True, exist_ok=True)
+        self._begin()
+
+    def _prepare(
+        self, target: Path, sizes: list[int], *, workers: int, seed: int, retries: Retries
+    ) -> None:
+        """Note what there is to do: shards of these sizes, so many at a time, in a random order."""
+        self.target = target
+        self.retries = retries
+        self.rolls = False
+        self._limit = math.inf
+        self._workers = workers
+        self._sizes = sizes
+        self._order: list[int] = np.random.default_rng(seed).permutation(len(sizes)).tolist()
         self._wanted = self._order
         self._used: set[int] = set()
         self._moves: dict[int, Future[None]] = {}
@@ -104,8 +118,10 @@ class Arrival:
         self._error: ColabUtilsError | None = None
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
-        with explain_write(target):
-            target.mkdir(parents=True, exist_ok=True)
+
+    def _begin(self) -> None:
+        """Start the thread."""
+        with explain_write(self.target):
             self._write_status()
         try:
             self._thread = start_thread(self._run, "arrival")
@@ -117,13 +133,28 @@ class Arrival:
 
     def stop(self) -> None:
         """End at the next piece; what has arrived stays, and a copy made anew continues there."""
-        self._job.stop.set()
+        self.retries.stop.set()
         self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until all is done.
+
+        Raises:
+            ColabUtilsError: it cannot be done.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether this is the process that brings the shards, and has not ended that."""
+        return self._thread.is_alive()
 
     @property
     def is_complete(self) -> bool:
         """Whether all shards have arrived, to stay."""
-        return not self.rolls and len(self.spans_s) == len(self.index.shards)
+        return not self.rolls and len(self.spans_s) == len(self._sizes)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
         """The shards in the order of their arrival, in windows that are trained on one after
@@ -188,7 +219,7 @@ class Arrival:
                 remove_leftovers(self.target)
                 self._copy_all()
                 if self.is_complete:
-                    write_index(self.target, self.index)
+                    self._finish()
                     (self.target / STATUS_NAME).unlink(missing_ok=True)
                     return
         except CancelledError:
@@ -198,7 +229,7 @@ class Arrival:
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
         with self._lock:
             self._error = kind(
-                f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards in "
+                f"{error}; {len(self.spans_s)} of {len(self._sizes)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
             try:
@@ -206,6 +237,10 @@ class Arrival:
             except OSError:
                 with suppress(OSError):
                     (self.target / STATUS_NAME).unlink()  # or readers would wait for ever
+
+    def _finish(self) -> None:
+        """Do what comes after the last shard."""
+        write_index(self.target, self.index)
 
     def _copy_all(self) -> None:
         """Copy and remove shards until all are here; where they take turns, until the copy is
@@ -215,14 +250,14 @@ class Arrival:
             self._keep_what_fits()
         with ThreadPool(self._workers, thread_name_prefix="arrival") as pool:
             try:
-                while not self._job.stop.is_set() and not self.is_complete:
+                while not self.retries.stop.is_set() and not self.is_complete:
                     self._start_moves(pool)
-                    self._job.stop.wait(POLL_S)
+                    self.retries.stop.wait(POLL_S)
                     ended = [number for number, move in self._moves.items() if move.done()]
                     for number in ended:
                         self._moves.pop(number).result()
             finally:
-                self._job.stop.set()  # one failed: the others end, too
+                self.retries.stop.set()  # one failed: the others end, too
 
     def _keep_what_fits(self) -> None:
         """Keep the shards that an earlier session left, as far as there is room for them."""
@@ -268,9 +303,13 @@ class Arrival:
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
         for file in self.index.shards[number].files():
-            if self._job.stop.is_set():
+            if self.retries.stop.is_set():
                 raise CancelledError  # or the index would be written without this shard
             self._job.copy_file(*file)
+        self._note_shard(number, began_s)
+
+    def _note_shard(self, number: int, began_s: float) -> None:
+        """Tell all processes that a shard is there."""
         with self._lock:
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
             self._write_status()
@@ -303,6 +342,47 @@ class Arrival:
             "error": str(self._error or ""),
         }
         write_file(self.target / STATUS_NAME, json.dumps(status).encode())
+
+
+class ArrivedShards:
+    """The shards that have arrived in a folder, as an `Arrival` of this key tells any process."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder = folder
+        self.key = key
+        self._numbers: Collection[int] = ()
+
+    def __reduce__(self) -> Any:
+        return ArrivedShards, (self.folder, self.key)
+
+    def has(self, shard: int) -> bool:
+        """Return whether a shard is there.
+
+        Raises:
+            ColabUtilsError: it is not, and nobody brings it any more.
+        """
+        if shard in self._numbers:
+            return True
+        status = read_status(self.folder, self.key)
+        self._numbers = status.get("arrived", range(sys.maxsize))
+        if shard in self._numbers:
+            return True
+        if status["error"] or not psutil.pid_exists(status["pid"]):
+            raise ColabUtilsError(
+                status["error"]
+                or f"expected shards to arrive in {self.folder}, found that the process that "
+                "brings them has ended: make the dataset again, it continues there"
+            )
+        return False
+
+    def wait_for(self, shard: int) -> None:
+        """Wait until a shard is there.
+
+        Raises:
+            ColabUtilsError: see `has`.
+        """
+        while not self.has(shard):
+            sleep(POLL_S)
 
 
 def read_status(target: Path, key: str) -> dict[str, Any]:

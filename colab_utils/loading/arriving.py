@@ -1,18 +1,13 @@
 """Shards as a dataset that is trained on while they are still copied from Drive."""
 
 import math
-import sys
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from time import sleep
 from typing import Any
-
-import psutil
 
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arrival import POLL_S, Arrival, read_status
+from colab_utils.loading.arrival import Arrival, ArrivedShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
@@ -31,20 +26,19 @@ class _ArrivingFiles(ShardFiles):
     def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
         super().__init__(target)
         self._drive = ShardFiles(source)
-        self._key = key
         self._rolls = rolls
-        self._arrived: Collection[int] = ()
+        self._arrived = ArrivedShards(target, key)
 
     def __reduce__(self) -> Any:
         return partial(_ArrivingFiles, rolls=self._rolls), (
             self._drive.folder,
             self.folder,
-            self._key,
+            self._arrived.key,
         )
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         if not self._rolls:
-            self._wait_for(shard)
+            self._arrived.wait_for(shard)
         try:
             super().read_into(shard, name, start, buffer)
         except ColabUtilsError:
@@ -52,20 +46,6 @@ class _ArrivingFiles(ShardFiles):
                 raise
             self._open.close()  # it was removed, and may come back
             self._drive.read_into(shard, name, start, buffer)
-
-    def _wait_for(self, shard: int) -> None:
-        while shard not in self._arrived:
-            status = read_status(self.folder, self._key)
-            self._arrived = status.get("arrived", range(sys.maxsize))
-            if shard in self._arrived:
-                return
-            if status["error"] or not psutil.pid_exists(status["pid"]):
-                raise ColabUtilsError(
-                    status["error"]
-                    or f"expected shards to arrive in {self.folder}, found that the process that "
-                    "copied them has ended: make ArrivingShards again, it continues there"
-                )
-            sleep(POLL_S)
 
 
 class ArrivingShards(ShardDataset):
@@ -142,6 +122,15 @@ class ArrivingShards(ShardDataset):
         """
         if self.arrival is not None:
             self.arrival.stop()
+
+    def wait(self) -> None:
+        """Wait until all shards are here; those that are written, on Drive, too.
+
+        Raises:
+            ColabUtilsError: some cannot be had.
+        """
+        if self.arrival is not None:
+            self.arrival.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it

@@ -34,11 +34,17 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
-from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.loading.targets import (
+    PackedSample,
+    Target,
+    Transforms,
+    apply_transforms,
+    pack_target,
+)
 from colab_utils.os_errors import explain_os_error
 from colab_utils.reader import Reader
 from colab_utils.require import require_local_path
-from colab_utils.shards.arrays import ShardArrays, convert_boxes
+from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, make_tables
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.streams import StreamTrial, require_streams
 
@@ -88,6 +94,8 @@ class CocoFolder(CocoSamples):
         self.coco = open_coco(images, annotations)
         warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
+        self._set_counts(self.coco.count_objects())
+        self.left_out = self.coco.crowds
         self.image_ids = self.coco.image_ids
         self.sizes = self.coco.sizes
         self.fingerprint = self.coco.fingerprint
@@ -126,6 +134,10 @@ class CocoFolder(CocoSamples):
         labels = self._map_labels([a["category_id"] for a in annotations])
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
+
+    def read_packed(self, index: int) -> PackedSample:
+        """The sample with packed masks."""
+        return pack_target(*self[index])
 
     def read_ahead(self, indices: Iterable[int], streams: int | str = "auto") -> None:
         """Begin to read the files of these images, many at the same time.
@@ -241,6 +253,7 @@ class ShardDataset(CocoSamples):
         category_ids: label to COCO category id.
         image_ids: int64 [I].
         sizes: int32 [I, 2]: height and width in pixels.
+        counts: int64 [I]: objects of each image.
         has_objects: bool [I]: whether an image has an object to train on.
         objects: annotations that are trained on.
         left_out: the other ones: crowds, and boxes without area.
@@ -294,30 +307,39 @@ class ShardDataset(CocoSamples):
                 f"expected shards in {self.folder}, found an index of none: run preprocess again"
             )
 
-        def join(name: str) -> NDArray[Any]:
-            return np.concatenate([getattr(shard, name) for shard in shards])
+        images = [len(shard.image_ids) for shard in shards]
+        self._make_tables(images, np.concatenate([shard.counts for shard in shards]))
+        for number, shard in enumerate(shards):
+            self._fill_tables(number, np.flatnonzero(self.shard_of == number), shard)
+        self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
 
-        self.shard_of = np.repeat(
-            np.arange(len(shards)), [len(shard.image_ids) for shard in shards]
-        )
-        names = ("sizes", "image_ids", "counts", "boxes", "areas", "crops")
-        self._tables = {name: join(name) for name in names}
-        self._tables["labels"] = self._map_labels(join("labels"))
-        self._tables["mask_bytes"] = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
+    def _make_tables(self, images: list[int], counts: NDArray[np.int64]) -> None:
+        """Make tables of so many images in each shard, and of so many objects in each image."""
+        self.shard_of = np.repeat(np.arange(len(images)), images)
+        self._set_counts(counts)
+        self._tables = make_tables(len(counts), self.objects)
+        self._tables["mask_bytes"] = np.zeros(self.objects, np.int64)
         self.image_ids = self._tables["image_ids"]
         self.sizes = self._tables["sizes"]
-        counts = self._tables["counts"]
-        self.has_objects: NDArray[np.bool_] = counts > 0
-        self.objects = int(counts.sum())
-        self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
-        self._image_spans = join("image_spans")
-        self._record_spans = join("record_spans")
-        self._checks = join("checks")
+        self._image_spans = self._tables["image_spans"]
+        self._record_spans = self._tables["record_spans"]
+        self._checks = self._tables["checks"]
         self._first = np.cumsum(counts) - counts
         # where the bits of each image start in its shard's file; bits that were made again are held
-        starts = [shard.mask_ends[np.cumsum(shard.counts) - shard.counts] for shard in shards]
-        self._bits = [shard.bits for shard in shards]
-        self._bit_starts = np.concatenate(starts)
+        self._bit_starts = np.zeros(len(counts), np.int64)
+        self._bits: list[Any] = [None] * len(images)
+
+    def _fill_tables(self, number: int, rows: NDArray[np.int64], shard: ShardArrays) -> None:
+        """Fill the rows of a shard's images with what it holds."""
+        objects = np.repeat(self._first[rows], shard.counts) + number_within(shard.counts)
+        for name in IMAGE_TABLES:
+            self._tables[name][rows] = getattr(shard, name)
+        for name in ("boxes", "areas", "crops"):
+            self._tables[name][objects] = getattr(shard, name)
+        self._tables["labels"][objects] = self._map_labels(shard.labels)
+        self._tables["mask_bytes"][objects] = np.diff(shard.mask_ends)
+        self._bit_starts[rows] = shard.mask_ends[np.cumsum(shard.counts) - shard.counts]
+        self._bits[number] = shard.bits
 
     def __str__(self) -> str:
         return (
@@ -340,7 +362,7 @@ class ShardDataset(CocoSamples):
         """Height and width in pixels, without reading the image (torchvision's aspect-ratio
         grouping asks).
         """
-        height, width = self.sizes[self._check(index)].tolist()
+        height, width = self._tables["sizes"][self._check(index)].tolist()
         return height, width
 
     def read_packed(self, index: int) -> PackedSample:

@@ -15,6 +15,7 @@ from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import BadSampleError, pack_samples
 from colab_utils.streams import StreamTrial
 
@@ -49,6 +50,7 @@ class Fetcher:
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
         shards: how many there are.
         reads_batches: whether the dataset reads all samples of a batch at once.
+        max_bad: images that may turn out bad, where the dataset says so.
         reads_ahead: whether files of batches to come can be read while others are loaded.
     """
 
@@ -99,6 +101,7 @@ class Fetcher:
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
+        self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
 
     def __len__(self) -> int:

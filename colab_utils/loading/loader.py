@@ -180,7 +180,7 @@ def make_loader(
         image_dtype=image_dtype,
         seed=seed,
         transforms=transforms,
-        max_bad=max_bad,
+        max_bad=max(max_bad, fetcher.max_bad),
         max_wait_s=max_wait_s,
     )
     loader.rates = rates

@@ -22,6 +22,8 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
+    max_bad = 0
+    """Images that a loader leaves out where they turn out bad, with a warning each."""
 
     def _set_labels(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
         names = {category["id"]: category["name"] for category in categories}
@@ -33,6 +35,14 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
             label: names[number] for label, number in self.category_ids.items()
         }
         self.num_classes = max(self.class_names, default=0) + 1
+
+    def _set_counts(self, counts: NDArray[np.int64]) -> None:
+        self.counts = counts
+        self.has_objects: NDArray[np.bool_] = counts > 0
+        self.objects = int(counts.sum())
+
+    def stop(self) -> None:
+        """End what brings the files of a dataset that is trained on meanwhile."""
 
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
         labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T

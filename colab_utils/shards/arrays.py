@@ -71,8 +71,7 @@ class ShardArrays:
     """
 
 
-# The type of each table of images, and how many numbers a row has (none: one number, and no list).
-_IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "image_ids": (np.int64, ()),
     "sizes": (np.int32, (2,)),
     "counts": (np.int64, ()),
@@ -80,6 +79,8 @@ _IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "image_spans": (np.int64, (2,)),
     "record_spans": (np.int64, (2,)),
 }
+"""The type of each table of images, and how many numbers a row has (none: one number, and no list).
+"""
 
 # The same of the tables of objects.
 _OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
@@ -90,11 +91,25 @@ _OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
 }
 
 
+def make_tables(images: int, objects: int) -> dict[str, NDArray[Any]]:
+    """Return tables of zeros for so many images and objects, by name.
+
+    Example:
+        >>> make_tables(2, 5)["boxes"].shape
+        (5, 4)
+    """
+    tables: dict[str, NDArray[Any]] = {}
+    for rows, kinds in ((images, IMAGE_TABLES), (objects, _OBJECT_TABLES)):
+        for name, (kind, shape) in kinds.items():
+            tables[name] = np.zeros((rows, *shape), kind)
+    return tables
+
+
 class ArraysBuilder:
     """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[Any]] = {name: [] for name in _IMAGE_TABLES | _OBJECT_TABLES}
+        self._rows: dict[str, list[Any]] = {name: [] for name in IMAGE_TABLES | _OBJECT_TABLES}
         self._mask_lengths: list[int] = []
         self._bits = [np.zeros(0, np.uint8)]
 
@@ -132,7 +147,7 @@ class ArraysBuilder:
     def build(self) -> ShardArrays:
         """Return the arrays of all records added so far."""
         tables = {}
-        for name, (kind, shape) in (_IMAGE_TABLES | _OBJECT_TABLES).items():
+        for name, (kind, shape) in (IMAGE_TABLES | _OBJECT_TABLES).items():
             tables[name] = np.array(self._rows[name], kind).reshape(-1, *shape)
         mask_ends = np.cumsum([0, *self._mask_lengths], dtype=np.int64)
         return ShardArrays(**tables, mask_ends=mask_ends, bits=np.concatenate(self._bits))

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import Retries
+from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
 from colab_utils.reader import Reader, Reading
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
+from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.records import read_image, try_sample
 
@@ -42,6 +43,8 @@ class ShardJob(NamedTuple):
     recipe: dict[str, Any]
     streams: int | str = "auto"
     """Files that the process reads at the same time."""
+    drive: Path | None = None
+    """Folder that may hold the finished shard, to be copied."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def write_shard(job: ShardJob, progress: WorkerProgress) -> ShardIndex:
     folder = job.path.parent
     retries = Retries(progress.stop)
     finished = retries.write(folder, _find_shard, job)
+    if finished is None and job.drive is not None:
+        finished = _copy_shard(job, job.drive, retries)
     if finished is not None:
         progress.add(len(job.dataset))
         return finished
@@ -145,6 +150,25 @@ def _find_shard(job: ShardJob) -> ShardIndex | None:
     if index.fingerprint != job.dataset.fingerprint or index.recipe != job.recipe:
         return None
     return index if is_complete(index, job.path.parent, job.images, job.dataset) else None
+
+
+def _copy_shard(job: ShardJob, drive: Path, retries: Retries) -> ShardIndex | None:
+    """Copy the finished shard of an earlier session; return None where there is none.
+
+    A damaged one is written anew.
+    """
+    index = retries.run(partial(_find_shard, job._replace(path=drive / job.path.name)))
+    if index is None:
+        return None
+    copying = Copying(drive, job.path.parent, retries, overwrite=True)
+    try:
+        for name, size, checksum in index.files():
+            copying.copy_file(name, size, checksum)
+    except DriveLostError:
+        raise
+    except ColabUtilsError:
+        return None
+    return index
 
 
 def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], bytes]:

@@ -5,7 +5,7 @@ A run that is interrupted leaves only finished shards; the same call continues a
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -141,11 +141,11 @@ def write_shards(
     index = retries.write(folder, _find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
-            recipe = retries.write(folder, _begin_folder, folder, images, dataset, recipe)
-            jobs = _list_jobs(folder, images, dataset, recipe, streams)
+            recipe = retries.write(folder, begin_folder, folder, images, dataset, recipe)
+            jobs = list_jobs(folder, images, dataset, recipe, streams)
             with explain_write(folder):
-                run = partial(_run_jobs, processes=processes, executor=executor, max_bad=max_bad)
-                done = run(jobs)
+                run = partial(_run_jobs, jobs, dataset, processes, executor, max_bad)
+                done = run()
                 missing = [
                     images / image.file_name
                     for image in _join_skipped(done)
@@ -153,16 +153,9 @@ def write_shards(
                 ]
                 if retries.find_again(missing):
                     # Their shards are written again, and the others are found finished.
-                    done = run(jobs)
-                _check_images(_join_skipped(done), len(dataset), max_bad)
-            index = ShardIndex(
-                fingerprint=dataset.fingerprint,
-                recipe=recipe,
-                categories=dataset.categories,
-                shards=tuple(shard for part in done for shard in part.shards if shard.images),
-                skipped=_join_skipped(done),
-                faults=dict(_sum_faults(done)),
-            )
+                    done = run()
+                check_bad(dataset, done, max_bad)
+            index = join_index(dataset, recipe, done)
             retries.write(folder, write_index, folder, index)
     return ShardReport(
         images=index.images,
@@ -236,6 +229,20 @@ def _find_own_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) ->
     return index
 
 
+def find_common_recipe(folders: Iterable[Path], dataset: CocoDataset) -> dict[str, Any]:
+    """Return the recipe of the shards of a dataset in these folders; an empty one without shards.
+
+    Raises:
+        ColabUtilsError: if a folder holds something else, or shards of another recipe.
+    """
+    recipe: dict[str, Any] = {}
+    for folder in folders:
+        index = Retries().write(folder, _find_own_run, folder, dataset, recipe)
+        if index is not None:
+            recipe = index.recipe
+    return recipe
+
+
 def _find_finished(
     folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> ShardIndex | None:
@@ -249,7 +256,7 @@ def _find_finished(
     return index if is_complete(index, folder, images, dataset) else None
 
 
-def _begin_folder(
+def begin_folder(
     folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> dict[str, Any]:
     """Mark the folder as unfinished; return the recipe with the number of images in a shard.
@@ -259,7 +266,7 @@ def _begin_folder(
     index = _find_own_run(folder, dataset, recipe)
     if index is not None:
         recipe = index.recipe
-    else:
+    elif "images_per_shard" not in recipe:
         costs = try_images(images, dataset, recipe)
         mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
         cure = "name another folder, or store smaller images (--min-size)"
@@ -269,25 +276,33 @@ def _begin_folder(
     return recipe
 
 
-def _list_jobs(
+def list_jobs(
     folder: Path,
     images: Path,
     dataset: CocoDataset,
     recipe: dict[str, Any],
     streams: int | str,
+    drive: Path | None = None,
 ) -> list[ShardJob]:
-    """Return one job for each shard, in the order of the dataset."""
+    """Return one job for each shard, in the order of the dataset.
+
+    Finished shards of an earlier session are copied from ``drive``.
+    """
     jobs = []
     count = recipe["images_per_shard"]
     for number, first in enumerate(range(0, len(dataset), count)):
         path = folder.absolute() / f"shard-{number:06d}.tar"
         part = dataset.subset(first, min(first + count, len(dataset)))
-        jobs.append(ShardJob(path, part, images.absolute(), recipe, streams))
+        jobs.append(ShardJob(path, part, images.absolute(), recipe, streams, drive))
     return jobs
 
 
 def _run_jobs(
-    jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float
+    jobs: list[ShardJob],
+    dataset: CocoDataset,
+    processes: int,
+    executor: Executor | None,
+    max_bad: float,
 ) -> list[ShardIndex]:
     """Write every shard, on the executor or on processes of our own; return an index of each.
 
@@ -295,15 +310,13 @@ def _run_jobs(
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or a
             process was ended.
     """
-    total = sum(len(job.dataset) for job in jobs)
-    objects = sum(len(job.dataset.ids) - job.dataset.crowds for job in jobs)
     context = multiprocessing.get_context("fork")
     # What Drive does not show is looked for again at the end.
     is_patient = is_on_drive(jobs[0].images)
     with explain_shared_memory():
         images_done = context.Value("q", 0)
         progress = WorkerProgress(images_done, context.Event())
-    with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
+    with show_progress("preprocess", total=len(dataset), unit="image") as bar, ExitStack() as stack:
         if executor is None:
             pool = fork_pool(min(processes, len(jobs)), join_run, progress)
             executor = stack.enter_context(pool)
@@ -321,12 +334,48 @@ def _run_jobs(
             # The workers count images of unfinished shards, too. Their number is read without its
             # lock, which a worker that was killed may hold.
             bar.update(max(count, images_done.get_obj().value) - bar.n)
-            skipped = _join_skipped(done)
-            if is_patient:
-                skipped = tuple(image for image in skipped if image.reason != MISSING)
-            _check_images(skipped, total, max_bad)
-            require_sound_objects(_sum_faults(done), objects, max_bad)
+            check_bad(dataset, done, max_bad, is_patient=is_patient)
     return done
+
+
+def join_index(
+    dataset: CocoDataset, recipe: dict[str, Any], done: Iterable[ShardIndex]
+) -> ShardIndex:
+    """Return the index of a folder, from those of all its shards."""
+    done = sorted(done, key=lambda part: part.shards[0].name)
+    return ShardIndex(
+        fingerprint=dataset.fingerprint,
+        recipe=recipe,
+        categories=dataset.categories,
+        shards=tuple(shard for part in done for shard in part.shards if shard.images),
+        skipped=_join_skipped(done),
+        faults=dict(_sum_faults(done)),
+    )
+
+
+def check_bad(
+    dataset: CocoDataset,
+    done: Collection[ShardIndex],
+    max_bad: float,
+    *,
+    is_patient: bool = False,
+) -> None:
+    """Refuse more bad images or objects in finished shards than are allowed.
+
+    Args:
+        dataset: all annotations.
+        done: indexes of the shards that are finished.
+        max_bad: the share that is allowed.
+        is_patient: whether images that are missing do not count yet.
+
+    Raises:
+        ColabUtilsError: there are more.
+    """
+    skipped = _join_skipped(done)
+    if is_patient:
+        skipped = tuple(image for image in skipped if image.reason != MISSING)
+    _check_images(skipped, len(dataset), max_bad)
+    require_sound_objects(_sum_faults(done), len(dataset.ids) - dataset.crowds, max_bad)
 
 
 def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:

@@ -1,5 +1,6 @@
 """The images of a run: its shards, whole or still arriving, and those that it is evaluated on."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.opening import open_dataset
 from colab_utils.training.ranks import Ranks
 
 
@@ -19,12 +21,33 @@ from colab_utils.training.ranks import Ranks
 class OpenData:
     """The images that a run trains on, and those that it is evaluated on."""
 
-    dataset: ShardDataset
+    dataset: ShardDataset | CocoFolder
     """All images, with labels from 1 on."""
     rows: list[int]
     """Those of the images that have objects: they are trained on."""
     validation: ShardDataset | None
     """The images that the average precision is measured on."""
+    is_loose: bool = False
+    """Whether the images are loose files, some of which turn out bad as they become shards."""
+
+    def match_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return where a loader stood, for these images.
+
+        Where others turned out bad, or shards were trained on and are gone, its epoch begins anew.
+        """
+        has_shards = isinstance(self.dataset, ShardDataset)
+        is_same = state["images"] == len(self.rows) and (has_shards or not state["joined"])
+        if not self.is_loose or is_same:
+            return state
+        warnings.warn(
+            f"expected the {state['images']} images that the run was begun with, found "
+            f"{len(self.rows)}, as others turned out bad or are not in shards yet: its epoch "
+            "begins anew",
+            ColabUtilsWarning,
+            stacklevel=3,
+        )
+        images = {"images": len(self.rows), "batch": 0, "joined": [], "left": []}
+        return {**state, **images}
 
     def describe(self) -> dict[str, Any]:
         """Return what must be the same in all processes, or they would share no batches."""
@@ -44,55 +67,97 @@ class OpenData:
         return facts
 
 
+@dataclass(frozen=True)
+class DataSource:
+    """Where the images of a run lie: shards, or loose files that become shards meanwhile."""
+
+    shards: str | Path | None = None
+    images: str | Path | None = None
+    annotations: str | Path | None = None
+    drive: str | Path | None = None
+    """Folder for the shards of loose files, on Drive."""
+    ssd: str | Path | None = None
+    """Folder for the shards, on this machine's disk."""
+    limit_gb: float | None = None
+
+    def check(self) -> None:
+        """Refuse a source that names no data, or two."""
+        others = (self.images, self.annotations, self.drive)
+        if self.shards is not None:
+            is_sound = others == (None, None, None)
+        else:
+            is_sound = None not in (self.images, self.annotations, self.ssd)
+            is_sound = is_sound and self.limit_gb is None
+        if not is_sound:
+            raise ColabUtilsError(
+                "The data of a run are either shards, or images and annotations with the folders "
+                "drive and ssd for their shards. Name one of the two; limit_gb is of shards alone."
+            )
+
+    def open(self, seed: int) -> ShardDataset | CocoFolder:
+        """Open the nearest form of the images."""
+        if self.images is not None and self.annotations is not None and self.ssd is not None:
+            return open_dataset(
+                self.images,
+                self.annotations,
+                drive=self.drive,
+                ssd=self.ssd,
+                seed=seed,
+                contiguous_labels=True,
+            )
+        shards = str(self.shards)
+        if self.ssd is None:
+            return ShardDataset(shards, contiguous_labels=True)
+        return ArrivingShards(
+            shards, self.ssd, limit_gb=self.limit_gb, contiguous_labels=True, seed=seed
+        )
+
+
 @contextmanager
 def open_data(
-    shards: str | Path,
+    source: DataSource,
     *,
-    local: str | Path | None,
-    limit_gb: float | None,
     val_shards: str | Path | None,
     seed: int,
     ranks: Ranks,
 ) -> Iterator[OpenData]:
-    """Open the images of a run; end the copying to ``local`` afterwards, if there is any.
+    """Open the images of a run; end what is copied or written meanwhile afterwards.
 
     Raises:
         ColabUtilsError: No image with objects, or validation images of other categories.
     """
-    if local is None:
-        yield _find_images(ShardDataset(shards, contiguous_labels=True), shards, val_shards)
-        return
-    if ranks.count > 1:
+    if source.ssd is not None and ranks.count > 1:
         raise ColabUtilsError(
             f"expected one process to train while its shards are copied, found {ranks.count}. "
-            "Copy them first, on every machine, and train without `local`."
+            "Copy them first, on every machine, and train without `local` and `ssd`."
         )
-    dataset = ArrivingShards(shards, local, limit_gb=limit_gb, contiguous_labels=True, seed=seed)
+    dataset = source.open(seed)
     try:
-        yield _find_images(dataset, shards, val_shards)
+        yield _find_images(dataset, source, val_shards)
     finally:
         dataset.stop()
 
 
 def _find_images(
-    dataset: ShardDataset,
-    shards: str | Path,
+    dataset: ShardDataset | CocoFolder,
+    source: DataSource,
     val_shards: str | Path | None,
 ) -> OpenData:
     """Return the dataset with the rows of its images with objects, and the validation images."""
+    place = source.shards or source.images
     validation = None
     if val_shards:
         validation = ShardDataset(val_shards, contiguous_labels=True)
         if validation.category_ids != dataset.category_ids:
             raise ColabUtilsError(
-                f"expected the same category ids in {val_shards} as in {shards}, found others "
+                f"expected the same category ids in {val_shards} as in {place}, found others "
                 f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
                 "Make both from annotations with the same categories."
             )
     rows = np.flatnonzero(dataset.has_objects).tolist()
     if not rows:
         raise ColabUtilsError(
-            f"expected images with objects in {shards}, found none in {len(dataset)} images. "
+            f"expected images with objects in {place}, found none in {len(dataset)} images. "
             "Check the annotations that the shards were made from."
         )
-    return OpenData(dataset, rows, validation)
+    return OpenData(dataset, rows, validation, is_loose=source.shards is None)

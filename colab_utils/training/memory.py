@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, open_batch, write_batch
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.training.model import LIGHT_MODEL
 from colab_utils.training.sizes import choose_sizes
 from colab_utils.training.step import MOST_PARTS, TrainingStep
@@ -41,7 +41,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None
+    step: TrainingStep,
+    dataset: ShardDataset | CocoFolder,
+    rows: list[int],
+    *,
+    batch_size: int | None,
 ) -> MemoryPlan:
     """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
 
@@ -60,7 +64,7 @@ def plan_memory(
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
     model = step.model
-    counts = dataset.describe(rows)["counts"]
+    counts = dataset.counts[rows]
     sizes = choose_sizes(model.transform, dataset.sizes[rows].tolist())
     heaviest = _find_heaviest(np.array(sizes), counts)
     if batch_size is None:
@@ -104,8 +108,13 @@ class _BlankImages:
         bits[:] = 0xFF
 
 
-def _make_batch(dataset: ShardDataset, indices: Sequence[int]) -> PackedBatch:
-    """Return a batch of as many pixels and objects as these images have."""
+def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> PackedBatch:
+    """Return a batch of as many pixels and objects as these images have.
+
+    Of loose files nothing is known of the masks' sizes: these are read.
+    """
+    if isinstance(dataset, CocoFolder):
+        return collate_packed([dataset.read_packed(index) for index in indices])
     shape, memory = write_batch(
         _BlankImages(dataset), indices, lambda size: np.empty(size, np.uint8)
     )

@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 from colab_utils import __version__
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
@@ -21,7 +22,7 @@ from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
-from colab_utils.training.data import OpenData, open_data
+from colab_utils.training.data import DataSource, OpenData, open_data
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.norms import Norms
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
@@ -47,9 +48,13 @@ _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
 
 def train(
-    shards: str | Path,
-    run: str | Path,
+    shards: str | Path | None = None,
+    run: str | Path | None = None,
     *,
+    images: str | Path | None = None,
+    annotations: str | Path | None = None,
+    drive: str | Path | None = None,
+    ssd: str | Path | None = None,
     local: str | Path | None = None,
     limit_gb: float | None = None,
     val_shards: str | Path | None = None,
@@ -88,9 +93,16 @@ def train(
         run: Folder for the checkpoints, which one ``train`` at a time writes into. While Drive does
             not answer they wait on this machine's disk, and are sent at the end of the run at the
             latest.
-        local: Folder on the SSD, where ``shards`` lie on Drive: they are copied there during
-            training, which begins with the first one that has arrived.
-        limit_gb: The most that they may take in ``local``, in GB, where the disk is smaller than
+        images: Image folder, in place of ``shards``: training begins at once, see
+            ``open_dataset``.
+        annotations: COCO instance JSON of ``images``.
+        drive: Folder on Drive for the shards that are made of ``images``; the next session begins
+            with them.
+        ssd: Folder on the SSD, where ``shards`` lie on Drive: they are copied there during
+            training, which begins with the first one that has arrived. Of ``images`` it gets the
+            shards.
+        local: Another name of ``ssd``.
+        limit_gb: The most that they may take in ``ssd``, in GB, where the disk is smaller than
             all of them.
         val_shards: Shards to measure the average precision on, after each epoch and after the last
             step. The weights with the highest one of masks are kept as ``best-STEP.pt``.
@@ -155,33 +167,45 @@ def train(
     _check_length(steps, epochs, checkpoint_steps)
     require_choice("resume", resume, ("auto", "never"))
     require_count("seed", seed, least=0, most=_LARGEST_SEED)
-    _check_paths(shards, val_shards, run, local, weights)
+    if run is None:
+        raise ColabUtilsError("A run needs a folder for its checkpoints. Name it: run.")
+    source = DataSource(shards, images, annotations, drive, ssd or local, limit_gb)
+    _check_paths(source, val_shards, run, weights)
     with ExitStack() as stack:
         stack.enter_context(use_training_defaults())
-        torch_device = _choose_device(device)
-        ranks = stack.enter_context(join_ranks(torch_device))
+        device = _choose_device(device)
+        ranks = stack.enter_context(join_ranks(device))
         folder = CheckpointFolder(run)
         state: dict[str, Any] | None = None
         with share_errors(ranks):
             data = stack.enter_context(
                 open_data(
-                    shards,
-                    local=local,
-                    limit_gb=limit_gb,
+                    source,
                     val_shards=val_shards,
                     seed=seed,
                     ranks=ranks,
                 )
             )
             if ranks.is_first:
-                for dataset in filter(None, (data.dataset, data.validation)):
-                    warn_of_faults(dataset.folder, dataset.index.faults)
+                for dataset in (data.dataset, data.validation):
+                    # Loose files have told it already.
+                    if isinstance(dataset, ShardDataset):
+                        warn_of_faults(dataset.folder, dataset.index.faults)
                 stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
                 state = folder.read(repair=True)
         if ranks.count > 1:
-            facts = {"version of colab_utils": __version__, **data.describe(), **asdict(asked)}
-            require_same(ranks, {**facts, "seed": seed, "steps": steps, "epochs": epochs})
+            require_same(
+                ranks,
+                {
+                    "version of colab_utils": __version__,
+                    **data.describe(),
+                    **asdict(asked),
+                    "seed": seed,
+                    "steps": steps,
+                    "epochs": epochs,
+                },
+            )
         state = ranks.send(state)
 
         settings = _choose_settings(
@@ -189,13 +213,13 @@ def train(
             state,
             data,
             transforms=transforms,
-            device=torch_device,
+            device=device,
             seed=seed,
         )
         prepared = prepare_step(
             settings,
             data,
-            device=torch_device,
+            device=device,
             ranks=ranks,
             seed=seed,
             weights=weights,
@@ -204,9 +228,9 @@ def train(
         loader = make_loader(
             Subset(data.dataset, data.rows),
             batch_size=prepared.batch_size,
-            device=torch_device,
+            device=device,
             seed=seed,
-            workers=1 if workers == "auto" and torch_device.type == "cpu" else workers,
+            workers=1 if workers == "auto" and device.type == "cpu" else workers,
             deliver="dense" if transforms else "packed",
             transforms=transforms,
             max_wait_s=_MAX_WAIT_S if workers != 0 else None,
@@ -216,7 +240,7 @@ def train(
             with explain_state(state):
                 first_step = 0
                 if state:
-                    loader.load_state_dict(state["loader"])
+                    loader.load_state_dict(data.match_state(state["loader"]))
                     first_step = state["step"]
                 if steps is None:
                     steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
@@ -259,12 +283,14 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
 
 
-def _check_paths(shards: Any, val_shards: Any, *others: str | Path | None) -> None:
-    """Refuse what is no path, and folders that are not on this machine."""
-    require_path("shards", shards)
-    if val_shards is not None:
-        require_path("val_shards", val_shards)
-    for path in (shards, val_shards, *others):
+def _check_paths(source: DataSource, val_shards: Any, *others: str | Path | None) -> None:
+    """Refuse what is no path, folders that are not on this machine, and data named twice."""
+    source.check()
+    named = {"shards": source.shards, "val_shards": val_shards, "images": source.images}
+    for name, value in named.items():
+        if value is not None:
+            require_path(name, value)
+    for path in (*named.values(), source.annotations, source.drive, source.ssd, *others):
         if path is not None:
             require_local_path(path)
 
@@ -339,6 +365,9 @@ def _check_checkpoint(
         "norms": settings.norms,
         "seed": seed,
     }
+    if data.is_loose:
+        # Some may have turned out bad since.
+        del needed["images"]
     for name, value in needed.items():
         if before[name] != value:
             raise ColabUtilsError(

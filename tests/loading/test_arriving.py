@@ -264,7 +264,7 @@ def test_a_worker_whose_copying_process_is_gone_says_so(drive, tmp_path):
     )
     with pytest.raises(
         ColabUtilsError,
-        match="found that the process that copied them has ended: make ArrivingShards",
+        match="found that the process that brings them has ended: make the dataset again",
     ):
         pickle.loads(run.stdout)[0]
 

@@ -31,7 +31,7 @@ from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
-from colab_utils.training.data import open_data
+from colab_utils.training.data import DataSource, open_data
 from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.plan import TrainingPlan
@@ -1366,9 +1366,7 @@ def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards):
     state = {"plan": dataclasses.asdict(undisturbed.plan), "path": "run/checkpoint-00000005.pt"}
     settings = choose_settings(AskedSettings(), read_settings(state["plan"]), on_gpu=True)
     with (
-        open_data(
-            tiny_shards, local=None, limit_gb=None, val_shards=None, seed=0, ranks=Ranks()
-        ) as data,
+        open_data(DataSource(tiny_shards), val_shards=None, seed=0, ranks=Ranks()) as data,
         pytest.warns(
             ColabUtilsWarning,
             match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",

@@ -1,0 +1,156 @@
+"""The nearest form of a dataset: shards on the SSD, on Drive, or still to be written."""
+
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from colab_utils.data.coco_json import read_fingerprint
+from colab_utils.data.defects import count_allowed
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import has_size
+from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.writing import Writing, WritingShards
+from colab_utils.require import require_count, require_local_path, require_number
+from colab_utils.shards.index import INDEX_NAME, read_index
+from colab_utils.shards.lock import WRITER_NAME, hold_folder
+from colab_utils.shards.plan import make_recipe, open_annotations
+from colab_utils.shards.write import find_common_recipe
+from colab_utils.streams import require_streams
+
+
+def open_dataset(
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    drive: str | Path | None,
+    ssd: str | Path,
+    shard_mb: float = 16,
+    streams: int | Literal["auto"] = "auto",
+    max_bad: float = 0.01,
+    seed: int = 0,
+    contiguous_labels: bool = False,
+) -> ShardDataset | CocoFolder:
+    """Open a COCO dataset in its nearest form, so that training begins without preparation.
+
+    These are, the nearest first: complete shards in ``ssd`` (`ShardDataset`); shards in ``drive``,
+    which are copied to ``ssd`` while they are trained on (`ArrivingShards`); and where there are
+    only loose files, a process in the background writes the shards (`WritingShards`), which are
+    trained on as each is finished, and sent to ``drive``. So the next session starts from Drive's
+    shards. One that is interrupted goes on after its last shard.
+
+    The shards are those that `write_shards` writes with this ``shard_mb``; ones that were begun
+    with other settings go on by these. Where none can be written, such as on a full disk, the loose
+    files are trained on (`CocoFolder`), with a warning that says why.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        drive: folder for the shards on Drive; None keeps them in ``ssd`` alone.
+        ssd: folder for the shards on this machine's disk.
+        shard_mb: size to aim at for each shard, in MB: training begins with the first one.
+        streams: files that each process reads at the same time; "auto" measures.
+        max_bad: the share of images that may turn out bad, 0 to 1, and of bad objects. A loader
+            leaves such images out, with a warning.
+        seed: of the order in which shards are written or copied.
+        contiguous_labels: map category ids to 1 to K.
+
+    Raises:
+        ColabUtilsError: if the input is missing or not COCO, or a folder holds other shards.
+
+    Example:
+        >>> import tempfile
+        >>> from colab_utils.sample_data import make_dataset
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> made = make_dataset(folder / "data", n=3, width=64, height=64, workers=1)
+        >>> places = {"drive": folder / "drive", "ssd": folder / "ssd"}
+        >>> dataset = open_dataset(made.images, made.annotations, **places)
+        >>> dataset.wait()
+        >>> print(open_dataset(made.images, made.annotations, **places))
+        3 images in 1 shards, 4 categories
+    """
+    images = require_local_path(images)
+    annotations = require_local_path(annotations)
+    ssd = require_local_path(ssd)
+    drive = None if drive is None else require_local_path(drive)
+    if drive is not None and os.path.realpath(drive) == os.path.realpath(ssd):
+        raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
+    default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
+    require_number("max_bad", max_bad, least=0, most=1)
+    require_streams(streams)
+    require_count("seed", seed, least=0)
+    fingerprint = Retries().run(partial(read_fingerprint, annotations))
+    is_on_ssd = _has_shards(ssd, fingerprint) and _has_all_files(ssd)
+    is_on_drive = drive is not None and _has_shards(drive, fingerprint)
+    if is_on_ssd and (is_on_drive or drive is None):
+        return ShardDataset(ssd, contiguous_labels=contiguous_labels)
+    if drive is not None and is_on_drive:
+        try:
+            _remove_mark(ssd)
+            return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
+        except ColabUtilsError as error:
+            shards = ShardDataset(drive, contiguous_labels=contiguous_labels)
+            _warn(error, f"the shards in {drive} themselves, which is slower")
+            return shards
+    dataset = open_annotations(images, annotations)
+    folders = [ssd] if drive is None else [drive, ssd]
+    recipe = find_common_recipe(folders, dataset) or default
+    try:
+        writing = Writing(
+            ssd, drive, images, dataset, recipe, streams=streams, max_bad=max_bad, seed=seed
+        )
+    except ColabUtilsError as error:
+        if is_on_ssd:
+            _warn(error, f"the shards in {ssd}, which are not sent to Drive")
+            return ShardDataset(ssd, contiguous_labels=contiguous_labels)
+        loose = CocoFolder(
+            images, annotations, contiguous_labels=contiguous_labels, streams=streams
+        )
+        loose.max_bad = count_allowed(len(loose), max_bad)
+        # Where there are no files either, this says so.
+        loose.read(0)
+        _warn(error, f"the loose files in {images}, which is slower")
+        return loose
+    return WritingShards(writing, dataset, max_bad=max_bad, contiguous_labels=contiguous_labels)
+
+
+def _has_shards(folder: Path, fingerprint: str) -> bool:
+    """Return whether a folder has an index of all shards of a dataset.
+
+    Raises:
+        ColabUtilsError: it has those of another one.
+    """
+    retries = Retries()
+    if not retries.write(folder, (folder / INDEX_NAME).exists):
+        return False
+    index = read_index(folder, retries)
+    if index.fingerprint != fingerprint:
+        raise ColabUtilsError(
+            f"The shards in {folder} are of other annotations. Name another folder, or delete "
+            "these shards if the annotations have changed."
+        )
+    return not index.partial
+
+
+def _has_all_files(folder: Path) -> bool:
+    """Return whether all files of an index are there; on Drive, to ask takes minutes."""
+    return all(has_size(folder / name, size) for name, size, _ in read_index(folder).files())
+
+
+def _remove_mark(folder: Path) -> None:
+    """Remove the mark of a writer that was killed.
+
+    Raises:
+        ColabUtilsError: the writer is at work.
+    """
+    if (folder / WRITER_NAME).exists():
+        with hold_folder(folder):
+            pass
+
+
+def _warn(error: ColabUtilsError, instead: str) -> None:
+    text = f"{error} So training reads {instead}."
+    warnings.warn(text, ColabUtilsWarning, stacklevel=3)

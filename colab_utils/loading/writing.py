@@ -1,0 +1,249 @@
+"""Shards as a dataset that is trained on while they are still written from loose files."""
+
+import math
+import multiprocessing
+import os
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from secrets import token_hex
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colab_utils.data.coco import CocoDataset
+from colab_utils.data.defects import count_allowed
+from colab_utils.data.sizes import plan_size
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.arrival import Arrival, ArrivedShards
+from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.readers import ShardFiles, load_shard
+from colab_utils.machine import count_cores
+from colab_utils.processes import ThreadPool, fork_pool
+from colab_utils.shards.copy import COPY_STREAMS, Copying
+from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
+from colab_utils.shards.jobs import (
+    ShardJob,
+    WorkerProgress,
+    join_run,
+    read_shard_index,
+    run_job,
+)
+from colab_utils.shards.lock import hold_folder
+from colab_utils.shards.write import begin_folder, check_bad, join_index, list_jobs
+
+_LOWEST_PRIORITY = 19
+
+
+class Writing(Arrival):
+    """Shards that processes of the lowest priority write on this machine's disk: those that
+    `write_shards` would write there.
+
+    Each finished shard is sent to ``drive``, where there is one, and the index after the last one.
+
+    Attributes:
+        jobs: one for each shard.
+        cpu_s: seconds of processor time that the writing took.
+
+    Raises:
+        ColabUtilsError: another process writes there, or the disk is too small.
+    """
+
+    def __init__(
+        self,
+        ssd: Path,
+        drive: Path | None,
+        images: Path,
+        dataset: CocoDataset,
+        recipe: dict[str, Any],
+        *,
+        streams: int | str,
+        max_bad: float,
+        seed: int,
+    ) -> None:
+        self._drive = drive
+        self._dataset = dataset
+        self._max_bad = max_bad
+        self._done: list[ShardIndex] = []
+        self._sendings: list[Future[None]] = []
+        self.cpu_s = 0.0
+        self.key = token_hex(8)
+        retries = Retries(multiprocessing.get_context("fork").Event())
+        self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
+        workers = count_cores()
+        with ExitStack() as stack:
+            for folder in (drive, ssd):
+                if folder is not None:
+                    stack.enter_context(hold_folder(folder))
+            recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
+            self.jobs = list_jobs(ssd, images, dataset, recipe, streams, drive)
+            self._prepare(ssd, [0] * len(self.jobs), workers=workers, seed=seed, retries=retries)
+            self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
+            progress = WorkerProgress(stop=retries.stop)
+            self._pool = fork_pool(min(workers, len(self.jobs)), _join_writing, progress)
+            self._stack = stack.pop_all()
+            self._begin()
+
+    def stop(self) -> None:
+        """End at the next image; what is finished stays, and a new writing continues there."""
+        self._sending.stop.set()
+        super().stop()
+
+    def _run(self) -> None:
+        with self._stack:
+            super()._run()
+
+    def _copy_all(self) -> None:
+        with self._pool:
+            super()._copy_all()
+
+    def _fetch(self, number: int) -> None:
+        began_s = perf_counter()
+        part, cpu_s = self._pool.submit(_run_timed, self.jobs[number]).result()
+        with self._lock:
+            self.cpu_s += cpu_s
+            self._done.append(part)
+            check_bad(self._dataset, self._done, self._max_bad)
+        self._note_shard(number, began_s)
+        if self._drive is not None and part.images:
+            self._sendings.append(self._senders.submit(self._send, part.shards[0]))
+
+    def _send(self, shard: ShardInfo) -> None:
+        for file in shard.files():
+            self._sending.copy_file(*file)
+
+    def _finish(self) -> None:
+        index = join_index(self._dataset, self.jobs[0].recipe, self._done)
+        write_index(self.target, index)
+        for sending in self._sendings:
+            sending.result()
+        if self._drive is not None:
+            self._sending.retries.write(self._drive, write_index, self._drive, index)
+
+    def __str__(self) -> str:
+        sent = sum(sending.done() for sending in self._sendings)
+        seconds = max((end_s for _, end_s in self.spans_s.values()), default=math.inf)
+        return (
+            f"{len(self._done)} of {len(self.jobs)} shards written, {sent} sent to Drive; the "
+            f"writing took {self.cpu_s / seconds:.1f} of {count_cores()} cores, which nothing else "
+            "needed"
+        )
+
+
+def _join_writing(progress: WorkerProgress) -> None:
+    """Make this process, which was just forked, one that writes when no other needs its core."""
+    os.nice(_LOWEST_PRIORITY)
+    join_run(progress)
+
+
+def _run_timed(job: ShardJob) -> tuple[ShardIndex, float]:
+    """Write a shard; return its index, and the processor time that it took in seconds."""
+    began_s = process_time()
+    return run_job(job), process_time() - began_s
+
+
+class WritingShards(ArrivingShards):
+    """A `ShardDataset` whose shards are written in the background while it is used.
+
+    What a loader must know before a shard is there comes from the annotations: the images, their
+    sizes, and which of them have objects. An image that turns out bad is left out then, with a
+    warning, up to ``max_bad`` of them. All else is as with `ArrivingShards`. Made by
+    `open_dataset`.
+
+    Attributes:
+        arrival: the writing, see `Writing`; None in other processes.
+        max_bad: how many images may turn out bad.
+    """
+
+    def __init__(
+        self,
+        writing: Writing,
+        dataset: CocoDataset,
+        *,
+        max_bad: float,
+        contiguous_labels: bool = False,
+    ) -> None:
+        recipe = writing.jobs[0].recipe
+        self.arrival = writing
+        self._arrived = ArrivedShards(writing.target, writing.key)
+        self._reasons: dict[int, str] = {}
+        self._files = ShardFiles(writing.target)
+        self.transforms = None
+        self.folder = writing.target
+        self.fingerprint = dataset.fingerprint
+        self.is_decoded = recipe["storage"] == "pixels"
+        self._set_labels(dataset.categories, contiguous=contiguous_labels)
+        self.max_bad = count_allowed(len(dataset), max_bad)
+        shards = tuple(_foresee_shard(job) for job in writing.jobs)
+        self.index = ShardIndex(dataset.fingerprint, recipe, dataset.categories, shards)
+        # A shard has at most the objects that the annotations have.
+        self._make_tables([shard.images for shard in shards], dataset.count_objects())
+        self.left_out = dataset.crowds
+        self._tables["counts"][:] = 0
+        self.image_ids = dataset.image_ids
+        # The order of an epoch depends on them, so they stay.
+        self.sizes = _plan_sizes(dataset, recipe)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; {self.arrival}"
+
+    def _check(self, index: int) -> int:
+        """Return the number of an image, once its shard is there."""
+        index = super()._check(index)
+        shard = int(self.shard_of[index])
+        if self._bits[shard] is None:
+            if self.arrival is not None and self.arrival.is_at_work:
+                # It is the next one that is written.
+                next(self.arrival.wait_for({shard}, [[shard]]), None)
+            self._arrived.wait_for(shard)
+            self._open_shard(shard)
+        return index
+
+    def _open_shard(self, number: int) -> None:
+        """Fill the tables with what a finished shard holds."""
+        rows = np.flatnonzero(self.shard_of == number)
+        path = self.folder / self.index.shards[number].arrays_name
+        index = read_shard_index(path)
+        # A bad image takes no place in a batch.
+        self._tables["sizes"][rows] = 1
+        if index is not None:
+            arrays = load_shard(self.folder, index.shards[0], retries=Retries())
+            is_usable = np.isin(self.image_ids[rows], arrays.image_ids)
+            for row, image in zip(rows[~is_usable].tolist(), index.skipped, strict=True):
+                self._reasons[row] = f"{image.file_name}: {image.reason}"
+            self._fill_tables(number, rows[is_usable], arrays)
+        elif path.exists():
+            raise ColabUtilsError(
+                f"expected what was just written in {path}, found it damaged: run the same again, "
+                "it is written anew"
+            )
+        else:
+            self._bits[number] = 0
+
+    def _read_tar(self, index: int, start: int, buffer: Any) -> None:
+        if not self._image_spans[index, 1]:
+            reason = self._reasons.get(index, "no image of its shard can be used")
+            raise ColabUtilsError(
+                f"Image {self.image_ids[index]} is bad and left out of the shards ({reason}). Run "
+                "check on the dataset."
+            )
+        super()._read_tar(index, start, buffer)
+
+
+def _plan_sizes(dataset: CocoDataset, recipe: dict[str, Any]) -> NDArray[np.int32]:
+    """Return the sizes at which images are stored, int32 [I, 2], as far as annotations tell."""
+    sizes = np.maximum(dataset.sizes, 1)
+    if recipe["storage"] == "keep":
+        return sizes
+    limits = {name: recipe[name] for name in ("min_size", "max_size")}
+    return np.array([plan_size(*size, **limits) for size in sizes.tolist()], np.int32)
+
+
+def _foresee_shard(job: ShardJob) -> ShardInfo:
+    """Return what is known of a shard that is not written yet."""
+    path = job.path
+    arrays_name = path.with_suffix(".arrays").name
+    return ShardInfo(path.name, len(job.dataset), 0, 0, "", arrays_name, 0, "", "")

@@ -1,0 +1,494 @@
+"""The nearest form of a dataset, and shards that are written while they are trained on."""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from colab_utils import make_loader, open_dataset
+from colab_utils.data.coco import read_coco
+from colab_utils.data.decoding import load_jpeg_decoder
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading import writing
+from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.writing import WritingShards
+from colab_utils.shards import write
+from colab_utils.shards.index import read_index
+from colab_utils.shards.lock import WRITER_NAME, hold_folder
+from colab_utils.shards.write import write_shards
+
+SHARD_MB = 0.02
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, tiny_dataset):
+    """The shards of the tiny dataset, as `write_shards` writes them."""
+    # The first loader imports torchvision for seconds, in which all would be written.
+    load_jpeg_decoder()
+    folder = tmp_path_factory.mktemp("reference") / "shards"
+    write_shards(
+        tiny_dataset.images,
+        tiny_dataset.annotations,
+        shards=folder,
+        shard_mb=SHARD_MB,
+        workers=1,
+    )
+    assert len(read_index(folder).shards) > 4
+    return folder
+
+
+@pytest.fixture
+def places(tmp_path):
+    return {"drive": tmp_path / "drive", "ssd": tmp_path / "ssd"}
+
+
+@pytest.fixture
+def own_dataset(tiny_dataset, tmp_path):
+    """A copy of the tiny dataset, to be changed."""
+    folder = tmp_path / "own"
+    shutil.copytree(tiny_dataset.images.parent, folder)
+    return folder / "images", folder / "annotations.json"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 60 kB, which is less than the shards take."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def open_tiny(dataset, places, **options):
+    return open_dataset(dataset.images, dataset.annotations, **places, shard_mb=SHARD_MB, **options)
+
+
+def list_ids(loader):
+    return [int(target["image_id"]) for _, targets in loader for target in targets]
+
+
+def read_files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_sample(left, right):
+    assert torch.equal(left[0], right[0])
+    assert left[1].keys() == right[1].keys()
+    for name, value in left[1].items():
+        assert np.array_equal(value, right[1][name])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loose_files_are_trained_on_once_an_epoch_while_they_become_shards(
+    tiny_dataset, reference, places, workers
+):
+    dataset = open_tiny(tiny_dataset, places)
+    assert type(dataset) is WritingShards
+    loader = make_loader(dataset, batch_size=2, workers=workers)
+    batches = len(loader)
+    epochs = [list_ids(loader), list_ids(loader)]
+    loader.close()
+    ids = read_coco(tiny_dataset.annotations).image_ids.tolist()
+    for epoch in epochs:
+        assert Counter(epoch) == Counter(ids)
+    assert epochs[0] != epochs[1]
+    assert batches == len(ids) // 2
+    dataset.wait()
+    assert read_files(places["ssd"]) == read_files(reference)
+    assert read_files(places["drive"]) == read_files(reference)
+
+
+def test_the_next_calls_take_the_shards_of_the_ssd_and_those_of_drive(
+    tiny_dataset, reference, places
+):
+    open_tiny(tiny_dataset, places).wait()
+    assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+    shutil.rmtree(places["ssd"])
+    arriving = open_tiny(tiny_dataset, places)
+    assert type(arriving) is ArrivingShards
+    assert len(list_ids(make_loader(arriving, batch_size=5, workers=0))) == tiny_dataset.n
+    arriving.stop()
+    assert read_files(places["ssd"]) == read_files(reference)
+    assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+
+
+def test_shards_of_the_ssd_that_are_not_on_drive_are_sent(tiny_dataset, reference, places):
+    open_tiny(tiny_dataset, {**places, "drive": None}).wait()
+    assert not places["drive"].exists()
+    assert type(open_tiny(tiny_dataset, {**places, "drive": None})) is ShardDataset
+    dataset = open_tiny(tiny_dataset, places)
+    assert len(list_ids(make_loader(dataset, batch_size=5, workers=0))) == tiny_dataset.n
+    dataset.wait()
+    count = len(read_index(reference).shards)
+    text = f"{count} of {count} shards written, {count} sent to Drive; the writing took"
+    assert text in str(dataset)
+    assert read_files(places["drive"]) == read_files(reference)
+
+
+def test_the_index_comes_to_drive_after_all_shards(tiny_dataset, places, monkeypatch):
+    real = writing.write_index
+    folders = []
+
+    def write_index(folder, index):
+        assert all((folder / name).stat().st_size == size for name, size, _ in index.files())
+        folders.append(folder)
+        real(folder, index)
+
+    monkeypatch.setattr(writing, "write_index", write_index)
+    open_tiny(tiny_dataset, places).wait()
+    assert folders == [places["ssd"], places["drive"]]
+
+
+def test_samples_are_those_of_the_shards_before_and_after_they_are_written(
+    tiny_dataset, reference, places
+):
+    whole = ShardDataset(reference, contiguous_labels=True)
+    dataset = open_tiny(tiny_dataset, places, contiguous_labels=True)
+    for _ in range(2):
+        for index in (0, 5, -1):
+            assert_same_sample(dataset[index], whole[index])
+            assert dataset.get_height_and_width(index) == whole.get_height_and_width(index)
+        dataset.wait()
+    assert np.array_equal(dataset.sizes, whole.sizes)
+    assert np.array_equal(dataset.counts, whole.counts)
+    assert np.array_equal(dataset.shard_of, whole.shard_of)
+    assert dataset.record(3) == whole.record(3)
+    assert dataset.list_annotations(3) == whole.list_annotations(3)
+    assert np.array_equal(dataset.read_masks(3).bits, whole.read_masks(3).bits)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_any_loader_reads_it(tiny_dataset, reference, places, start):
+    dataset = open_tiny(tiny_dataset, places)
+    loader = DataLoader(
+        dataset,
+        batch_size=3,
+        shuffle=True,
+        num_workers=2,
+        collate_fn=list,
+        multiprocessing_context=start,
+    )
+    ids = [int(target["image_id"]) for batch in loader for _, target in batch]
+    assert Counter(ids) == Counter(ShardDataset(reference).image_ids.tolist())
+    dataset.stop()
+    assert pickle.loads(pickle.dumps(dataset)).arrival is None
+
+
+def test_an_epoch_that_was_begun_goes_on_from_finished_shards(tiny_dataset, places):
+    dataset = open_tiny(tiny_dataset, places)
+    loader = make_loader(dataset, batch_size=2, workers=0)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = list_ids(batches)
+    dataset.wait()
+    again = make_loader(open_tiny(tiny_dataset, places), batch_size=2, workers=0)
+    again.load_state_dict(state)
+    assert list_ids(again) == rest
+
+
+# It opens the dataset, whose images are slow, and tells when it did.
+SESSION = """
+import sys, time
+from colab_utils import make_loader, open_dataset
+from colab_utils.slow_drive import DriveProfile, slow_down
+images, annotations, drive, ssd, shard_mb = sys.argv[1:]
+slow_down(images, DriveProfile("test", open_s=0.1, bytes_per_s=1e6, source="made up"))
+dataset = open_dataset(
+    images, annotations, drive=drive, ssd=ssd, shard_mb=float(shard_mb), streams=1
+)
+for _ in make_loader(dataset, batch_size=1, workers=1):
+    pass
+print("trained", flush=True)
+time.sleep(60)
+"""
+
+
+def run_until(dataset, places, is_reached):
+    """Run a session, and kill it (-9) once ``is_reached``."""
+    command = [
+        *[sys.executable, "-c", SESSION, dataset.images, dataset.annotations],
+        *[places["drive"], places["ssd"], str(SHARD_MB)],
+    ]
+    session = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": os.getcwd()}, start_new_session=True
+    )
+    with session:
+        wait_until(lambda: is_reached() or session.poll() is not None)
+        assert session.poll() is None
+        session.send_signal(signal.SIGKILL)
+    wait_until(lambda: not list_group(session.pid))
+
+
+def list_group(leader):
+    """Return the processes of a session that have not ended, with all their threads."""
+    pids = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.Error):
+            has_ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
+            if os.getpgid(process.pid) == leader and not has_ended:
+                pids.append(process.pid)
+    return pids
+
+
+def wait_until(is_true):
+    until_s = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def count_tars(folder):
+    return len(list(folder.glob("shard-*.tar")))
+
+
+@pytest.mark.parametrize("is_new_machine", [False, True])
+@pytest.mark.parametrize(
+    ("folder", "shards"),
+    [
+        ("ssd", 0),
+        ("ssd", 1),
+        ("drive", 2),
+        ("ssd", 4),
+    ],
+)
+def test_a_session_that_was_killed_goes_on_after_its_last_shard(
+    tiny_dataset, reference, places, folder, shards, is_new_machine
+):
+    def is_reached():
+        return (places["ssd"] / WRITER_NAME).exists() and count_tars(places[folder]) >= shards
+
+    run_until(tiny_dataset, places, is_reached)
+    if is_new_machine:
+        shutil.rmtree(places["ssd"])
+    on_drive = {path: path.stat().st_mtime_ns for path in places["drive"].glob("shard-*")}
+    dataset = open_tiny(tiny_dataset, places)
+    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    if isinstance(dataset, WritingShards):
+        dataset.wait()
+    else:
+        dataset.stop()
+    assert read_files(places["ssd"]) == read_files(reference)
+    assert read_files(places["drive"]) == read_files(reference)
+    # What was there was not sent again.
+    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in on_drive.items())
+
+
+def test_a_bad_image_is_told_and_left_out(own_dataset, places):
+    images, annotations = own_dataset
+    coco = read_coco(annotations)
+    names = [coco.file_name(index) for index in (2, 7)]
+    (images / names[0]).unlink()
+    (images / names[1]).write_bytes(b"no image")
+    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=0.2)
+    assert dataset.max_bad == 2
+    loader = make_loader(dataset, batch_size=3, workers=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ids = list_ids(loader)
+    loader.close()
+    text = " ".join(str(warning.message) for warning in caught)
+    for place, name in zip((2, 7), names, strict=True):
+        image_id = coco.image_ids[place]
+        assert f"Image {image_id} is bad and left out of the shards ({name}: " in text
+    assert sorted(ids) == sorted(np.delete(coco.image_ids, (2, 7)).tolist())
+    dataset.wait()
+    skipped = read_index(places["drive"]).skipped
+    assert [image.file_name for image in skipped] == names
+    assert len(open_dataset(images, annotations, **places)) == len(coco) - 2
+
+
+def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
+    images, annotations = own_dataset
+    coco = read_coco(annotations)
+    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1)
+    dataset.wait()
+    rows = np.flatnonzero(dataset.shard_of == 1)
+    for row in rows.tolist():
+        (images / coco.file_name(row)).unlink()
+    for folder in places.values():
+        shutil.rmtree(folder)
+    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1)
+    with pytest.warns(ColabUtilsWarning, match="no image of its shard can be used"):
+        ids = list_ids(make_loader(dataset, batch_size=2, workers=0))
+    assert sorted(ids) == sorted(np.delete(coco.image_ids, rows).tolist())
+    dataset.wait()
+    assert len(ShardDataset(places["drive"])) == len(ids)
+
+
+def test_too_many_bad_images_end_in_one_message(own_dataset, places):
+    images, annotations = own_dataset
+    coco = read_coco(annotations)
+    (images / coco.file_name(4)).unlink()
+    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=0)
+    with pytest.raises(ColabUtilsError, match=r"found 1 so far|left out .* the file is"):
+        list_ids(make_loader(dataset, batch_size=1, workers=0))
+    dataset.stop()
+
+
+def test_without_any_usable_image_there_is_no_dataset(own_dataset, places):
+    images, annotations = own_dataset
+    for path in images.iterdir():
+        path.unlink()
+    with pytest.raises(ColabUtilsError, match="expected an image file, found none at"):
+        open_dataset(images, annotations, **places)
+
+
+@pytest.mark.parametrize("held", ["drive", "ssd"])
+def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places, held):
+    with hold_folder(places[held]):
+        with pytest.warns(ColabUtilsWarning, match="expected no other writer in .* loose files"):
+            dataset = open_tiny(tiny_dataset, places)
+        assert type(dataset) is CocoFolder
+        assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    dataset = open_tiny(tiny_dataset, places)
+    dataset.wait()
+    assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+
+
+def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, places, monkeypatch):
+    monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
+    with pytest.warns(ColabUtilsWarning, match="of free disk for .* loose files"):
+        dataset = open_tiny(tiny_dataset, places)
+    assert type(dataset) is CocoFolder
+    assert not places["ssd"].exists()
+
+
+def test_shards_that_do_not_fit_are_read_on_drive(tiny_dataset, places, reference, monkeypatch):
+    shutil.copytree(reference, places["drive"])
+    monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
+    with pytest.warns(ColabUtilsWarning, match="of free disk for .* the shards in .* themselves"):
+        dataset = open_tiny(tiny_dataset, places)
+    assert dataset.folder == places["drive"]
+
+
+def test_a_disk_that_fills_ends_in_one_message(
+    tiny_dataset, reference, places, small_disk, monkeypatch
+):
+    monkeypatch.setattr(write, "require_space", lambda *_: None)
+    dataset = open_tiny(tiny_dataset, {**places, "ssd": small_disk})
+    with pytest.raises(ColabUtilsError, match="No space left on device") as caught:
+        list_ids(make_loader(dataset, batch_size=1, workers=1))
+    assert "are safe, and the same call continues there" in str(caught.value)
+    dataset.stop()
+    open_tiny(tiny_dataset, places).wait()
+    assert read_files(places["drive"]) == read_files(reference)
+
+
+def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, places, small_disk):
+    dataset = open_tiny(tiny_dataset, {**places, "drive": small_disk})
+    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    with pytest.raises(
+        ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
+    ):
+        dataset.wait()
+    assert not (small_disk / "index.json").exists()
+    open_tiny(tiny_dataset, places).wait()
+    assert read_files(places["drive"]) == read_files(reference)
+
+
+def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):
+    monkeypatch.setattr(writing, "run_job", lambda job: os.kill(os.getpid(), signal.SIGKILL))
+    dataset = open_tiny(tiny_dataset, places)
+    with pytest.raises(ColabUtilsError, match=r"one that the system ended.*continues there"):
+        list_ids(make_loader(dataset, batch_size=3, workers=0))
+    dataset.stop()
+
+
+def test_a_folder_begun_with_other_settings_goes_on_by_these(tiny_dataset, places, tmp_path):
+    older = tmp_path / "older"
+    write_shards(
+        tiny_dataset.images,
+        tiny_dataset.annotations,
+        shards=older,
+        shard_mb=0.03,
+        storage="pixels",
+        min_size=64,
+        workers=1,
+    )
+    shutil.copytree(older, places["drive"])
+    (places["drive"] / "index.json").unlink()
+    (places["drive"] / "shard-000001.tar").unlink()
+    dataset = open_tiny(tiny_dataset, places)
+    assert dataset.index.recipe == read_index(older).recipe
+    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    dataset.wait()
+    assert read_files(places["drive"]) == read_files(older)
+
+
+@pytest.mark.parametrize("held", ["drive", "ssd"])
+@pytest.mark.parametrize("has_index", [False, True])
+def test_shards_of_other_annotations_are_refused(
+    tiny_dataset, own_dataset, places, reference, held, has_index
+):
+    images, annotations = own_dataset
+    annotations.write_bytes(annotations.read_bytes() + b"\n")
+    shutil.copytree(reference, places[held])
+    if not has_index:
+        (places[held] / "index.json").unlink()
+    before = read_files(places[held])
+    with pytest.raises(ColabUtilsError, match=r"other annotations|of another dataset"):
+        open_dataset(images, annotations, **places)
+    assert read_files(places[held]) == before
+
+
+def test_a_damaged_shard_of_an_earlier_session_is_written_anew(tiny_dataset, reference, places):
+    shutil.copytree(reference, places["drive"])
+    (places["drive"] / "index.json").unlink()
+    path = places["drive"] / "shard-000002.tar"
+    damaged = bytearray(path.read_bytes())
+    damaged[600] ^= 1
+    path.write_bytes(damaged)
+    dataset = open_tiny(tiny_dataset, places)
+    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    dataset.wait()
+    assert read_files(places["ssd"]) == read_files(reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ssd": Path("same"), "drive": Path("same")}, "are both same"),
+        ({"shard_mb": 0}, "expected shard_mb between"),
+        ({"max_bad": 2}, "expected max_bad between"),
+        ({"seed": -1}, "expected seed"),
+        ({"streams": "many"}, "expected streams"),
+        ({"annotations": Path("none.json")}, "expected an annotations file at none.json"),
+        ({"images": Path("none")}, "none"),
+    ],
+)
+def test_bad_arguments_are_refused(tiny_dataset, places, change, message):
+    options = {"images": tiny_dataset.images, "annotations": tiny_dataset.annotations}
+    options |= places | change
+    with pytest.raises(ColabUtilsError, match=message):
+        open_dataset(options.pop("images"), options.pop("annotations"), **options)
+    assert not places["ssd"].exists()
+
+
+def test_real_images_become_the_same_shards(coco_mini, places, tmp_path):
+    reference = tmp_path / "reference"
+    write_shards(coco_mini.images, coco_mini.annotations, shards=reference, shard_mb=2)
+    dataset = open_dataset(coco_mini.images, coco_mini.annotations, **places, shard_mb=2)
+    loader = make_loader(dataset, batch_size=4, workers=2)
+    assert Counter(list_ids(loader)) == Counter(dataset.image_ids.tolist())
+    loader.close()
+    dataset.wait()
+    assert read_files(places["ssd"]) == read_files(reference)
+    assert read_files(places["drive"]) == read_files(reference)

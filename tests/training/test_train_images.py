@@ -1,0 +1,138 @@
+"""Training from loose files, which become shards meanwhile: by `train` and by the command line."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from colab_utils import train
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.shards.index import read_index
+from colab_utils.shards.lock import hold_folder
+from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.write import write_shards
+from tests.tiny_model import TINY_MODEL
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def source(tiny_dataset, tmp_path):
+    """A copy of the tiny dataset, and the folders that train it."""
+    folder = shutil.copytree(tiny_dataset.images.parent, tmp_path / "data")
+    return {
+        "images": folder / "images",
+        "annotations": folder / "annotations.json",
+        "drive": tmp_path / "drive",
+        "ssd": tmp_path / "ssd",
+    }
+
+
+def train_tiny(source, tmp_path, **options):
+    return train(
+        run=tmp_path / "run",
+        **source,
+        model=TINY_MODEL,
+        weights=None,
+        min_size=64,
+        batch_size=3,
+        device="cpu",
+        **options,
+    )
+
+
+def test_training_begins_with_loose_files_and_goes_on_with_shards(source, tmp_path):
+    first = train_tiny(source, tmp_path, epochs=1)
+    assert first.plan.images == 11
+    assert first.steps == 4
+    second = train_tiny(source, tmp_path, epochs=2)
+    assert second.plan.first_step == 4
+    assert second.steps == 8
+    assert len(ShardDataset(source["ssd"])) == 12
+
+
+def test_a_run_gives_the_losses_of_a_run_on_shards(source, tmp_path):
+    # Of one shard, all images are shuffled together at once.
+    loose = train_tiny(source, tmp_path / "loose", steps=5)
+    folder = tmp_path / "shards"
+    write_shards(source["images"], source["annotations"], shards=folder)
+    shards = train_tiny({"shards": folder}, tmp_path / "other", steps=5)
+    assert [step.loss for step in loose.losses] == [step.loss for step in shards.losses]
+
+
+def test_a_bad_image_is_left_out_and_the_run_goes_on_without_it(source, tmp_path, monkeypatch):
+    names = sorted(path.name for path in source["images"].iterdir())
+    (source["images"] / names[3]).unlink()
+    monkeypatch.setattr("colab_utils.loading.opening.count_allowed", lambda *_: 1)
+    monkeypatch.setattr("colab_utils.loading.writing.count_allowed", lambda *_: 1)
+    monkeypatch.setattr("colab_utils.shards.write.count_allowed", lambda *_: 1)
+    with pytest.warns(ColabUtilsWarning, match=rf"left out of the shards \({names[3]}: "):
+        train_tiny(source, tmp_path, steps=4)
+    assert [image.file_name for image in read_index(source["ssd"]).skipped] == [names[3]]
+    shutil.rmtree(source["drive"])
+    shutil.move(source["ssd"], source["drive"])
+    with pytest.warns(ColabUtilsWarning, match="found 10, as others turned out bad"):
+        report = train_tiny(source, tmp_path, steps=6)
+    assert report.steps == 6
+    assert report.plan.images == 10
+
+
+def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
+    with (
+        hold_folder(source["ssd"]),
+        pytest.warns(ColabUtilsWarning, match="So training reads the loose files"),
+    ):
+        report = train_tiny(source, tmp_path, epochs=1)
+    assert report.plan.images == 11
+    assert report.plan.objects == 30
+    assert train_tiny(source, tmp_path, epochs=2).steps == 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shards": "shards"},
+        {"images": None},
+        {"annotations": None},
+        {"ssd": None},
+        {"limit_gb": 1},
+    ],
+)
+def test_data_is_named_once(source, tmp_path, change):
+    with pytest.raises(ColabUtilsError, match="The data of a run are either shards, or images"):
+        train(run=tmp_path / "run", **(source | change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_needs_a_folder(source):
+    with pytest.raises(ColabUtilsError, match="needs a folder for its checkpoints"):
+        train(**source)
+
+
+@pytest.mark.parametrize("ssd", ["--ssd", "--local"])
+def test_the_command_line_trains_from_images(source, tmp_path, ssd):
+    command = [
+        sys.executable,
+        "-c",
+        "import sys, tests.tiny_model, colab_utils.__main__ as m\nsys.exit(m.main())",
+        "train",
+    ]
+    command += ["--images", source["images"], "--annotations", source["annotations"]]
+    command += ["--drive", source["drive"], ssd, source["ssd"], "--run", tmp_path / "run"]
+    command += ["--model", TINY_MODEL, "--min-size", "64", "--epochs", "1", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 6
+    assert verify_shards(source["ssd"]).bad == ()
+
+
+def test_the_command_line_says_in_one_line_what_is_missing(source, tmp_path):
+    command = [sys.executable, "-m", "colab_utils", "train", "--images", source["images"]]
+    command += ["--run", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: The data of a run are either shards, or images")
