@@ -21,7 +21,13 @@ _NO_CODE = {
     tokenize.ENDMARKER,
     tokenize.ENCODING,
 }
-_NOT_COUNTED = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
+_NOT_COUNTED = (
+    ast.expr_context,
+    ast.operator,
+    ast.cmpop,
+    ast.boolop,
+    ast.unaryop,
+)
 
 
 @dataclass(frozen=True)

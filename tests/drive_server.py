@@ -184,7 +184,10 @@ class Drive:
     def open(self, path: str, flags: int) -> int:
         writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
         self.check(writes=writes)
-        descriptor = os.open(self.find(path), flags & ~os.O_APPEND & ~os.O_EXCL)
+        descriptor = os.open(
+            self.find(path),
+            flags & ~os.O_APPEND & ~os.O_EXCL,
+        )
         cached = path in self._cached
         if self.profile and not cached and not writes:
             self.wait_in_line(self.profile)
@@ -219,7 +222,11 @@ class Drive:
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         self.check(writes=True)
-        descriptor = os.open(self.find(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
+        descriptor = os.open(
+            self.find(path),
+            os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+            mode,
+        )
         self._files[descriptor] = _Open(descriptor, cached=True, written=True)
         self._known.add(path)
         self._ours.add(path)
@@ -240,7 +247,10 @@ class Drive:
         if file.read_bytes >= os.fstat(fh).st_size > 0 or file.written:
             self._cached.add(path)
             if self.cache is not None:
-                shutil.copyfile(self.find(path), self.cache / path.lstrip("/").replace("/", "_"))
+                shutil.copyfile(
+                    self.find(path),
+                    self.cache / path.lstrip("/").replace("/", "_"),
+                )
         os.close(fh)
         return 0
 

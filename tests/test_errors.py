@@ -50,7 +50,10 @@ def test_every_control_character_is_escaped_and_all_letters_stay():
 
 @pytest.mark.parametrize("kind", [ColabUtilsError, ColabUtilsWarning])
 def test_errors_and_warnings_escape_their_message(kind):
-    for error in (kind(f"found {HOSTILE}"), pickle.loads(pickle.dumps(kind(f"found {HOSTILE}")))):
+    for error in (
+        kind(f"found {HOSTILE}"),
+        pickle.loads(pickle.dumps(kind(f"found {HOSTILE}"))),
+    ):
         assert is_safe(str(error))
         assert r"a\x1b[2J\x07\r\nerror: b\u202egpj" in str(error)
     assert str(kind(KEPT)) == KEPT

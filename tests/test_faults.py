@@ -160,7 +160,12 @@ def direct_world(world, tmp_path) -> Iterator[World]:
 def prepare(world: World, command: str, *, steps: int = STEPS) -> None:
     """A run that is to be resumed was begun before, and did all of these steps but the last one."""
     if command == "resume":
-        loop.train(world.backing / "shards", world.backing / "run", steps=steps, checkpoint_steps=1)
+        loop.train(
+            world.backing / "shards",
+            world.backing / "run",
+            steps=steps,
+            checkpoint_steps=1,
+        )
         newest = max((world.backing / "run").glob("*.pt"))
         newest.unlink()
 
@@ -252,7 +257,11 @@ def test_images_that_are_gone_are_left_out_after_one_wait(world, monkeypatch):
         path.unlink()
     listed = []
     list_folder = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder) or list_folder(folder))
+    monkeypatch.setattr(
+        os,
+        "listdir",
+        lambda folder: listed.append(folder) or list_folder(folder),
+    )
     with pytest.warns(ColabUtilsWarning, match="Drive does not show 2 of the files"):
         report = write_shards(
             world.drive / "images",
@@ -279,7 +288,11 @@ def test_a_mount_that_comes_back(world, command):
 
 
 @every
-@pytest.mark.parametrize("fault", [{"lost": True}, {"errors": 10**6}], ids=["lost", "errors"])
+@pytest.mark.parametrize(
+    "fault",
+    [{"lost": True}, {"errors": 10**6}],
+    ids=["lost", "errors"],
+)
 def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(
     world, command, fault
 ):

@@ -18,7 +18,10 @@ from colab_utils.slow_drive import (
 from tests.bad_reads import BadReads, cut
 
 
-@pytest.mark.parametrize("read", [read_file, lambda path: DriveFile(path).pread(1, 0)])
+@pytest.mark.parametrize(
+    "read",
+    [read_file, lambda path: DriveFile(path).pread(1, 0)],
+)
 def test_a_pipe_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises((ColabUtilsError, OSError), match=r"found a device or a pipe|Illegal seek"):

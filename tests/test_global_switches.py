@@ -165,7 +165,10 @@ def test_a_switch_changes_no_result(data, model, expected, tmp_path, switch):
         assert result == expected[name], name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16],
+)
 def test_another_default_dtype_is_told_by_train_and_changes_no_data(
     data, expected, tmp_path, dtype
 ):
@@ -186,7 +189,11 @@ def test_another_default_dtype_is_told_by_train_and_changes_no_data(
 
 def test_the_users_random_numbers_go_on_as_they_were(data, tmp_path):
     def read_states():
-        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+        return (
+            random.getstate(),
+            str(np.random.get_state()),
+            torch.get_rng_state().tolist(),
+        )
 
     before = read_states()
     check_dataset(data.images, data.annotations, deep=True)

@@ -350,7 +350,10 @@ def test_a_bad_line_in_a_real_process(world):
 # help, imports
 
 
-@pytest.mark.parametrize("arguments", [[], *[[command] for command in COMMANDS]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], *[[command] for command in COMMANDS]],
+)
 def test_help_works_and_loads_nothing_heavy(arguments):
     script = (
         "import sys, runpy\n"
@@ -535,7 +538,10 @@ def test_defects_are_listed_in_the_json_too(run, world):
     assert len(json.loads(out)["bad"]) == 1
 
 
-@pytest.mark.parametrize(("share", "status"), [(0, 2), (0.05, 2), (0.1, 0), (1, 0)])
+@pytest.mark.parametrize(
+    ("share", "status"),
+    [(0, 2), (0.05, 2), (0.1, 0), (1, 0)],
+)
 def test_max_bad_is_a_share(run, world, share, status):
     (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()  # 1 of 12
     options = ("--workers", 1, "--max-bad", share, "--json", "-")

@@ -56,7 +56,11 @@ def run_limited(command, folder, *, kind, value, user=None):
     return subprocess.run(
         [*prefix, sys.executable, "-m", "colab_utils", *command],
         cwd=folder,
-        env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            **threads,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
         preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
         capture_output=True,
         text=True,
@@ -118,7 +122,12 @@ def test_a_copy_goes_on_with_the_threads_that_it_gets(user, tiny_shards, tmp_pat
 @pytest.mark.parametrize("command", [CHECK, PREPROCESS])
 def test_too_few_open_files_are_said_in_one_line(command, tiny_dataset, tmp_path):
     data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
-    done = run_limited([*command, *data], tmp_path, kind=resource.RLIMIT_NOFILE, value=10)
+    done = run_limited(
+        [*command, *data],
+        tmp_path,
+        kind=resource.RLIMIT_NOFILE,
+        value=10,
+    )
     [line] = find_lines(done)
     assert line.startswith("error: The system gives no more to this work: Too many open files. ")
     assert "`ulimit -n 4096`" in line
@@ -157,7 +166,10 @@ def test_threads_that_cannot_start_are_said(monkeypatch):
         pool.submit(print)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("stop"), OSError(2, "No such file"), ValueError()])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("stop"), OSError(2, "No such file"), ValueError()],
+)
 def test_other_errors_pass(error):
     with pytest.raises(type(error)) as caught, explain_limits():
         raise error

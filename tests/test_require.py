@@ -63,7 +63,10 @@ def test_numbers_become_pythons_own(value):
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1", None, True, 1j, [1.0]])
-@pytest.mark.parametrize("bounds", [{}, {"least": 0}, {"above": 0, "below": math.inf}])
+@pytest.mark.parametrize(
+    "bounds",
+    [{}, {"least": 0}, {"above": 0, "below": math.inf}],
+)
 def test_what_is_no_number_is_refused(value, bounds):
     with pytest.raises(ColabUtilsError, match=r"expected x .*found "):
         require_number("x", value, **bounds)

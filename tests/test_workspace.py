@@ -274,7 +274,10 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "is_colab", lambda: True)
     (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
     with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
-        Workspace.open(tmp_path / "d", ssd=tmp_path / "gdrive" / "MyDrive" / "ssd")
+        Workspace.open(
+            tmp_path / "d",
+            ssd=tmp_path / "gdrive" / "MyDrive" / "ssd",
+        )
     workspace = Workspace.open(
         tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s", scene=REAL
     )
@@ -423,7 +426,10 @@ def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
     assert ensure_dataset(workspace, n=2).name == "built-in"
 
 
-@pytest.mark.parametrize(("scene", "slowed"), [("bad day", True), (REAL, False)])
+@pytest.mark.parametrize(
+    ("scene", "slowed"),
+    [("bad day", True), (REAL, False)],
+)
 def test_local_photos_are_slowed_only_where_the_scene_says_so(tmp_path, own, scene, slowed):
     workspace = Workspace.open(
         tmp_path / "d",

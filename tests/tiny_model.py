@@ -34,7 +34,11 @@ def build_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
     norm = FrozenBatchNorm2d if pretrained else partial(nn.BatchNorm2d, momentum=0.1)
     widths = (3, 16, 32, 48, 64)
     stages = [
-        nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), norm(b), nn.ReLU())
+        nn.Sequential(
+            nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False),
+            norm(b),
+            nn.ReLU(),
+        )
         for a, b in pairwise(widths)
     ]
     if pretrained:
@@ -49,7 +53,10 @@ def build_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
             channels,
             extra_blocks=LastLevelMaxPool(),
         ),
-        rpn_anchor_generator=AnchorGenerator(((12,), (24,), (48,), (96,)), ((0.5, 1.0, 2.0),) * 4),
+        rpn_anchor_generator=AnchorGenerator(
+            ((12,), (24,), (48,), (96,)),
+            ((0.5, 1.0, 2.0),) * 4,
+        ),
         rpn_pre_nms_top_n_train=100,
         rpn_post_nms_top_n_train=50,
         rpn_pre_nms_top_n_test=100,

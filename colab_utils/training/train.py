@@ -187,10 +187,7 @@ def train(
                 )
             )
             if ranks.is_first:
-                for dataset in (data.dataset, data.validation):
-                    # Loose files have told it already.
-                    if isinstance(dataset, ShardDataset):
-                        warn_of_faults(dataset.folder, dataset.index.faults)
+                _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
                 state = folder.read(repair=True)
@@ -266,6 +263,13 @@ def train(
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
         return trainer.run(log if ranks.is_first else None)
+
+
+def _warn_of_faults(data: OpenData) -> None:
+    """Tell of objects that are trained wrongly; loose files have told of theirs already."""
+    for dataset in (data.dataset, data.validation):
+        if isinstance(dataset, ShardDataset):
+            warn_of_faults(dataset.folder, dataset.index.faults)
 
 
 def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int | None) -> None:

@@ -59,7 +59,13 @@ def test_the_loop_runs_epoch_after_epoch_and_numbers_its_steps(tmp_path):
 
 
 def test_shares_leave_out_the_very_first_wait():
-    truth = Truth(13, wait_s=(5, 1, 3), step_s=(1, 1, 1), between_s=(0, 1, 0), starts=(0, 2))
+    truth = Truth(
+        13,
+        wait_s=(5, 1, 3),
+        step_s=(1, 1, 1),
+        between_s=(0, 1, 0),
+        starts=(0, 2),
+    )
     assert [truth.wait_share, truth.start_share, truth.step_share, truth.between_share] == [
         0.5,
         0.375,

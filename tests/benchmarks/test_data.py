@@ -6,7 +6,13 @@ from benchmarks.data import make_data
 
 
 def make(tiny_dataset, work, name, samples=24):
-    return make_data(name, work, [tiny_dataset.images], [tiny_dataset.annotations], samples=samples)
+    return make_data(
+        name,
+        work,
+        [tiny_dataset.images],
+        [tiny_dataset.annotations],
+        samples=samples,
+    )
 
 
 def test_kept_repeats_every_image_under_ids_of_its_own(tiny_dataset, tmp_path):

@@ -45,7 +45,14 @@ def test_a_system_delivers_what_the_reference_gives(make, tmp_path, name, kind, 
     pytest.importorskip(name if name == "webdataset" else "torch")
     system = get_system(name)
     data = make(kind)
-    job = Job("check", name, data, make("pixels_800") if system.size_800 else data, tmp_path, crew)
+    job = Job(
+        "check",
+        name,
+        data,
+        make("pixels_800") if system.size_800 else data,
+        tmp_path,
+        crew,
+    )
     system.prepare(data, tmp_path)
     assert run_job(job) == {"difference": "", "seen": 12, "whole_epoch": True, "compared": 12}
 

@@ -327,7 +327,11 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
     [
         (
             lambda batches: [
-                (i, [one | {"boxes": one["boxes"] + 3} for one in t]) for i, t in batches
+                (
+                    i,
+                    [one | {"boxes": one["boxes"] + 3} for one in t],
+                )
+                for i, t in batches
             ],
             "a box differs",
         ),
@@ -577,7 +581,13 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
     ``first_s`` later.
     """
     batches = compared // 4
-    cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, 0.0, 0.0)
+    cold = BatchTimes(
+        (first_s, *[0.0] * (batches - 1)),
+        (0.1,) * batches,
+        compared,
+        0.0,
+        0.0,
+    )
     costs = {"once_s": 0.0, "session_s": 0.0} | files
 
     class Prepared:
@@ -640,12 +650,24 @@ class TestDescribeDifference:
         ("change", "words"),
         [
             (lambda i, t: (i.flip(-1), t), "pixels"),  # mirrored
-            (lambda i, t: (i, t | {"boxes": t["boxes"] + 2}), "a box"),  # shifted
-            (lambda i, t: (i, t | {"labels": t["labels"] + 1}), "labels"),  # another class
-            (lambda i, t: (i, t | {"masks": t["masks"].roll(3, -1)}), "a mask"),  # shifted
+            (
+                lambda i, t: (i, t | {"boxes": t["boxes"] + 2}),
+                "a box",
+            ),  # shifted
+            (
+                lambda i, t: (i, t | {"labels": t["labels"] + 1}),
+                "labels",
+            ),  # another class
+            (
+                lambda i, t: (i, t | {"masks": t["masks"].roll(3, -1)}),
+                "a mask",
+            ),  # shifted
             # lost
             (
-                lambda i, t: (i, {key: value[:0] for key, value in t.items() if key != "image_id"}),
+                lambda i, t: (
+                    i,
+                    {key: value[:0] for key, value in t.items() if key != "image_id"},
+                ),
                 "labels",
             ),
         ],
@@ -674,5 +696,11 @@ class TestDescribeDifference:
         )
 
     def test_float_images_are_scaled(self, sample):
-        assert describe_difference((sample[0].float() / 255, sample[1]), sample) == ""
+        assert (
+            describe_difference(
+                (sample[0].float() / 255, sample[1]),
+                sample,
+            )
+            == ""
+        )
         assert torch.is_floating_point(sample[1]["boxes"])

@@ -251,7 +251,10 @@ def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(
     [
         (lambda path: path.write_bytes(b""), "not a zip file"),  # empty
         (lambda path: path.write_bytes(b"<!doctype html>" * 99), "not a zip file"),  # a web page
-        (lambda path: path.write_bytes(path.read_bytes()[:-3000]), "not a zip file"),  # cut short
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-3000]),
+            "not a zip file",
+        ),  # cut short
     ],
 )
 def test_what_is_no_whole_zip_is_told(export, ssd, break_it, words):
@@ -380,7 +383,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(206 if asked and server.knows_ranges else 200)
         if asked and server.knows_ranges:
-            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+            self.send_header(
+                "Content-Range",
+                f"bytes {start}-{size - 1}/{size}",
+            )
         self.send_header("Content-Length", str(size - start))
         self.end_headers()
         self.wfile.write(server.content[start:][: server.breaks.pop(0) if server.breaks else None])

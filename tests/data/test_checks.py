@@ -97,7 +97,12 @@ def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
 
     def spoil(dataset):
         noise = (
-            np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8)
+            np.random.default_rng(0).integers(
+                0,
+                255,
+                (*size[::-1], 3),
+                np.uint8,
+            )
             if mode != "1"
             else None
         )
@@ -123,9 +128,10 @@ def turn(orientation, *, square=False, upright=False):
             dataset.coco["annotations"] = [
                 one for one in dataset.coco["annotations"] if not one["iscrowd"]
             ]
-        paint(size=(128, 160) if upright else (160, 160) if square else (160, 128), exif=exif)(
-            dataset
-        )
+        paint(
+            size=(128, 160) if upright else (160, 160) if square else (160, 128),
+            exif=exif,
+        )(dataset)
 
     return spoil
 
@@ -178,7 +184,10 @@ def draw(polygon, box=None):
         x0 = min(polygon[::2])
         y0 = min(polygon[1::2])
         around = [x0, y0, max(polygon[::2]) - x0, max(polygon[1::2]) - y0]
-        dataset.coco["annotations"][2].update(segmentation=[polygon], bbox=box or around)
+        dataset.coco["annotations"][2].update(
+            segmentation=[polygon],
+            bbox=box or around,
+        )
 
     return spoil
 
@@ -195,7 +204,11 @@ def shrink(dataset):
     image = dataset.coco["images"][4]
     image.update(width=4000, height=3000)
     mine = next(one for one in dataset.coco["annotations"] if one["image_id"] == image["id"])
-    mine.update(segmentation=[[9, 9, 12, 9, 12, 12, 9, 12]], bbox=[9, 9, 3, 3], area=9)
+    mine.update(
+        segmentation=[[9, 9, 12, 9, 12, 12, 9, 12]],
+        bbox=[9, 9, 3, 3],
+        area=9,
+    )
     dataset.coco["annotations"] = [
         one for one in dataset.coco["annotations"] if one is mine or one["image_id"] != image["id"]
     ]
@@ -227,7 +240,12 @@ def add_category(number, name=""):
 # images that are left when it is repaired.
 DEFECTS = [
     (lambda d: d.file(4).unlink(), "missing image", True, 11),
-    (lambda d: (d.file(4).unlink(), d.file(4).mkdir()), "missing image", True, 11),
+    (
+        lambda d: (d.file(4).unlink(), d.file(4).mkdir()),
+        "missing image",
+        True,
+        11,
+    ),
     (lambda d: d.file(4).write_bytes(b""), "empty file", True, 11),
     (lambda d: d.file(4).write_text("no picture"), "bad image", True, 11),
     (
@@ -267,14 +285,24 @@ DEFECTS = [
     (turn(3), "EXIF rotation, unclear", False, 12),  # upside down
     (turn(2), "EXIF rotation, unclear", False, 12),  # mirrored
     (spoil_annotation(image_id=10**9), "unknown image", True, 12),
-    (lambda d: d.coco["images"].append(d.coco["images"][4]), "repeated image id", True, 12),
+    (
+        lambda d: d.coco["images"].append(d.coco["images"][4]),
+        "repeated image id",
+        True,
+        12,
+    ),
     (share_id, "repeated image id", True, 10),  # whose the objects are is not known
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "bad mask", True, 11),
     # nothing is lost
-    (spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]), "bad mask", True, 12),
+    (
+        spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]),
+        "bad mask",
+        True,
+        12,
+    ),
     (spoil_annotation(segmentation=[[1e12, 2, 3, 4, 5, 6]]), "bad mask", True, 11),
     (spoil_annotation(segmentation={"size": [1, 2], "counts": [2]}), "bad mask", True, 11),
     (spoil_annotation(segmentation={"size": [128, 160], "counts": [7]}), "bad mask", True, 11),
@@ -285,7 +313,12 @@ DEFECTS = [
         True,
         11,
     ),
-    (draw([300, 300, 340, 300, 340, 340], box=[9, 9, 40, 40]), "empty mask", True, 11),
+    (
+        draw([300, 300, 340, 300, 340, 340], box=[9, 9, 40, 40]),
+        "empty mask",
+        True,
+        11,
+    ),
     (draw([0.2, 0.2, 0.7, 0.2, 0.7, 0.9]), "normalised polygon", True, 12),
     (draw([20, 20, 60, 60, 60, 20, 20, 60]), "self-crossing polygon", False, 12),
     (
@@ -296,10 +329,30 @@ DEFECTS = [
     ),
     (spoil_annotation(bbox=[float("nan"), 0, 5, 5]), "bad annotation", True, 12),
     (spoil_annotation(area=float("inf")), "bad annotation", True, 12),
-    (change_box(lambda x, y, w, h: [x + w, y + h, -w, -h]), "inverted box", True, 12),
-    (change_box(lambda x, y, w, h: [x + 160, y, w, h]), "box outside the image", True, 12),
-    (change_box(lambda x, y, w, h: [x, y, w / 4, h]), "mask and box disagree", True, 12),
-    (draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80]), "box of corners", True, 12),
+    (
+        change_box(lambda x, y, w, h: [x + w, y + h, -w, -h]),
+        "inverted box",
+        True,
+        12,
+    ),
+    (
+        change_box(lambda x, y, w, h: [x + 160, y, w, h]),
+        "box outside the image",
+        True,
+        12,
+    ),
+    (
+        change_box(lambda x, y, w, h: [x, y, w / 4, h]),
+        "mask and box disagree",
+        True,
+        12,
+    ),
+    (
+        draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80]),
+        "box of corners",
+        True,
+        12,
+    ),
     (
         draw([99, 60, 159, 60, 159, 120, 99, 120], box=[99, 60, 70, 60]),
         None,
@@ -551,7 +604,10 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     for one in dataset.coco["annotations"]:
         if isinstance(one["segmentation"], list):
             one["segmentation"] = [str(number) for number in one["segmentation"][0]]
-        one.update(image_id=str(one["image_id"]), bbox=[str(side) for side in one["bbox"]])
+        one.update(
+            image_id=str(one["image_id"]),
+            bbox=[str(side) for side in one["bbox"]],
+        )
     dataset.coco["annotations"][0].update(bbox=[], area=None)
     dataset.coco["annotations"][1]["segmentation"] = [
         dataset.coco["annotations"][1]["segmentation"],
@@ -663,7 +719,10 @@ def test_ids_that_start_again_in_each_image(dataset, tmp_path):
     repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     repaired = json.loads((tmp_path / "out.json").read_text())["annotations"]
     order = [image["id"] for image in dataset.coco["images"]]
-    expected = sorted(dataset.coco["annotations"][1:], key=lambda one: order.index(one["image_id"]))
+    expected = sorted(
+        dataset.coco["annotations"][1:],
+        key=lambda one: order.index(one["image_id"]),
+    )
     assert repaired == expected
 
 

@@ -89,7 +89,10 @@ def assert_same(dataset, coco: dict[str, Any]) -> None:
 @pytest.mark.parametrize("split", ["coco_mini", "coco_mini_val"])
 def test_real_coco_is_what_json_reads(split, request):
     mini = request.getfixturevalue(split)
-    assert_same(read_coco(mini.annotations), json.loads(mini.annotations.read_text()))
+    assert_same(
+        read_coco(mini.annotations),
+        json.loads(mini.annotations.read_text()),
+    )
 
 
 def test_builtin_dataset_is_what_json_reads(tiny_dataset):
@@ -112,7 +115,10 @@ def segmentations():
     return st.one_of(
         st.lists(st.lists(numbers(), max_size=12), max_size=3),
         st.fixed_dictionaries(
-            {"size": size, "counts": st.lists(st.integers(0, 2**40), max_size=6)}
+            {
+                "size": size,
+                "counts": st.lists(st.integers(0, 2**40), max_size=6),
+            }
         ),
         st.fixed_dictionaries({"size": size, "counts": st.text(max_size=8)}),
         st.none(),
@@ -127,7 +133,14 @@ def segmentations():
 @st.composite
 def datasets(draw):
     ids = draw(st.lists(st.integers(-(2**40), 2**40), unique=True, max_size=6))
-    category_ids = draw(st.lists(st.integers(-5, 2**33), unique=True, min_size=1, max_size=4))
+    category_ids = draw(
+        st.lists(
+            st.integers(-5, 2**33),
+            unique=True,
+            min_size=1,
+            max_size=4,
+        )
+    )
     side = st.integers(0, 9000)
     images = [
         {
@@ -164,7 +177,11 @@ def datasets(draw):
 
 
 @QUICK
-@given(coco=datasets(), indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
+@given(
+    coco=datasets(),
+    indent=st.sampled_from([None, 1]),
+    ascii_only=st.booleans(),
+)
 def test_any_dataset_is_what_json_reads(path, coco, indent, ascii_only):
     text = json.dumps(coco, indent=indent, ensure_ascii=ascii_only)
     assert_same(read(path, text.encode()), coco)
@@ -176,7 +193,10 @@ def test_any_dataset_is_what_json_reads(path, coco, indent, ascii_only):
 )
 def test_encodings_and_unicode_names(path, encoding):
     coco = make_coco(images=[{"id": 7, "file_name": "Straße/日本 🚲.jpg", "height": 6, "width": 8}])
-    assert_same(read(path, json.dumps(coco, ensure_ascii=False).encode(encoding)), coco)
+    assert_same(
+        read(path, json.dumps(coco, ensure_ascii=False).encode(encoding)),
+        coco,
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +216,11 @@ def test_encodings_and_unicode_names(path, encoding):
         (change_annotation(bbox=None), "bbox", [1, 0, 3, 3]),
         (change_annotation(bbox=[]), "bbox", [1, 0, 3, 3]),
         # a flat polygon
-        (change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]), "bbox", [1, 0, 3, 3]),
+        (
+            change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]),
+            "bbox",
+            [1, 0, 3, 3],
+        ),
         (change_annotation(iscrowd="0"), "iscrowd", 0),
         (change_annotation(iscrowd="1"), "iscrowd", 1),
         (change_annotation(iscrowd=False), "iscrowd", 0),
@@ -205,7 +229,11 @@ def test_encodings_and_unicode_names(path, encoding):
         (change_annotation(segmentation=[]), "segmentation", []),  # kept for the checks
         (change_annotation(segmentation="text"), "segmentation", "text"),
         (change_annotation(segmentation=[""]), "segmentation", [""]),
-        (change_annotation(segmentation=[1, 2, 3, 4, 5, 6]), "segmentation", [1, 2, 3, 4, 5, 6]),
+        (
+            change_annotation(segmentation=[1, 2, 3, 4, 5, 6]),
+            "segmentation",
+            [1, 2, 3, 4, 5, 6],
+        ),
     ],
 )
 def test_odd_but_readable_entries(path, coco, key, expected):
@@ -305,16 +333,27 @@ def test_crowds_are_counted(path):
         for crowd, image in ((1, 3), ("1", 7), (True, 7), (0, 7))
     ]
     dataset = read(path, make_coco(annotations=rows))
-    assert (dataset.crowds, dataset.subset(0, 1).crowds, dataset.subset(1, 2).crowds) == (3, 2, 1)
+    assert (
+        dataset.crowds,
+        dataset.subset(0, 1).crowds,
+        dataset.subset(1, 2).crowds,
+    ) == (3, 2, 1)
 
 
-@pytest.mark.parametrize("depth", [1, 5, 63, 64, 65, 400, *range(930, 1001), 20_000])
+@pytest.mark.parametrize(
+    "depth",
+    [1, 5, 63, 64, 65, 400, *range(930, 1001), 20_000],
+)
 def test_nesting_is_one_clear_line_at_every_depth(path, depth):
     text = json.dumps(change_annotation(segmentation="X")).replace(
         '"X"', "[" * depth + "5" + "]" * depth
     )
     with pytest.raises(ColabUtilsError, match=r"nested too deeply|polygons"):
-        encode_segmentation(read(path, text.encode()).annotations(0)[0]["segmentation"], 6, 8)
+        encode_segmentation(
+            read(path, text.encode()).annotations(0)[0]["segmentation"],
+            6,
+            8,
+        )
 
 
 def test_a_name_that_is_missing_is_that_of_its_url(path):

@@ -168,7 +168,12 @@ def make_jpeg(orientation=1, mode="RGB", **options):
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = io.BytesIO()
-    Image.effect_noise((45, 31), 90).convert(mode).save(file, "JPEG", exif=exif, **options)
+    Image.effect_noise((45, 31), 90).convert(mode).save(
+        file,
+        "JPEG",
+        exif=exif,
+        **options,
+    )
     return file.getvalue()
 
 
@@ -275,7 +280,11 @@ def switches(request, monkeypatch):
 def encode(kind, **options):
     """A photo with noise, so that no half of its file holds all of it."""
     file = io.BytesIO()
-    Image.effect_noise((96, 1100), 50).convert("RGB").save(file, kind, **options)
+    Image.effect_noise((96, 1100), 50).convert("RGB").save(
+        file,
+        kind,
+        **options,
+    )
     return file.getvalue()
 
 
@@ -334,7 +343,13 @@ def test_too_many_pixels_are_told_in_our_words(switches, size):
 def test_a_small_gif_with_a_huge_second_frame_takes_no_memory(switches):
     file = io.BytesIO()
     frames = [Image.effect_noise((8, 8), spread) for spread in (40, 90)]
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], disposal=2)
+    frames[0].save(
+        file,
+        "GIF",
+        save_all=True,
+        append_images=frames[1:],
+        disposal=2,
+    )
     data = bytearray(file.getvalue())
     # The second frame's place and size follow a comma.
     second = data.rindex(b"," + bytes(4) + b"\x08\x00\x08\x00")
@@ -541,7 +556,14 @@ def paint_deep(brightest, channels):
 
 @pytest.mark.parametrize("bits", [8, 10, 12, 14])
 @pytest.mark.parametrize(
-    ("channels", "kind"), [(1, "PNG"), (1, "TIFF"), (3, "PNG"), (3, "TIFF"), (4, "PNG")]
+    ("channels", "kind"),
+    [
+        (1, "PNG"),
+        (1, "TIFF"),
+        (3, "PNG"),
+        (3, "TIFF"),
+        (4, "PNG"),
+    ],
 )
 def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels, kind, tmp_path):
     """It would become almost black, without a word."""
@@ -572,10 +594,16 @@ def store(data):
     return store_image(data, (16, 24), min_size=16, max_size=24)
 
 
-@pytest.mark.parametrize(("channels", "kind"), [(1, "PNG"), (1, "TIFF"), (3, "PNG"), (3, "TIFF")])
+@pytest.mark.parametrize(
+    ("channels", "kind"),
+    [(1, "PNG"), (1, "TIFF"), (3, "PNG"), (3, "TIFF")],
+)
 def test_an_image_that_uses_its_16_bits_keeps_the_upper_8(channels, kind):
     array = paint_deep(65_535, channels)
-    expected = np.broadcast_to((array >> 8).reshape(16, 24, channels), (16, 24, 3))
+    expected = np.broadcast_to(
+        (array >> 8).reshape(16, 24, channels),
+        (16, 24, 3),
+    )
     data = save_deep(array, kind)
     assert np.array_equal(decode_pixels(data), expected)
     assert np.array_equal(decode_pixels(store(data).data), expected)

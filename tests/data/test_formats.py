@@ -35,9 +35,14 @@ CLASSES = {"cat": 8, "dog": 12}  # their values in Pascal VOC
 
 def save_photo(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)).save(
-        path
-    )
+    Image.fromarray(
+        np.random.default_rng(0).integers(
+            0,
+            256,
+            (HEIGHT, WIDTH, 3),
+            np.uint8,
+        )
+    ).save(path)
 
 
 def draw(values, outline=None):
@@ -112,7 +117,10 @@ def make_yolo():
         save_photo(Path(f"yolo/images/train/{name}.jpg"))
         lines = [
             " ".join(
-                map(str, [[*CLASSES].index(label), *(np.array(points) / (WIDTH, HEIGHT)).ravel()])
+                map(
+                    str,
+                    [[*CLASSES].index(label), *(np.array(points) / (WIDTH, HEIGHT)).ravel()],
+                )
             )
             for label, points in objects
         ]
@@ -196,7 +204,11 @@ def test_every_recipe_is_tried():
     assert [name for name, _ in RECIPES] == [*MADE]
 
 
-@pytest.mark.parametrize(("name", "code"), RECIPES, ids=[name for name, _ in RECIPES])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    RECIPES,
+    ids=[name for name, _ in RECIPES],
+)
 def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkeypatch):
     for package in re.findall(r"# pip install (\w+)", code):
         if importlib.util.find_spec(package) is None:

@@ -60,7 +60,12 @@ def test_every_kind_of_mask(people, kind):
     values[3:9, 2:8] = 1
     values[20:30, 20:40] = 1 if kind == "1" else 2
     if kind == "RGB":
-        mask = Image.fromarray(np.array([[0, 0, 0], [255, 0, 0], [255, 0, 1]], np.uint8)[values])
+        mask = Image.fromarray(
+            np.array(
+                [[0, 0, 0], [255, 0, 0], [255, 0, 1]],
+                np.uint8,
+            )[values]
+        )
     elif kind == "P":
         mask = Image.fromarray(values.astype(np.uint8))
         mask.putpalette([0, 0, 0, 9, 9, 9, 9, 9, 9])  # colours that look the same
@@ -186,7 +191,10 @@ def add_rim(ids, void, width=2):
 IDS = np.where(DISC, 1, np.where(OTHER, 2, 0))
 
 
-@pytest.mark.parametrize(("void", "kind"), [(255, np.uint8), (65535, np.uint16)])
+@pytest.mark.parametrize(
+    ("void", "kind"),
+    [(255, np.uint8), (65535, np.uint16)],
+)
 def test_pixels_without_a_label_are_no_object(tmp_path, void, kind):
     folders = save_masks(tmp_path, add_rim(IDS, void).astype(kind))
     with pytest.raises(ColabUtilsError, match=rf"{void} beside 2 others.*background=\(0, {void}\)"):
@@ -214,7 +222,11 @@ def test_pascal_vocs_colours_have_one_for_pixels_without_a_label(tmp_path):
     ],
 )
 def test_255_may_be_an_object(tmp_path, values):
-    mask = np.where(DISC, values[0], np.where(OTHER, values[1], 0)).astype(np.uint8)
+    mask = np.where(
+        DISC,
+        values[0],
+        np.where(OTHER, values[1], 0),
+    ).astype(np.uint8)
     assert list_areas(save_masks(tmp_path, mask)) == [DISC.sum(), OTHER.sum()]
 
 
@@ -225,7 +237,10 @@ def blur(radius):
 
 def resize_colours():
     colours = np.array([[0, 0, 0], [255, 0, 0], [0, 255, 0]], np.uint8)
-    return Image.fromarray(colours[IDS]).resize((67, 45), Image.Resampling.BILINEAR)
+    return Image.fromarray(colours[IDS]).resize(
+        (67, 45),
+        Image.Resampling.BILINEAR,
+    )
 
 
 def save_as_jpeg():
@@ -258,7 +273,11 @@ def test_soft_edges_are_no_objects(tmp_path, mask):
 
 
 def test_a_threshold_makes_one_object_of_a_mask(tmp_path):
-    folders = save_masks(tmp_path, blur(1), (DISC | OTHER).astype(np.uint16) * 255)
+    folders = save_masks(
+        tmp_path,
+        blur(1),
+        (DISC | OTHER).astype(np.uint16) * 255,
+    )
     drawn = int((DISC | OTHER).sum())
     areas = list_areas(folders, threshold=127)
     assert len(areas) == 2
@@ -275,7 +294,11 @@ def test_a_jpeg_is_a_mask_by_its_threshold(tmp_path):
 
 
 def test_an_object_in_the_corners_may_be_the_background(tmp_path):
-    folders = save_masks(tmp_path, IDS.astype(np.uint8), np.where(DISC, 0, 255).astype(np.uint8))
+    folders = save_masks(
+        tmp_path,
+        IDS.astype(np.uint8),
+        np.where(DISC, 0, 255).astype(np.uint8),
+    )
     with pytest.raises(ColabUtilsError, match=r"1\.png.*255 in its corners and in 89% of.*=255"):
         convert_masks(**folders)
     assert list_areas(folders, background=0) == [DISC.sum(), OTHER.sum(), (~DISC).sum()]
@@ -317,7 +340,13 @@ def test_transparent_pixels_are_background(tmp_path, kind, below):
 
 
 def test_what_was_understood_is_printed(tmp_path, capsys):
-    convert_masks(**save_masks(tmp_path, IDS.astype(np.uint8), np.zeros((64, 96), np.uint8)))
+    convert_masks(
+        **save_masks(
+            tmp_path,
+            IDS.astype(np.uint8),
+            np.zeros((64, 96), np.uint8),
+        )
+    )
     share = DISC.mean()
     assert capsys.readouterr().out == (
         f"2 images, 2 objects; the largest covers {share:.0%} of its image\n"

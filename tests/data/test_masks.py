@@ -20,7 +20,11 @@ SQUARE = [1, 1, 5, 1, 5, 4, 1, 4]
 
 
 def dense_masks(objects: int = 4):
-    shape = st.tuples(st.integers(0, objects), st.integers(1, 24), st.integers(1, 24))
+    shape = st.tuples(
+        st.integers(0, objects),
+        st.integers(1, 24),
+        st.integers(1, 24),
+    )
     return arrays(np.uint8, shape, elements=st.integers(0, 1))
 
 
@@ -44,7 +48,14 @@ def test_pack_and_unpack_give_back_what_pycocotools_encoded(masks):
     for mask, (x0, y0, x1, y1) in zip(masks, packed.crops.tolist(), strict=True):
         ys, xs = np.nonzero(mask)
         assert (x0, y0, x1, y1) == (
-            (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) if len(xs) else (0, 0, 0, 0)
+            (
+                xs.min(),
+                ys.min(),
+                xs.max() + 1,
+                ys.max() + 1,
+            )
+            if len(xs)
+            else (0, 0, 0, 0)
         )
     assert packed.bits.size == packed.offsets[-1]
 
@@ -102,12 +113,18 @@ def test_no_compressed_rle_is_read_past_its_end(counts, size):
 @pytest.mark.parametrize("side", [11_314, 30_000, 60_000, 2**31])
 def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
     """An RLE of 60,000 x 60,000 with an empty run ended the interpreter."""
-    rle = {"size": [side, side], "counts": [side * side // 2, 0, side * side - side * side // 2]}
+    rle = {
+        "size": [side, side],
+        "counts": [side * side // 2, 0, side * side - side * side // 2],
+    }
     for segmentation in (rle, [SQUARE], {**rle, "counts": "abc"}):
         with pytest.raises(ColabUtilsError, match="expected an image of 1 to 112,000,000 pixels"):
             encode_segmentation(segmentation, side, side)
         with pytest.raises(ColabUtilsError, match="expected an image of 1 to 112,000,000 pixels"):
-            encode_segmentation(segmentation, *np.array([min(side, 2**31 - 1)] * 2, np.int32))
+            encode_segmentation(
+                segmentation,
+                *np.array([min(side, 2**31 - 1)] * 2, np.int32),
+            )
 
 
 def test_empty_runs_cost_no_image():
@@ -118,7 +135,10 @@ def test_empty_runs_cost_no_image():
     rle = encode_segmentation({"size": size, "counts": runs}, *size)
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
-    assert rle == encode_segmentation({"size": size, "counts": [100, 10_500**2 - 100]}, *size)
+    assert rle == encode_segmentation(
+        {"size": size, "counts": [100, 10_500**2 - 100]},
+        *size,
+    )
 
 
 def test_contours_of_many_points_pass():
@@ -128,7 +148,11 @@ def test_contours_of_many_points_pass():
     for height, width in ((3000, 4000), (480, 640)):
         radius = height * (0.4 + rng.uniform(0, 0.001, angles.size))
         points = np.stack(
-            [width / 2 + radius * np.cos(angles), height / 2 + radius * np.sin(angles)], 1
+            [
+                width / 2 + radius * np.cos(angles),
+                height / 2 + radius * np.sin(angles),
+            ],
+            1,
         )
         rle = encode_segmentation([points.ravel().tolist()], height, width)
         assert coco_mask.area(rle) == pytest.approx(np.pi * (0.4005 * height) ** 2, rel=0.01)
@@ -167,7 +191,11 @@ def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
 
 
 @QUICK
-@given(masks=dense_masks(), height=st.integers(1, 30), width=st.integers(1, 30))
+@given(
+    masks=dense_masks(),
+    height=st.integers(1, 30),
+    width=st.integers(1, 30),
+)
 def test_resize_is_torch_nearest(masks, height, width):
     import torch
 
@@ -250,7 +278,10 @@ def test_what_is_no_mask_is_refused(segmentation, found):
 def test_polygons_beyond_the_image_are_cut_as_in_pycocotools(polygon):
     rle = encode_segmentation([polygon], 6, 8)
     assert rle["counts"] == coco_mask.frPyObjects([polygon], 6, 8)[0]["counts"]
-    assert np.array_equal(unpack_masks(pack_masks([rle]), 6, 8)[0], coco_mask.decode(rle))
+    assert np.array_equal(
+        unpack_masks(pack_masks([rle]), 6, 8)[0],
+        coco_mask.decode(rle),
+    )
 
 
 def test_parts_of_one_object_are_united():
@@ -262,7 +293,11 @@ def test_parts_of_one_object_are_united():
 
 
 def test_parts_without_an_area_are_left_out_beside_one_with_an_area():
-    for parts in ([SQUARE, [1, 1, 2, 2]], [[], SQUARE], [[1, 1, 4, 4], [3, 3], SQUARE]):
+    for parts in (
+        [SQUARE, [1, 1, 2, 2]],
+        [[], SQUARE],
+        [[1, 1, 4, 4], [3, 3], SQUARE],
+    ):
         assert encode_segmentation(parts, 6, 8) == encode_segmentation([SQUARE], 6, 8)
 
 

@@ -32,10 +32,17 @@ def test_polygons_are_drawn_as_by_pycocotools(polygons, height, width):
     """In the image and beyond it; as numbers, as text, and flat where there is one."""
     expected = draw(polygons, height, width)
     texts = [[str(number) for number in one] for one in polygons]
-    for notation in (polygons, texts, *([polygons[0], texts[0]] if len(polygons) == 1 else [])):
+    for notation in (
+        polygons,
+        texts,
+        *([polygons[0], texts[0]] if len(polygons) == 1 else []),
+    ):
         rle = encode_segmentation(notation, height, width)
         assert np.array_equal(coco_mask.decode(rle), expected)
-        assert np.array_equal(unpack_masks(pack_masks([rle]), height, width)[0], expected)
+        assert np.array_equal(
+            unpack_masks(pack_masks([rle]), height, width)[0],
+            expected,
+        )
 
 
 @SEEDED
@@ -43,7 +50,13 @@ def test_polygons_are_drawn_as_by_pycocotools(polygons, height, width):
 def test_all_notations_of_a_mask_give_the_same(polygons, height, width):
     mask = draw(polygons, height, width)
     flat = mask.ravel("F")
-    runs = np.diff([0, *(np.flatnonzero(np.diff(flat)) + 1), flat.size]).tolist()
+    runs = np.diff(
+        [
+            0,
+            *(np.flatnonzero(np.diff(flat)) + 1),
+            flat.size,
+        ]
+    ).tolist()
     counts = [0, *runs] if flat[0] else runs
     text = coco_mask.encode(np.asfortranarray(mask))["counts"].decode()
     size = [height, width]

@@ -39,7 +39,11 @@ class Export:
             entry = {"id": i + 1, "file_name": f"{i}.jpg", "width": WIDTH, "height": HEIGHT}
             self.coco["images"].append(entry)
             for x in (8, 38):
-                self.add(i + 1, [x, 10, 20, 24], segmentation=[list_corners(x, 10, 20, 24)])
+                self.add(
+                    i + 1,
+                    [x, 10, 20, 24],
+                    segmentation=[list_corners(x, 10, 20, 24)],
+                )
 
     @property
     def objects(self) -> list[dict[str, Any]]:
@@ -47,7 +51,12 @@ class Export:
         return objects
 
     def save_photo(self, i, width, height, **options):
-        pixels = np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)
+        pixels = np.random.default_rng(i).integers(
+            0,
+            255,
+            (height, width, 3),
+            np.uint8,
+        )
         Image.fromarray(pixels).save(self.images / f"{i}.jpg", **options)
 
     def add(self, image, box, **fields):
@@ -192,7 +201,11 @@ def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
     """An outline lies where the upright photo alone has pixels."""
     for entry in export.coco["images"]:
         swap_sides(entry)
-    export.add(1, [10, 70, 20, 20], segmentation=[list_corners(10, 70, 20, 20)])
+    export.add(
+        1,
+        [10, 70, 20, 20],
+        segmentation=[list_corners(10, 70, 20, 20)],
+    )
     with pytest.raises(ColabUtilsError, match=r"found none .*\(4 x size mismatch\)"):
         export.repair()
 
@@ -231,7 +244,11 @@ def make_crowds_of_darwin(export, count):
 def test_a_crowd_without_area_is_serious_whatever_their_share(export):
     for image in range(1, 5):
         for x in range(0, 72, 8):
-            export.add(image, [x, 40, 6, 6], segmentation=[list_corners(x, 40, 6, 6)])
+            export.add(
+                image,
+                [x, 40, 6, 6],
+                segmentation=[list_corners(x, 40, 6, 6)],
+            )
     make_crowds_of_darwin(export, 1)
     assert export.check() == {"crowd without area": 1, "crowd": 1}
     with pytest.raises(ColabUtilsError, match=r"1 x crowd without area: .*--crowds objects"):
@@ -250,7 +267,11 @@ def test_a_crowd_with_an_area_is_a_note(export):
     make_crowds_of_darwin(export, 1)
     export.objects[0]["area"] = 455.0
     for image in range(1, 5):
-        export.add(image, [60, 40, 6, 6], segmentation=[list_corners(60, 40, 6, 6)])
+        export.add(
+            image,
+            [60, 40, 6, 6],
+            segmentation=[list_corners(60, 40, 6, 6)],
+        )
     assert export.check() == {"crowd": 1}
     assert export.write(max_bad=0).faults == {}
 

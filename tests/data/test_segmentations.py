@@ -43,7 +43,10 @@ COUNTS = RLE["counts"]
         ([to_contour(PAIRS)], [FLAT]),
         (to_contour(PAIRS), [FLAT]),
         ([PAIRS, OTHER_PAIRS], [FLAT, OTHER]),
-        ([PAIRS, [[50, 10], [70, 10], [70, 34], [50, 34]]], [FLAT, [*OTHER, 50, 34]]),
+        (
+            [PAIRS, [[50, 10], [70, 10], [70, 34], [50, 34]]],
+            [FLAT, [*OTHER, 50, 34]],
+        ),
         ([to_contour(PAIRS), to_contour(OTHER_PAIRS)], [FLAT, OTHER]),
         ([[PAIRS, OTHER_PAIRS]], [FLAT, OTHER]),
         # A contour of one point beside a whole one.
@@ -61,7 +64,10 @@ COUNTS = RLE["counts"]
         ({"size": [HEIGHT, WIDTH], "counts": str(COUNTS)}, [FLAT]),
         ({"size": [HEIGHT, WIDTH], "counts": f'b"{COUNTS.decode()}"'}, [FLAT]),
         ([{"size": [HEIGHT, WIDTH], "counts": COUNTS.decode()}], [FLAT]),
-        (json.dumps({"size": [HEIGHT, WIDTH], "counts": COUNTS.decode()}), [FLAT]),
+        (
+            json.dumps({"size": [HEIGHT, WIDTH], "counts": COUNTS.decode()}),
+            [FLAT],
+        ),
     ],
 )
 def test_what_can_be_read_in_one_way_alone_is_named_and_mended(segmentation, polygons):
@@ -72,7 +78,14 @@ def test_what_can_be_read_in_one_way_alone_is_named_and_mended(segmentation, pol
 
 
 def test_backslashes_in_the_counts_of_a_literal_are_single_again():
-    noise = np.random.default_rng(0).integers(0, 2, (HEIGHT, WIDTH)).repeat(20, 0)[:HEIGHT]
+    noise = (
+        np.random.default_rng(0)
+        .integers(0, 2, (HEIGHT, WIDTH))
+        .repeat(
+            20,
+            0,
+        )[:HEIGHT]
+    )
     rows = np.asfortranarray(np.vstack([noise] * 40).astype(np.uint8))
     rle = coco_mask.encode(rows)
     assert b"\\" in rle["counts"]
@@ -91,7 +104,10 @@ def test_backslashes_in_the_counts_of_a_literal_are_single_again():
         ([[[8, 10], [28, 34]]], "at least 3 points"),
         # The second one may be a hole, as in GeoJSON, or a part.
         ([PAIRS, [[10, 12], [20, 12], [20, 20]]], "at least 3 points"),
-        ([to_contour([[10, 12], [20, 12], [20, 20]]), to_contour(PAIRS)], "at least 3 points"),
+        (
+            [to_contour([[10, 12], [20, 12], [20, 20]]), to_contour(PAIRS)],
+            "at least 3 points",
+        ),
         # Three numbers a point.
         ([[x, y, 2] for x, y in PAIRS], "one of 3 numbers"),
         ({"x": FLAT[::2], "y": FLAT[1:-2:2]}, "without counts"),
@@ -121,7 +137,15 @@ def test_deep_nesting_is_refused():
 
 
 def to_runs(kind):
-    return [kind(run) for run in [8 * 64 + 10, *[24, 40] * 19, 24, 64 * 96 - 8 * 64 - 10 - 1240]]
+    return [
+        kind(run)
+        for run in [
+            8 * 64 + 10,
+            *[24, 40] * 19,
+            24,
+            64 * 96 - 8 * 64 - 10 - 1240,
+        ]
+    ]
 
 
 @pytest.mark.parametrize("kind", [int, float, str])

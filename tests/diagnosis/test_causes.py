@@ -264,7 +264,13 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {
                 "waits": spread(1.0, every=25),
-                "times": sum_up([*[(0.01, 4)] * 196, (0.9, 5), *[(1.0, 37)] * 3]),
+                "times": sum_up(
+                    [
+                        *[(0.01, 4)] * 196,
+                        (0.9, 5),
+                        *[(1.0, 37)] * 3,
+                    ]
+                ),
             },
             "slow_sample",
             r"Sample 37 takes 1 s: loads as slow \(4 of 200\) hold 6\d%",
@@ -273,7 +279,12 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {
                 "waits": spread(1.0, every=25),
-                "times": sum_up([*[(0.01, 4)] * 196_000, *[(1.0, 37)] * 4_000]),
+                "times": sum_up(
+                    [
+                        *[(0.01, 4)] * 196_000,
+                        *[(1.0, 37)] * 4_000,
+                    ]
+                ),
             },
             "slow_sample",
             r"Sample 37 takes 1 s: loads as slow \(4,000 of 200,000\) hold 67% of the time",

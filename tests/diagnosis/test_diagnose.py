@@ -56,7 +56,13 @@ def _sleep_step(seconds):
 
 
 def _make_times(wait_s, step_s, batches=20):
-    return BatchTimes((wait_s,) * batches, (step_s,) * batches, 4 * batches, 1.0, 0.5)
+    return BatchTimes(
+        (wait_s,) * batches,
+        (step_s,) * batches,
+        4 * batches,
+        1.0,
+        0.5,
+    )
 
 
 # Whole diagnoses
@@ -207,7 +213,11 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
         kept = {}
         for number in range(count):
             # 10,000 bytes
-            module._keep_batch(kept, number, (torch.zeros(1000), [{"masks": torch.zeros(1500)}]))
+            module._keep_batch(
+                kept,
+                number,
+                (torch.zeros(1000), [{"masks": torch.zeros(1500)}]),
+            )
         return list(kept)
 
     assert note(1e9, 3) == [0, 1]

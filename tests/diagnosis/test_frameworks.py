@@ -347,7 +347,15 @@ def check(make, batches, pick=lambda batch: batch):
 
 
 def test_a_plain_list(capsys):
-    assert len(check(lambda: [torch.full((2,), float(number)) for number in range(4)], 4)) == 4
+    assert (
+        len(
+            check(
+                lambda: [torch.full((2,), float(number)) for number in range(4)],
+                4,
+            )
+        )
+        == 4
+    )
 
 
 def test_a_loader_without_a_length(capsys):
@@ -358,7 +366,10 @@ def test_a_loader_without_a_length(capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("length", "size", "batches"), [(6, None, 6), (6, 2, 3), (None, 2, MOST)])
+@pytest.mark.parametrize(
+    ("length", "size", "batches"),
+    [(6, None, 6), (6, 2, 3), (None, 2, MOST)],
+)
 def test_a_stream_with_and_without_an_end(length, size, batches, workers, capsys):
     check(lambda: DataLoader(_Stream(length), batch_size=size, num_workers=workers), batches)
 
@@ -393,7 +404,11 @@ def test_webdataset(endless, workers, tmp_path, capsys):
         )
 
     check(make, MOST if endless else ITEMS // 2, pick=lambda batch: batch[0])
-    check(lambda: make().with_epoch(4).with_length(4), 4, pick=lambda batch: batch[0])
+    check(
+        lambda: make().with_epoch(4).with_length(4),
+        4,
+        pick=lambda batch: batch[0],
+    )
     gc.collect()  # while the warning of a shard that stays open is ignored
 
 

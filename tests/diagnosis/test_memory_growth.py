@@ -89,7 +89,10 @@ def test_what_is_not_sure_is_not_said(samples):
 def test_workers_that_end_after_the_last_batch_hide_no_growth():
     samples = make_readings(2 * MB, count=20)
     main = {os.getpid(): samples[-1].own_bytes[os.getpid()]}
-    last = samples[-1]._replace(batches=samples[-1].batches + 5, own_bytes=main)
+    last = samples[-1]._replace(
+        batches=samples[-1].batches + 5,
+        own_bytes=main,
+    )
     assert find_growth([*samples, last, last]).mb_per_batch == pytest.approx(2, rel=0.01)
 
 

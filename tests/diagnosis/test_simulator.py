@@ -60,7 +60,11 @@ def test_without_workers_loading_and_training_alternate():
     run = simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4)
     assert run.batches == 10
     assert run.stall_share == pytest.approx(0.75)
-    np.testing.assert_allclose(run.loads[0].start_s, run.steps.end_s - 0.4, atol=1e-9)
+    np.testing.assert_allclose(
+        run.loads[0].start_s,
+        run.steps.end_s - 0.4,
+        atol=1e-9,
+    )
 
 
 def test_traces_follow_the_recursion():

@@ -188,7 +188,12 @@ class Pooled:
 
 def test_a_transform_is_not_called_where_later_workers_would_inherit_it():
     dataset = Transformed(Pooled())
-    times = time_stages(DataLoader(dataset, batch_size=2), [torch.zeros(1)], images=2, seconds=0.2)
+    times = time_stages(
+        DataLoader(dataset, batch_size=2),
+        [torch.zeros(1)],
+        images=2,
+        seconds=0.2,
+    )
     assert "transform" in times.stages
     assert dataset.transforms.threads == 0
 

@@ -167,7 +167,10 @@ def test_a_few_quick_batches_are_no_verdict(capsys):
     assert slow.summary().verdict.startswith("Too few batches for a verdict: wait")
 
 
-@pytest.mark.parametrize(("batch_size", "drop_last"), [(4, False), (4, True), (None, False)])
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"),
+    [(4, False), (4, True), (None, False)],
+)
 def test_all_images_are_counted_the_last_batch_too(batch_size, drop_last):
     options = {"drop_last": drop_last} if batch_size else {}
     watched = watch(DataLoader(torch.zeros(10, 3, 2), batch_size=batch_size, **options))

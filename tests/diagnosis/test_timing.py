@@ -195,7 +195,12 @@ class TestTimeBatches:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronise"))
-        time_batches([["a"]] * 2, lambda batch: calls.append("step"), batches=2, warmup=0)
+        time_batches(
+            [["a"]] * 2,
+            lambda batch: calls.append("step"),
+            batches=2,
+            warmup=0,
+        )
         assert calls == ["synchronise", "step", "synchronise"] * 2
 
     @pytest.mark.clock
@@ -249,11 +254,17 @@ class TestTimeBatches:
     ("batch", "images"),
     [
         ((torch.zeros(4, 3, 2, 2), torch.zeros(4)), 4),  # tensors, as default_collate makes them
-        ([[torch.zeros(3, 2, 2)] * 3, [{}] * 3], 3),  # lists, as torchvision's references make them
+        (
+            [[torch.zeros(3, 2, 2)] * 3, [{}] * 3],
+            3,
+        ),  # lists, as torchvision's references make them
         ({"pixel_values": torch.zeros(5, 3), "labels": torch.zeros(5)}, 5),  # transformers
         (torch.zeros(6, 3), 6),  # a bare tensor
         ((torch.tensor(1.0), 2), 1),  # batch_size=None
-        ((torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)), 8),  # more columns than two
+        (
+            (torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)),
+            8,
+        ),  # more columns than two
         # as default_collate makes of them
         ([torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)], 8),
         (
@@ -282,7 +293,12 @@ def test_images_of_any_batch(batch, images):
 )
 def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
     got = []
-    time_batches([batch], lambda *given: got.append(len(given)), batches=1, warmup=0)
+    time_batches(
+        [batch],
+        lambda *given: got.append(len(given)),
+        batches=1,
+        warmup=0,
+    )
     assert got == [arguments]
 
 

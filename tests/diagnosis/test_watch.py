@@ -371,7 +371,10 @@ def test_a_killed_worker(tmp_path):
 @pytest.mark.parametrize("kind", _WITH_WORKERS)
 def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     watched = watch(
-        _KINDS[kind](Subset(_Photos(tmp_path, act=_kill_self), [0, 1, 2, 4, BAD]), batch_size=2)
+        _KINDS[kind](
+            Subset(_Photos(tmp_path, act=_kill_self), [0, 1, 2, 4, BAD]),
+            batch_size=2,
+        )
     )
     with pytest.raises(
         ColabUtilsError, match=r"worker \d \(pid \d+\) ended \(killed by signal: Killed\)"

@@ -62,7 +62,10 @@ def main() -> int:
 
 def _print_result(result: Result, *, with_text: bool) -> None:
     if result.outcome == "bug":
-        print(f"{result.kind}: {result.bug} (--case {result.number})", flush=True)
+        print(
+            f"{result.kind}: {result.bug} (--case {result.number})",
+            flush=True,
+        )
     if with_text:
         print(result.text)
 

@@ -181,7 +181,11 @@ def image_odd(case: Case) -> None:
 def _write_image(path: Path, rng: Random) -> None:
     mode = rng.choice(["I;16", "I", "F", "1", "L", "LA", "RGBA", "CMYK", "P", "YCbCr", "HSV"])
     kind = rng.choice(["PNG", "TIFF", "JPEG", "GIF", "WEBP", "BMP"])
-    values = np.random.default_rng(rng.randrange(2**20)).integers(0, 60_000, (HEIGHT, WIDTH))
+    values = np.random.default_rng(rng.randrange(2**20)).integers(
+        0,
+        60_000,
+        (HEIGHT, WIDTH),
+    )
     deep = {"I;16": np.uint16, "I": np.int32, "F": np.float32}
     image = Image.fromarray(values.astype(deep.get(mode, np.uint8)))
     if mode not in deep:

@@ -161,7 +161,22 @@ def change_digit(rng: Random, data: bytes) -> bytes:
 
 def draw_value(rng: Random) -> Any:
     """A value that does not belong there."""
-    return deepcopy(rng.choice([*NUMBERS, *TEXTS, _NEST, None, True, False, [], {}, [[]], [0] * 4]))
+    return deepcopy(
+        rng.choice(
+            [
+                *NUMBERS,
+                *TEXTS,
+                _NEST,
+                None,
+                True,
+                False,
+                [],
+                {},
+                [[]],
+                [0] * 4,
+            ]
+        )
+    )
 
 
 def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
@@ -186,7 +201,15 @@ def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
                 holder[key] = deepcopy(other_holder[other_key])
             case 5 if isinstance(value, int | float):
                 holder[key] = rng.choice(
-                    [str(value), value + 1, -value, value * 1000, value + 0.5, bool(value), [value]]
+                    [
+                        str(value),
+                        value + 1,
+                        -value,
+                        value * 1000,
+                        value + 0.5,
+                        bool(value),
+                        [value],
+                    ]
                 )
             case 6 if isinstance(holder, dict):
                 holder[rng.choice(TEXTS)] = holder.pop(key)
@@ -197,7 +220,11 @@ def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
 
 def dump_json(rng: Random, tree: Any) -> bytes:
     """JSON text in one of the encodings that tools write."""
-    text = json.dumps(tree, ensure_ascii=rng.random() < 0.7, indent=rng.choice([None, 1]))
+    text = json.dumps(
+        tree,
+        ensure_ascii=rng.random() < 0.7,
+        indent=rng.choice([None, 1]),
+    )
     depth = rng.choice([50, 960, 990, 100_000])
     text = text.replace(f'"{_NEST}"', "[" * depth + "]" * depth)
     return text.encode(
@@ -250,7 +277,15 @@ def _change_chunk(rng: Random, chunks: list[tuple[bytes, bytes]]) -> None:
         case 3:
             chunks.insert(1, rng.choice(_CHUNKS))
         case 4:
-            sides = rng.choice([(60_000, 60_000), (0, 24), (32, 25), (2**31 - 1, 1), (24, 32)])
+            sides = rng.choice(
+                [
+                    (60_000, 60_000),
+                    (0, 24),
+                    (32, 25),
+                    (2**31 - 1, 1),
+                    (24, 32),
+                ]
+            )
             chunks[0] = (first, struct.pack(">II", *sides) + head[8:])
         case 5:
             kinds = [b"tRNS", b"PLTE", b"IDAT", b"gAMA", b"acTL", b"fcTL"]
@@ -281,7 +316,15 @@ def change_jpeg(rng: Random, data: bytes) -> bytes:
         case 2:
             segments.insert(row, segments[rng.randrange(len(segments))])
         case 3:
-            sides = rng.choice([(24, 32), (32, 24), (65_500, 65_500), (0, 32), (25, 32)])
+            sides = rng.choice(
+                [
+                    (24, 32),
+                    (32, 24),
+                    (65_500, 65_500),
+                    (0, 32),
+                    (25, 32),
+                ]
+            )
             kinds = [segment[1] for segment in segments]
             # The kind of a frame says how it is coded: in one pass or in several.
             frame = kinds.index(0xC0) if 0xC0 in kinds else kinds.index(0xC2)

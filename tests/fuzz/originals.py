@@ -202,7 +202,16 @@ def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
         counts = [before, *columns, HEIGHT * WIDTH - before - sum(columns)]
         segmentation: Any = {"size": [HEIGHT, WIDTH], "counts": counts}
     else:
-        corners = [x, y, x + width, y, x + width, y + height - 0.5, x, y + height]
+        corners = [
+            x,
+            y,
+            x + width,
+            y,
+            x + width,
+            y + height - 0.5,
+            x,
+            y + height,
+        ]
         triangle = [x, y, x + 3, y, x, y + 3.5]
         text = coco_mask.encode(mask)["counts"].decode()
         compressed = {"size": [HEIGHT, WIDTH], "counts": text}

@@ -114,7 +114,10 @@ Kinds = dict[str, tuple[int, Callable[[Case], object]]]
 def pick_case(seed: int, number: int, kinds: Kinds) -> tuple[str, random.Random]:
     """Return the kind of a case and its random numbers: the same on every machine."""
     rng = random.Random(f"{seed} {number}")
-    return rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0], rng
+    return rng.choices(
+        list(kinds),
+        [weight for weight, _ in kinds.values()],
+    )[0], rng
 
 
 @dataclass
@@ -183,7 +186,10 @@ def _work(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "case").mkdir(parents=True)
-    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.dup2(
+        os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        2,
+    )
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     faulthandler.enable(file=2)
     # What looks damaged is read again after a second, and most cases look so.
@@ -223,7 +229,11 @@ class _Guard:
             self._refuse(event)
         elif event == "open":
             changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-            self._check_path(event, arguments[0], reads=not (arguments[2] or 0) & changes)
+            self._check_path(
+                event,
+                arguments[0],
+                reads=not (arguments[2] or 0) & changes,
+            )
         elif event in _WRITES:
             # A link may name anything.
             for path in arguments[1:] if event == "os.symlink" else arguments:
@@ -317,4 +327,11 @@ def _explain_end(number: int, kind: str, worker: _Worker) -> Result:
         reason = f"signal {-worker.process.exitcode}"
     place = re.search(r'File "[^"]*/colab_utils/([^"]*)", line \d+ in (\S+)', text)
     where = f"{place[1]} {place[2]}" if place else "?"
-    return Result(number, kind, "bug", 0.0, f"{reason} in {where}", text[-4000:])
+    return Result(
+        number,
+        kind,
+        "bug",
+        0.0,
+        f"{reason} in {where}",
+        text[-4000:],
+    )

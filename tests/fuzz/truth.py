@@ -235,7 +235,11 @@ def compare(found: Any, expected: Any, what: str) -> None:
 def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:
     """Resize as torchvision's Mask R-CNN does, but never enlarge: masks by the nearest pixel."""
     height, width = expected.pixels.shape[:2]
-    scale = min(1.0, min_size / min(height, width), max_size / max(height, width))
+    scale = min(
+        1.0,
+        min_size / min(height, width),
+        max_size / max(height, width),
+    )
     if scale == 1:
         return expected
     new_height = max(1, int(height * scale))
@@ -252,7 +256,12 @@ def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:
         x, y, box_width, box_height = annotation["bbox"]
         changed = {
             "mask": mask[0, 0].byte().numpy(),
-            "bbox": [x * x_scale, y * y_scale, box_width * x_scale, box_height * y_scale],
+            "bbox": [
+                x * x_scale,
+                y * y_scale,
+                box_width * x_scale,
+                box_height * y_scale,
+            ],
             "area": annotation["area"] * x_scale * y_scale,
         }
         annotations.append(annotation | changed)
@@ -294,7 +303,11 @@ def compare_sample(
 
 def compare_record(record: dict[str, Any], expected: Expected) -> None:
     """Compare the JSON of a record with what is expected, crowds included."""
-    compare([record["height"], record["width"]], expected.pixels.shape[:2], "sizes")
+    compare(
+        [record["height"], record["width"]],
+        expected.pixels.shape[:2],
+        "sizes",
+    )
     compare(len(record["annotations"]), len(expected.annotations), "numbers of annotations")
     for entry, other in zip(record["annotations"], expected.annotations, strict=True):
         for name in ("id", "category_id", "bbox", "area", "iscrowd"):

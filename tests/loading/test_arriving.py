@@ -231,7 +231,11 @@ def test_workers_of_a_stock_dataloader_wait_for_shards(
 ):
     real = Copying.copy_file
     gate = threading.Event()
-    monkeypatch.setattr(Copying, "copy_file", lambda self, *file: gate.wait() and real(self, *file))
+    monkeypatch.setattr(
+        Copying,
+        "copy_file",
+        lambda self, *file: gate.wait() and real(self, *file),
+    )
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     whole = ShardDataset(drive)
     loader = DataLoader(
@@ -487,7 +491,11 @@ def test_shards_take_turns_in_no_folder_that_holds_files(
 
 
 def test_a_rolling_folder_becomes_a_finished_copy_without_a_limit(drive, tmp_path):
-    ArrivingShards(drive, tmp_path / "ssd", limit_gb=read_index(drive).bytes * 0.6 / 1e9).stop()
+    ArrivingShards(
+        drive,
+        tmp_path / "ssd",
+        limit_gb=read_index(drive).bytes * 0.6 / 1e9,
+    ).stop()
     ArrivingShards(drive, tmp_path / "ssd").arrival._thread.join()
     assert verify_shards(tmp_path / "ssd").bad == ()
     assert not (tmp_path / "ssd" / arrival.STATUS_NAME).exists()
@@ -517,7 +525,11 @@ def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
 def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
     source = tmp_path / "drive"
     shutil.copytree(drive, source)
-    dataset = ArrivingShards(source, tmp_path / "ssd", limit_gb=read_index(drive).bytes * 0.6 / 1e9)
+    dataset = ArrivingShards(
+        source,
+        tmp_path / "ssd",
+        limit_gb=read_index(drive).bytes * 0.6 / 1e9,
+    )
     loader = make_loader(dataset, batch_size=2, workers=0)
     next(iter(loader))
     here = {path.name for path in (tmp_path / "ssd").glob("shard-*")}

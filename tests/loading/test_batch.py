@@ -17,7 +17,10 @@ from colab_utils.loading.targets import PackedSamples, pack_target
 NOT_A_NUMBER = float("nan")
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    ),
 ]
 
 
@@ -55,7 +58,11 @@ def assert_same(sample, image, target):
     [
         [make_sample(0)],  # one image
         # mixed shapes
-        [make_sample(0), make_sample(1, height=40, width=8), make_sample(2, height=3, width=50)],
+        [
+            make_sample(0),
+            make_sample(1, height=40, width=8),
+            make_sample(2, height=3, width=50),
+        ],
         # images without objects between
         [make_sample(0, objects=0), make_sample(1), make_sample(2, objects=0)],
         [make_sample(0, objects=0), make_sample(1, objects=0)],  # no object in the whole batch
@@ -70,7 +77,10 @@ def test_a_batch_gives_back_the_samples(samples, device):
     images = batch.to_images(device)
     targets = batch.to_targets(device)
     moved = batch.to(device)
-    for once, twice in ((images, moved.to_images(device)), (targets, moved.to_targets(device))):
+    for once, twice in (
+        (images, moved.to_images(device)),
+        (targets, moved.to_targets(device)),
+    ):
         assert len(once) == len(twice) == len(samples)
     for sample, image, target in zip(samples, images, targets, strict=True):
         assert image.device.type == target["masks"].device.type == torch.device(device).type
@@ -94,7 +104,14 @@ def test_the_fields_are_those_of_the_contract():
     bits, crops, offsets = batch.masks
     assert (bits.dtype, crops.dtype, offsets.dtype) == (torch.uint8, torch.int32, torch.int64)
     assert offsets.tolist()[-1] == len(bits)
-    for part in (batch.boxes, batch.labels, batch.areas, batch.iscrowd, crops, offsets[:-1]):
+    for part in (
+        batch.boxes,
+        batch.labels,
+        batch.areas,
+        batch.iscrowd,
+        crops,
+        offsets[:-1],
+    ):
         assert len(part) == 5
 
 
@@ -118,7 +135,10 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
     memory = np.full(1 << 20, 255, np.uint8)  # used before
     shape, _ = write_batch(samples, range(3), lambda size: memory[:size])
     assert all(type(value) is int for value in shape)
-    again = open_batch(torch.from_numpy(memory), pickle.loads(pickle.dumps(shape)))
+    again = open_batch(
+        torch.from_numpy(memory),
+        pickle.loads(pickle.dumps(shape)),
+    )
     assert isinstance(again, PackedBatch)
     parts = [part for part in (*vars(again).values(), *again.masks) if torch.is_tensor(part)]
     assert all(0 <= part.data_ptr() - memory.ctypes.data < memory.size for part in parts)
@@ -153,16 +173,29 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
 def test_other_forms_of_the_same_target_are_taken(change):
     image, target = make_sample(0)
     batch = collate_packed([pack_target(*change(image, dict(target)))])
-    assert_same((image, target), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+    assert_same(
+        (image, target),
+        batch.to_images("cpu")[0],
+        batch.to_targets("cpu")[0],
+    )
 
 
 @pytest.mark.parametrize("key", ["boxes", "area", "masks"])
 def test_empty_tensors_of_any_shape_mean_no_objects(key):
     image, target = make_sample(0, objects=0)
     batch = collate_packed(
-        [pack_target(image, target | {key: torch.zeros(0)} if key != "masks" else target)]
+        [
+            pack_target(
+                image,
+                target | {key: torch.zeros(0)} if key != "masks" else target,
+            )
+        ]
     )
-    assert_same((image, target), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+    assert_same(
+        (image, target),
+        batch.to_images("cpu")[0],
+        batch.to_targets("cpu")[0],
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,32 +206,92 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (lambda i, t: (i.permute(1, 2, 0), t), r"found uint8 \[24, 31, 3\]"),  # HWC
         (lambda i, t: (i.numpy(), t), "found ndarray"),
         (lambda i, t: (i, t | {"masks": None}), r"masks of nothing, and \[3, 24, 31\] would fit"),
-        (lambda i, t: (i, {k: v for k, v in t.items() if k != "boxes"}), "boxes of nothing"),
-        (lambda i, t: (i, {k: v for k, v in t.items() if k != "labels"}), "labels of nothing"),
+        (
+            lambda i, t: (i, {k: v for k, v in t.items() if k != "boxes"}),
+            "boxes of nothing",
+        ),
+        (
+            lambda i, t: (i, {k: v for k, v in t.items() if k != "labels"}),
+            "labels of nothing",
+        ),
         # names of another library, which must not pass for an image without objects
         (lambda i, t: (i, {"image_id": 1000, "bbox": t["boxes"]}), "labels of nothing"),
         (lambda i, t: (i, t | {"image_id": "a.jpg"}), "image_id 'a.jpg' of sample 0"),
-        (lambda i, t: (i, t | {"image_id": torch.arange(2)}), r"image_id .* of sample 0"),
-        (lambda i, t: (i, t | {"masks": t["masks"].float()}), r"masks of float32 \[3, 24, 31\]"),
-        (lambda i, t: (i, t | {"masks": t["masks"][:2]}), r"masks of uint8 \[2, 24, 31\]"),
+        (
+            lambda i, t: (i, t | {"image_id": torch.arange(2)}),
+            r"image_id .* of sample 0",
+        ),
+        (
+            lambda i, t: (i, t | {"masks": t["masks"].float()}),
+            r"masks of float32 \[3, 24, 31\]",
+        ),
+        (
+            lambda i, t: (i, t | {"masks": t["masks"][:2]}),
+            r"masks of uint8 \[2, 24, 31\]",
+        ),
         # of another size
-        (lambda i, t: (i, t | {"masks": t["masks"][:, :5]}), r"masks of uint8 \[3, 5, 31\]"),
-        (lambda i, t: (i, t | {"masks": [{"counts": b"1"}] * 3}), "masks of list"),
-        (lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}), r"boxes of float32 \[3, 3\]"),
-        (lambda i, t: (i, t | {"area": t["area"][:1]}), r"area of float32 \[1\]"),
+        (
+            lambda i, t: (i, t | {"masks": t["masks"][:, :5]}),
+            r"masks of uint8 \[3, 5, 31\]",
+        ),
+        (
+            lambda i, t: (i, t | {"masks": [{"counts": b"1"}] * 3}),
+            "masks of list",
+        ),
+        (
+            lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}),
+            r"boxes of float32 \[3, 3\]",
+        ),
+        (
+            lambda i, t: (i, t | {"area": t["area"][:1]}),
+            r"area of float32 \[1\]",
+        ),
         # masks without labels
-        (lambda i, t: (i, t | {"labels": t["labels"][:0]}), r"boxes of .* and \[0, 4\] would fit"),
-        (lambda i, t: (i, t | {"labels": t["labels"] + 0.5}), r"labels of float32 \[3\]"),
-        (lambda i, t: (i, t | {"labels": t["labels"].float()}), r"labels of float32 \[3\]"),
-        (lambda i, t: (i, t | {"labels": t["labels"][:, None]}), r"labels of int64 \[3, 1\]"),
-        (lambda i, t: (i, t | {"labels": torch.tensor(1)}), r"labels of int64 \[\]"),
+        (
+            lambda i, t: (i, t | {"labels": t["labels"][:0]}),
+            r"boxes of .* and \[0, 4\] would fit",
+        ),
+        (
+            lambda i, t: (i, t | {"labels": t["labels"] + 0.5}),
+            r"labels of float32 \[3\]",
+        ),
+        (
+            lambda i, t: (i, t | {"labels": t["labels"].float()}),
+            r"labels of float32 \[3\]",
+        ),
+        (
+            lambda i, t: (i, t | {"labels": t["labels"][:, None]}),
+            r"labels of int64 \[3, 1\]",
+        ),
+        (
+            lambda i, t: (i, t | {"labels": torch.tensor(1)}),
+            r"labels of int64 \[\]",
+        ),
         (lambda i, t: (i, t | {"labels": ["car"] * 3}), "labels of list"),
-        (lambda i, t: (i, t | {"labels": t["labels"] * 0}), "label 0, .* 0 is the background"),
-        (lambda i, t: (i, t | {"labels": t["labels"] - 100}), "label -.* go from 1"),
-        (lambda i, t: (i, t | {"boxes": t["boxes"] * NOT_A_NUMBER}), "no area or is not finite"),
-        (lambda i, t: (i, t | {"boxes": t["boxes"].double() * 1e300}), "no area or is not finite"),
-        (lambda i, t: (i, t | {"boxes": t["boxes"].flip(1)}), "no area or is not finite"),
-        (lambda i, t: (i, t | {"boxes": t["boxes"][:, [0, 1, 0, 3]]}), "no area or is not finite"),
+        (
+            lambda i, t: (i, t | {"labels": t["labels"] * 0}),
+            "label 0, .* 0 is the background",
+        ),
+        (
+            lambda i, t: (i, t | {"labels": t["labels"] - 100}),
+            "label -.* go from 1",
+        ),
+        (
+            lambda i, t: (i, t | {"boxes": t["boxes"] * NOT_A_NUMBER}),
+            "no area or is not finite",
+        ),
+        (
+            lambda i, t: (i, t | {"boxes": t["boxes"].double() * 1e300}),
+            "no area or is not finite",
+        ),
+        (
+            lambda i, t: (i, t | {"boxes": t["boxes"].flip(1)}),
+            "no area or is not finite",
+        ),
+        (
+            lambda i, t: (i, t | {"boxes": t["boxes"][:, [0, 1, 0, 3]]}),
+            "no area or is not finite",
+        ),
     ],
 )
 def test_what_is_not_the_contract_is_refused_in_words(change, found):
@@ -218,7 +311,11 @@ def test_area_crowds_and_number_of_an_image_may_be_missing():
         "area": target["masks"].sum((1, 2)).float(),
         "iscrowd": torch.zeros(3, dtype=torch.int64),
     }
-    assert_same((image, expected), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+    assert_same(
+        (image, expected),
+        batch.to_images("cpu")[0],
+        batch.to_targets("cpu")[0],
+    )
 
 
 @pytest.mark.parametrize("target", [{}, {"image_id": 5}], ids=str)
@@ -226,7 +323,11 @@ def test_a_target_of_a_number_alone_is_an_image_without_objects(target):
     image, expected = make_sample(0, objects=0)
     batch = collate_packed([pack_target(image, target, index=5), pack_target(*make_sample(1))])
     expected["image_id"] = 5
-    assert_same((image, expected), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+    assert_same(
+        (image, expected),
+        batch.to_images("cpu")[0],
+        batch.to_targets("cpu")[0],
+    )
 
 
 @pytest.mark.parametrize("form", ["XYXY", "XYWH", "CXCYWH"])

@@ -121,7 +121,10 @@ def test_both_datasets_equal_torchvisions_own_path(real, capsys):
             torch.testing.assert_close(target["area"], expected["area"], rtol=1e-6, atol=0)
             for key in ("labels", "iscrowd"):
                 assert torch.equal(target[key], expected[key])
-            assert torch.equal(target["masks"], expected["masks"].to(torch.uint8))
+            assert torch.equal(
+                target["masks"],
+                expected["masks"].to(torch.uint8),
+            )
 
 
 def test_the_record_holds_the_coco_annotations_with_crowds(real):
@@ -173,7 +176,10 @@ def test_the_documented_attributes_are_there(tiny_shards, tiny_dataset):
         assert dataset.get_height_and_width(i) == tuple(image.shape[1:]) == (128, 160)
         assert torch.equal(dataset.decode(dataset.read(i)), image)
         packed = dataset.read_masks(i)
-        assert torch.equal(torch.from_numpy(unpack_masks(packed, 128, 160)), target["masks"])
+        assert torch.equal(
+            torch.from_numpy(unpack_masks(packed, 128, 160)),
+            target["masks"],
+        )
         assert dataset.record(i)["image_id"] == target["image_id"] == dataset.image_ids[i]
 
 
@@ -256,7 +262,12 @@ class Flipped(ShardDataset):
 
 
 @pytest.mark.parametrize(
-    "clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.copy, copy.deepcopy]
+    "clone",
+    [
+        lambda d: pickle.loads(pickle.dumps(d)),
+        copy.copy,
+        copy.deepcopy,
+    ],
 )
 def test_copies_read_the_same(tiny_shards, clone):
     for dataset in (ShardDataset(tiny_shards), Flipped(tiny_shards, 0.5)):
@@ -418,7 +429,10 @@ def test_missing_or_damaged_arrays_are_made_again_from_the_tar(shards, tiny_shar
     assert sum(issubclass(warning.category, ColabUtilsWarning) for warning in caught) == 3
     for i in range(12):
         assert_equal_samples(dataset[i], expected[i])
-        assert_equal_samples(pickle.loads(pickle.dumps(dataset))[i], expected[i])
+        assert_equal_samples(
+            pickle.loads(pickle.dumps(dataset))[i],
+            expected[i],
+        )
 
 
 @pytest.mark.parametrize(
@@ -449,7 +463,11 @@ def twins(tmp_path):
         images.mkdir()
         coco = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "box"}]}
         for i in range(first, first + 6):
-            Image.new("RGB", (48, 32), (20 * i, 5, 250 - 20 * i)).save(images / f"{i:02d}.bmp")
+            Image.new(
+                "RGB",
+                (48, 32),
+                (20 * i, 5, 250 - 20 * i),
+            ).save(images / f"{i:02d}.bmp")
             coco["images"].append({"id": i, "file_name": f"{i:02d}.bmp", "width": 48, "height": 32})
             x = 8 + i  # of two digits in all
             corners = [[x, 11, x + 12, 11, x + 12, 21, x, 21]]
@@ -557,7 +575,11 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
     path.write_bytes(content)
     dataset = ShardDataset(shards)
     assert_equal_samples(dataset[3], whole[3])  # its image and its arrays are as they were
-    for read in (lambda: dataset.record(3), lambda: dataset.list_annotations(3), dataset.to_coco):
+    for read in (
+        lambda: dataset.record(3),
+        lambda: dataset.list_annotations(3),
+        dataset.to_coco,
+    ):
         with pytest.raises(
             ColabUtilsError,
             match=rf"image {dataset.image_ids[3]} damaged \(its record do not match",
@@ -814,7 +836,13 @@ def test_own_transforms_are_applied_to_each_sample(tiny_shards):
     seen = []
 
     def spy(image, target):
-        seen.append((type(image), type(target["boxes"]), type(target["masks"])))
+        seen.append(
+            (
+                type(image),
+                type(target["boxes"]),
+                type(target["masks"]),
+            )
+        )
         return image, target
 
     plain = ShardDataset(tiny_shards)
@@ -847,7 +875,12 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
     source, shards = real
     raw = json.loads(Path(source.annotations).read_text())
     places = {
-        a["id"]: (a["image_id"], a["category_id"], a["iscrowd"], round(a["area"], 3))
+        a["id"]: (
+            a["image_id"],
+            a["category_id"],
+            a["iscrowd"],
+            round(a["area"], 3),
+        )
         for a in raw["annotations"]
     }
     for dataset in (ShardDataset(shards), CocoFolder(source.images, source.annotations)):
@@ -860,7 +893,13 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
         found = coco.loadAnns(coco.getAnnIds())
         assert sorted(coco.getAnnIds()) == list(range(1, len(raw["annotations"]) + 1))
         assert sorted(
-            (a["image_id"], a["category_id"], a["iscrowd"], round(a["area"], 3)) for a in found
+            (
+                a["image_id"],
+                a["category_id"],
+                a["iscrowd"],
+                round(a["area"], 3),
+            )
+            for a in found
         ) == sorted(places.values())
         assert coco.annToMask(found[0]).any()
 

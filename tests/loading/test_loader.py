@@ -78,11 +78,23 @@ class Numbers(torch.utils.data.Dataset):
         width = 6 + index % 3
         objects = index % 3
         masks = (
-            torch.arange(objects * height * width).reshape(objects, height, width) % (index + 2)
+            torch.arange(objects * height * width).reshape(
+                objects,
+                height,
+                width,
+            )
+            % (index + 2)
             == 0
         ).byte()
         image = (
-            torch.arange(3 * height * width).reshape(3, height, width).add(index).to(torch.uint8)
+            torch.arange(3 * height * width)
+            .reshape(
+                3,
+                height,
+                width,
+            )
+            .add(index)
+            .to(torch.uint8)
         )
         boxes = torch.tensor([[0.5, 1.25, 4.0, 6.0]] * objects).reshape(-1, 4)
         return image, {
@@ -188,7 +200,10 @@ def test_the_order_is_the_seeds_whatever_the_workers(make):
             assert flatten(list_ids(loader)) == list(range(23))
 
 
-@pytest.mark.parametrize(("workers", "resumed_workers"), [(0, 0), (2, 2), (2, 1), (0, 2)])
+@pytest.mark.parametrize(
+    ("workers", "resumed_workers"),
+    [(0, 0), (2, 2), (2, 1), (0, 2)],
+)
 def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resumed_workers):
     dataset = ShardDataset(tiny_shards)
     options = {"batch_size": 5, "deliver": "packed", "seed": 5}
@@ -794,8 +809,14 @@ def test_torchvisions_wrapped_datasets_go_in(tiny_dataset, make, workers, keys, 
     assert len(targets) == len(wrapped)
     for target, (_, expected) in zip(targets, wrapped, strict=True):
         if "boxes" in expected:
-            assert torch.equal(target["boxes"], expected["boxes"].as_subclass(torch.Tensor))
-            assert torch.equal(target["masks"], expected["masks"].as_subclass(torch.Tensor))
+            assert torch.equal(
+                target["boxes"],
+                expected["boxes"].as_subclass(torch.Tensor),
+            )
+            assert torch.equal(
+                target["masks"],
+                expected["masks"].as_subclass(torch.Tensor),
+            )
         else:
             assert len(target["boxes"]) == 0
 

@@ -36,7 +36,14 @@ def pack_rles(images):
     counts.
     """
     packed = [pack_masks(rles) for _, rles in images]
-    ends = np.cumsum(np.concatenate([[0], *(np.diff(part.offsets) for part in packed)]))
+    ends = np.cumsum(
+        np.concatenate(
+            [
+                [0],
+                *(np.diff(part.offsets) for part in packed),
+            ]
+        )
+    )
     bits = torch.from_numpy(np.concatenate([part.bits for part in packed]))
     crops = torch.from_numpy(np.concatenate([part.crops for part in packed]))
     counts = torch.tensor([len(rles) for _, rles in images])
@@ -50,7 +57,13 @@ def pack_rles(images):
 def pack(images):
     """Dense masks [N, height, width] of each image as a batch's masks, sizes and counts."""
     return pack_rles(
-        [(m.shape[1:], [coco_mask.encode(np.asfortranarray(mask)) for mask in m]) for m in images]
+        [
+            (
+                m.shape[1:],
+                [coco_mask.encode(np.asfortranarray(mask)) for mask in m],
+            )
+            for m in images
+        ]
     )
 
 
@@ -92,7 +105,13 @@ def draw_hole(height, width):
     outer = coco_mask.decode(encode_segmentation([RING[0]], height, width))
     inner = coco_mask.decode(encode_segmentation([RING[1]], height, width))
     mask = (outer & ~inner).ravel("F")
-    runs = np.diff([0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), mask.size]).tolist()
+    runs = np.diff(
+        [
+            0,
+            *(np.flatnonzero(np.diff(mask)) + 1).tolist(),
+            mask.size,
+        ]
+    ).tolist()
     return {"size": [height, width], "counts": runs}
 
 
@@ -101,7 +120,12 @@ def draw_hole(height, width):
     "images",
     [
         # polygon, a hole, two parts
-        [((24, 40), [[RING[0]], draw_hole(24, 40), [[35, 1, 39, 1, 37, 9], RING[1]]])],
+        [
+            (
+                (24, 40),
+                [[RING[0]], draw_hole(24, 40), [[35, 1, 39, 1, 37, 9], RING[1]]],
+            )
+        ],
         # borders
         [
             (
@@ -114,7 +138,12 @@ def draw_hole(height, width):
             )
         ],
         # one pixel, set and not
-        [((1, 1), [[[0, 0, 1, 0, 1, 1, 0, 1]], {"size": [1, 1], "counts": [1]}])],
+        [
+            (
+                (1, 1),
+                [[[0, 0, 1, 0, 1, 1, 0, 1]], {"size": [1, 1], "counts": [1]}],
+            )
+        ],
         [((6, 8), [{"size": [6, 8], "counts": [48]}] * 2)],  # nothing but empty masks
         # images without objects around
         [((6, 8), []), ((9, 4), [[[1, 1, 3, 1, 3, 6, 1, 6]]]), ((3, 3), [])],
@@ -138,15 +167,29 @@ def test_real_masks_are_those_of_pycocotools(coco_mini, way):
     for i in range(0, len(dataset), 4):
         size = dataset.image(i)["height"], dataset.image(i)["width"]
         images.append(
-            (size, [encode_segmentation(a["segmentation"], *size) for a in dataset.annotations(i)])
+            (
+                size,
+                [encode_segmentation(a["segmentation"], *size) for a in dataset.annotations(i)],
+            )
         )
     for (_, rles), masks in zip(images, expand(way, *pack_rles(images)), strict=True):
-        assert np.array_equal(masks.numpy(), np.stack([coco_mask.decode(rle) for rle in rles]))
+        assert np.array_equal(
+            masks.numpy(),
+            np.stack([coco_mask.decode(rle) for rle in rles]),
+        )
 
 
 def dense_images():
-    shape = st.tuples(st.integers(0, 4), st.integers(1, 20), st.integers(1, 20))
-    return st.lists(arrays(np.uint8, shape, elements=st.integers(0, 1)), min_size=1, max_size=3)
+    shape = st.tuples(
+        st.integers(0, 4),
+        st.integers(1, 20),
+        st.integers(1, 20),
+    )
+    return st.lists(
+        arrays(np.uint8, shape, elements=st.integers(0, 1)),
+        min_size=1,
+        max_size=3,
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -165,10 +208,21 @@ def test_any_masks(images, way, chunk):
 def test_any_masks_mirrored_in_memory_that_was_used_before(images, data):
     flips = [data.draw(st.booleans()) for _ in images]
     masks, sizes, counts = pack(images)
-    memory = torch.full((sum(part.size for part in images),), 7, dtype=torch.uint8)
-    draw_masks(masks, drawn := split_masks(memory, sizes.tolist(), counts.tolist()), flips)
+    memory = torch.full(
+        (sum(part.size for part in images),),
+        7,
+        dtype=torch.uint8,
+    )
+    draw_masks(
+        masks,
+        drawn := split_masks(memory, sizes.tolist(), counts.tolist()),
+        flips,
+    )
     for part, dense, flip in zip(drawn, images, flips, strict=True):
-        assert torch.equal(part, torch.from_numpy(dense).flip(-1 if flip else ()))
+        assert torch.equal(
+            part,
+            torch.from_numpy(dense).flip(-1 if flip else ()),
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -186,7 +240,12 @@ def project(images, objects, boxes, flips, size=28):
         own = (objects >= first) & (objects < end)
         dense = torch.from_numpy(masks[..., ::-1].copy() if flip else masks)
         if own.any():
-            targets[own] = project_masks_on_boxes(dense, boxes[own], objects[own] - first, size)
+            targets[own] = project_masks_on_boxes(
+                dense,
+                boxes[own],
+                objects[own] - first,
+                size,
+            )
     return targets
 
 
@@ -249,12 +308,24 @@ def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
 
 
 @QUICK
-@given(images=dense_images(), chunk=st.sampled_from([100, 2000, 64_000_000]), data=st.data())
+@given(
+    images=dense_images(),
+    chunk=st.sampled_from([100, 2000, 64_000_000]),
+    data=st.data(),
+)
 def test_targets_of_any_masks_and_boxes(images, chunk, data):
     masks, sizes, counts = pack(images)
     flips = [data.draw(st.booleans()) for _ in images]
     sides = st.tuples(st.integers(1, 60), st.integers(1, 60))
-    to_sizes = [data.draw(st.one_of(st.just(tuple(masks.shape[1:])), sides)) for masks in images]
+    to_sizes = [
+        data.draw(
+            st.one_of(
+                st.just(tuple(masks.shape[1:])),
+                sides,
+            )
+        )
+        for masks in images
+    ]
     total = int(counts.sum())
     objects = data.draw(st.lists(st.integers(0, total - 1), max_size=5)) if total else []
     numbers = st.floats(-60, 60, width=32)
@@ -284,7 +355,13 @@ def test_targets_of_a_thousand_objects_in_half_precision_training(device):
     boxes = make_boxes("inside", 1000, height=90, width=110)
     boxes.requires_grad_()
     with torch.autocast(device, dtype=torch.bfloat16):
-        targets = sample(move(masks, device), objects.to(device), boxes.to(device), sizes, counts)
+        targets = sample(
+            move(masks, device),
+            objects.to(device),
+            boxes.to(device),
+            sizes,
+            counts,
+        )
     assert not targets.requires_grad
     torch.testing.assert_close(
         targets.cpu(), project(images, objects, boxes.detach(), [False]), atol=1e-5, rtol=0
@@ -341,7 +418,13 @@ def test_memory_follows_the_boxes():
 def test_proposals_of_a_training_that_diverged_are_refused(number):
     masks, sizes, counts = pack([make_blobs(1, objects=3)])
     with pytest.raises(ColabUtilsError, match="expected finite boxes as proposals"):
-        sample(masks, torch.tensor([0]), torch.tensor([[0.0, 0, number, 5]]), sizes, counts)
+        sample(
+            masks,
+            torch.tensor([0]),
+            torch.tensor([[0.0, 0, number, 5]]),
+            sizes,
+            counts,
+        )
 
 
 def test_flipped_boxes_are_those_of_the_flipped_masks():
@@ -361,5 +444,13 @@ def test_the_last_pixel_of_a_window_is_found_as_float32_rounds_it():
     masks, sizes, counts = pack([image])
     boxes = torch.tensor([[1.5, 0.0, 0.0, 0.0]])
     objects = torch.tensor([0])
-    targets = sample(masks, objects, boxes, sizes, counts, to_sizes=[(1, 6)], size=5)
+    targets = sample(
+        masks,
+        objects,
+        boxes,
+        sizes,
+        counts,
+        to_sizes=[(1, 6)],
+        size=5,
+    )
     assert targets.tolist() == [[[1.0] * 5] * 5]

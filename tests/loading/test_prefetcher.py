@@ -259,7 +259,10 @@ def test_jobs_are_listed_and_a_worker_that_ended_is_named(make):
         Numbers(12, sleep_at_five), batch_size=2, workers=2, deliver="packed", shuffle=False
     )
     assert loader.list_jobs() == []
-    killer = threading.Timer(0.5, lambda: os.kill(loader.list_jobs()[0].pid, signal.SIGKILL))
+    killer = threading.Timer(
+        0.5,
+        lambda: os.kill(loader.list_jobs()[0].pid, signal.SIGKILL),
+    )
     killer.start()
     got = []
     with pytest.raises(WorkerDiedError, match="killed by signal: Killed") as died:
@@ -352,7 +355,11 @@ def raw_shards(tiny_shards, tmp_path):
                 files.append(data)
         (folder / info.name).write_bytes(content := content + bytes(1024))
         for i in range(0, len(files), 2):
-            builder.add(load_record(files[i + 1]), files[i : i + 2], starts[i : i + 2])
+            builder.add(
+                load_record(files[i + 1]),
+                files[i : i + 2],
+                starts[i : i + 2],
+            )
         head = {**asdict(info), "bytes": len(content), "xxh3_64": hash_bytes(content)}
         (folder / info.arrays_name).write_bytes(arrays := dump_arrays(head, builder.build()))
         infos.append(describe_shard(arrays)[1])
@@ -489,7 +496,14 @@ def test_random_samples_are_the_seeds_with_any_number_of_workers(tiny_shards, ma
             torch.set_rng_state(state[1])
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
-    assert any(not torch.equal(one, two) for one, two in zip(runs[0][:4], runs[0][4:], strict=True))
+    assert any(
+        not torch.equal(one, two)
+        for one, two in zip(
+            runs[0][:4],
+            runs[0][4:],
+            strict=True,
+        )
+    )
 
 
 def test_processes_that_train_together_draw_their_own_random_numbers(tiny_shards, make):
@@ -497,7 +511,13 @@ def test_processes_that_train_together_draw_their_own_random_numbers(tiny_shards
     for rank, numbers in enumerate(drawn):
 
         def draw(image, target, numbers=numbers):
-            numbers.append((random.random(), np.random.random(), torch.rand(1).item()))
+            numbers.append(
+                (
+                    random.random(),
+                    np.random.random(),
+                    torch.rand(1).item(),
+                )
+            )
             return image, target
 
         with join_group(rank, ranks=2):

@@ -84,7 +84,14 @@ def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cores", "tried"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (8, [2, 4, 8]), (64, [16, 32, 64])]
+    ("cores", "tried"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 3]),
+        (8, [2, 4, 8]),
+        (64, [16, 32, 64]),
+    ],
 )
 def test_few_are_tried_and_never_more_than_there_are_cores(many, monkeypatch, cores, tried):
     monkeypatch.setattr(tune, "count_cores", lambda: cores)

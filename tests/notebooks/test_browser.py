@@ -200,7 +200,10 @@ def opened(request, browser, handed_out, tmp_path):
     name = request.param
     folder = tmp_path / "alone"
     folder.mkdir()
-    notebook = nbformat.read(next(path for path in handed_out if path.stem == name), as_version=4)
+    notebook = nbformat.read(
+        next(path for path in handed_out if path.stem == name),
+        as_version=4,
+    )
     source = next(
         cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())
     )

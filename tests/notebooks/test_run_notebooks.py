@@ -171,7 +171,10 @@ def write_notebooks(folder, *sources):
             ),
             v4.new_code_cell(source, id="work"),
         ]
-        nbformat.write(v4.new_notebook(cells=cells), folder / f"{number:02d}_small.ipynb")
+        nbformat.write(
+            v4.new_notebook(cells=cells),
+            folder / f"{number:02d}_small.ipynb",
+        )
     return folder
 
 

@@ -57,7 +57,10 @@ def coco_shards(coco_mini, tmp_path_factory):
 def load_bits(path, shard):
     """The arrays of a shard, with the masks' bits in memory."""
     arrays = load_arrays(path, shard)
-    return dataclasses.replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
+    return dataclasses.replace(
+        arrays,
+        bits=np.fromfile(path, np.uint8, offset=arrays.bits),
+    )
 
 
 def assert_equal(one, other):
@@ -151,7 +154,11 @@ def test_crowds_and_boxes_without_area_are_left_out():
     )
     builder.add(make_record(), (b"image", b"{}"), (3000, 3600))
     arrays = builder.build()
-    assert (arrays.labels.tolist(), arrays.counts.tolist(), len(arrays.crops)) == ([5], [1, 0], 1)
+    assert (
+        arrays.labels.tolist(),
+        arrays.counts.tolist(),
+        len(arrays.crops),
+    ) == ([5], [1, 0], 1)
 
 
 def test_no_images_and_no_objects(tmp_path):

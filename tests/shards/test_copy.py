@@ -59,7 +59,12 @@ def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
                 tables_xxh3_64="0" * 16,
             )
         )
-    index = ShardIndex(f"dataset-{seed}", RECIPE, ({"id": 1, "name": "leaf"},), tuple(infos))
+    index = ShardIndex(
+        f"dataset-{seed}",
+        RECIPE,
+        ({"id": 1, "name": "leaf"},),
+        tuple(infos),
+    )
     write_index(folder, index)
     return folder
 

@@ -50,7 +50,12 @@ def test_index_comes_back(tmp_path):
     assert (INDEX.images, INDEX.bytes) == (3, 4608)
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
     raw = json.loads((tmp_path / "index.json").read_text())
-    assert (raw["format_version"], raw["images"], raw["bytes"], raw["shards"][0]["xxh3_64"]) == (
+    assert (
+        raw["format_version"],
+        raw["images"],
+        raw["bytes"],
+        raw["shards"][0]["xxh3_64"],
+    ) == (
         2,
         3,
         4608,
@@ -188,7 +193,10 @@ def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
 
 
 @pytest.mark.parametrize("retries", [None, Retries()])
-@pytest.mark.parametrize(("change", "times"), [(cut, 1), (cut, 4), (alter, 1), (alter, 2)])
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [(cut, 1), (cut, 4), (alter, 1), (alter, 2)],
+)
 def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, change, times, retries):
     write_index(tmp_path, INDEX)
     reads = BadReads(monkeypatch, ".json", change, times)

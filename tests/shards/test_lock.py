@@ -100,7 +100,10 @@ def test_the_lock_of_another_machine_counts_for_a_while(tmp_path):
     ):
         pass
     assert (tmp_path / "writer.txt").exists()
-    os.utime(tmp_path / "writer.txt", (time.time() - 101,) * 2)  # it gives no sign of life any more
+    os.utime(
+        tmp_path / "writer.txt",
+        (time.time() - 101,) * 2,
+    )  # it gives no sign of life any more
     with hold_folder(tmp_path):
         assert os.uname().nodename in (tmp_path / "writer.txt").read_text()
     assert not list(tmp_path.iterdir())
@@ -114,7 +117,11 @@ def test_a_lock_from_the_future_is_watched(tmp_path, monkeypatch, is_alive):
     tomorrow_s = time.time() + 86_400
     os.utime(path, (tomorrow_s, tomorrow_s))
     monkeypatch.setattr(module, "_SILENT_S", 1.0)
-    touching = threading.Timer(0.3, os.utime, (path, (tomorrow_s + 30, tomorrow_s + 30)))
+    touching = threading.Timer(
+        0.3,
+        os.utime,
+        (path, (tomorrow_s + 30, tomorrow_s + 30)),
+    )
     if is_alive:
         touching.start()
     with pytest.warns(ColabUtilsWarning, match="the clocks of two machines differ"):

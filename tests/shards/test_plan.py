@@ -47,7 +47,10 @@ def test_larger_images_are_shrunk(run):
     assert found.bytes < run(storage="keep", **SMALL).bytes
 
 
-@pytest.mark.parametrize(("sides", "larger"), [((160, 128), 0), ((159, 128), 12), ((160, 127), 12)])
+@pytest.mark.parametrize(
+    ("sides", "larger"),
+    [((160, 128), 0), ((159, 128), 12), ((160, 127), 12)],
+)
 def test_what_counts_as_larger_is_what_is_shrunk(run, sides, larger):
     found = run(min_size=sides[1], max_size=sides[0])
     assert (found.storage, found.reason.startswith(f"{larger} of 12")) == (

@@ -26,7 +26,10 @@ from tests.fuzz.originals import store
 from tests.fuzz.truth import Truth, compare_record, compare_sample, shrink
 
 SEEDED = settings(max_examples=40, deadline=None, derandomize=True)
-coordinate = st.one_of(st.integers(-3, 40), st.floats(-3, 40).map(lambda x: round(x, 2)))
+coordinate = st.one_of(
+    st.integers(-3, 40),
+    st.floats(-3, 40).map(lambda x: round(x, 2)),
+)
 
 
 @st.composite
@@ -37,11 +40,21 @@ def objects(draw, height: int, width: int) -> dict[str, Any]:
     points = draw(st.lists(coordinate, min_size=3, max_size=8).map(lambda xs: [*xs, *reversed(xs)]))
     mask = np.zeros((height, width), np.uint8, order="F")
     mask[draw(st.integers(0, height - 1)) :, draw(st.integers(0, width - 1)) :] = 1
-    compressed = {"size": [height, width], "counts": coco_mask.encode(mask)["counts"].decode()}
+    compressed = {
+        "size": [height, width],
+        "counts": coco_mask.encode(mask)["counts"].decode(),
+    }
     one = {
         "category_id": draw(st.sampled_from([2, 5])),
         "segmentation": draw(
-            st.sampled_from([[points], [points, points[::-1]], points, compressed])
+            st.sampled_from(
+                [
+                    [points],
+                    [points, points[::-1]],
+                    points,
+                    compressed,
+                ]
+            )
         ),
         "bbox": draw(st.lists(coordinate, min_size=4, max_size=4)),
         "area": draw(st.floats(0, 1e4)),
@@ -61,7 +74,12 @@ def datasets(draw) -> tuple[dict[str, bytes], dict[str, Any]]:
         height = draw(st.integers(1, 30))
         width = draw(st.integers(1, 30))
         file = io.BytesIO()
-        pixels = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
+        pixels = np.random.default_rng(number).integers(
+            0,
+            255,
+            (height, width, 3),
+            np.uint8,
+        )
         Image.fromarray(pixels).convert(draw(st.sampled_from(["RGB", "L"]))).save(
             file, draw(st.sampled_from(["PNG", "JPEG"]))
         )
@@ -145,7 +163,11 @@ def indexes(draw) -> ShardIndex:
 
 
 @settings(SEEDED, max_examples=80)
-@given(index=indexes(), place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+@given(
+    index=indexes(),
+    place=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(0, 255),
+)
 def test_an_index_comes_back_and_a_changed_one_does_not(index, place, byte):
     """Another byte anywhere is refused, or it was no part of the values (a space)."""
     with tempfile.TemporaryDirectory() as folder:

@@ -30,14 +30,20 @@ from colab_utils.shards.stored_images import store_image
 
 SIZES = {"min_size": 800, "max_size": 1333}
 ROWS, COLUMNS = np.mgrid[:48, :64]
-PIXELS = np.stack([ROWS * 5, COLUMNS * 4, 250 - ROWS - COLUMNS * 2], axis=2).astype(np.uint8)
+PIXELS = np.stack(
+    [ROWS * 5, COLUMNS * 4, 250 - ROWS - COLUMNS * 2],
+    axis=2,
+).astype(np.uint8)
 
 
 def decode(data):
     """By torchvision, as plain scripts do (0.29 points to TorchCodec)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*TorchCodec", DeprecationWarning)
-        return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+        return decode_image(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8),
+            ImageReadMode.RGB,
+        )
 
 
 def resize_with_torchvision(image, target, min_size, max_size):
@@ -75,7 +81,10 @@ def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
 
 def make_target(annotations, rles, size):
     boxes, _ = convert_boxes([annotation["bbox"] for annotation in annotations], *size)
-    masks = np.array([coco_mask.decode(rle) for rle in rles]).reshape(-1, *size)
+    masks = np.array([coco_mask.decode(rle) for rle in rles]).reshape(
+        -1,
+        *size,
+    )
     return {"boxes": torch.from_numpy(boxes), "masks": torch.from_numpy(masks)}
 
 
@@ -110,7 +119,10 @@ def test_planned_sizes_are_torchvisions():
             transforms[min_size] = GeneralizedRCNNTransform(
                 min_size, max_size, [0.0] * 3, [1.0] * 3
             )
-        scale = min(min_size / min(height, width), max_size / max(height, width))
+        scale = min(
+            min_size / min(height, width),
+            max_size / max(height, width),
+        )
         planned = plan_size(height, width, min_size=min_size, max_size=max_size)
         if scale >= 1:
             assert planned == (height, width)
@@ -121,7 +133,12 @@ def test_planned_sizes_are_torchvisions():
             assert planned == tuple(resized.shape[-2:])
 
 
-@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 3000), st.integers(1, 3000))
+@given(
+    st.integers(1, 9000),
+    st.integers(1, 9000),
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+)
 @settings(max_examples=200, deadline=None)
 def test_nothing_is_ever_enlarged(height, width, min_size, max_size):
     planned = plan_size(height, width, min_size=min_size, max_size=max_size)
@@ -184,7 +201,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+@pytest.mark.parametrize(
+    ("name", "data", "kept"),
+    KINDS,
+    ids=[name for name, _, _ in KINDS],
+)
 def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
     stored = store_image(data, (48, 64), **SIZES)
     assert (stored.data == data) is kept
@@ -205,7 +226,11 @@ def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
         assert np.array_equal(expected, PIXELS)
 
 
-@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+@pytest.mark.parametrize(
+    ("name", "data", "kept"),
+    KINDS,
+    ids=[name for name, _, _ in KINDS],
+)
 def test_every_kind_of_image_is_shrunk(name, data, kept):
     stored = store_image(data, (48, 64), min_size=24, max_size=100)
     assert stored.size == (24, 32)
@@ -222,14 +247,22 @@ def test_every_kind_of_image_is_shrunk(name, data, kept):
         assert np.abs(pixels - expected).mean() < 3
 
 
-@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+@pytest.mark.parametrize(
+    ("name", "data", "kept"),
+    KINDS,
+    ids=[name for name, _, _ in KINDS],
+)
 def test_keep_shrinks_nothing(name, data, kept):
     stored = store_image(data, (48, 64), min_size=24, max_size=100, storage="keep")
     assert stored == store_image(data, (48, 64), **SIZES)
     assert (stored.data == data) is kept
 
 
-@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+@pytest.mark.parametrize(
+    ("name", "data", "kept"),
+    KINDS,
+    ids=[name for name, _, _ in KINDS],
+)
 @pytest.mark.parametrize("min_size", [800, 24])  # as large as it is, and shrunk
 def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
     stored = store_image(data, (48, 64), min_size=min_size, max_size=1333, storage="pixels")
@@ -373,7 +406,11 @@ def test_photos_of_phones_pass_and_bombs_are_refused_before_they_are_decoded():
             tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+@pytest.mark.parametrize(
+    ("name", "data", "kept"),
+    KINDS,
+    ids=[name for name, _, _ in KINDS],
+)
 @pytest.mark.parametrize("share", [0.02, 0.3])
 def test_images_cut_short_are_refused(name, data, kept, share):
     with pytest.raises(ColabUtilsError, match=r"not an image|not a complete image"):

@@ -42,7 +42,10 @@ def flip(path):
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut short or changed"),
         (lambda path: path.unlink(), "is missing"),
         (lambda path: path.unlink() or path.symlink_to("/dev/zero"), "has 0 bytes"),
-        (lambda path: path.unlink() or path.symlink_to(path.name), "cannot be read"),
+        (
+            lambda path: path.unlink() or path.symlink_to(path.name),
+            "cannot be read",
+        ),
         (flip, "another checksum"),
     ],
 )

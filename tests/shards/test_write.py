@@ -364,7 +364,10 @@ BAD_FILES = [
     (lambda path: (path.unlink(), path.mkdir()), "the file is missing"),
     (lambda path: path.write_bytes(b""), "not an image"),
     (lambda path: path.write_bytes(b"hello"), "not an image"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-40]), "not a complete image"),
+    (
+        lambda path: path.write_bytes(path.read_bytes()[:-40]),
+        "not a complete image",
+    ),
     (
         lambda path: Image.new("RGB", (5, 5)).save(path),
         "the annotations say 160 x 128 pixels, the file has 5 x 5",
@@ -372,7 +375,11 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "reason"), BAD_FILES, ids=[reason for _, reason in BAD_FILES])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    BAD_FILES,
+    ids=[reason for _, reason in BAD_FILES],
+)
 def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reason):
     bad = names(dataset[1])[7]
     spoil(dataset[0] / bad)
@@ -782,8 +789,17 @@ def test_numbers_out_of_range(tiny_dataset, folder, options):
 
 
 def test_numbers_of_numpy_are_numbers(tiny_dataset, folder):
-    numbers = {"min_size": np.int64(800), "shard_mb": np.float32(0.5), "max_bad": np.float64(0.1)}
-    run((tiny_dataset.images, tiny_dataset.annotations), folder, workers=np.int64(1), **numbers)
+    numbers = {
+        "min_size": np.int64(800),
+        "shard_mb": np.float32(0.5),
+        "max_bad": np.float64(0.1),
+    }
+    run(
+        (tiny_dataset.images, tiny_dataset.annotations),
+        folder,
+        workers=np.int64(1),
+        **numbers,
+    )
     recipe = read_index(folder).recipe
     assert (recipe["min_size"], recipe["shard_mb"]) == (800, 0.5)
 
@@ -860,7 +876,10 @@ def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, wor
     for name, data in members.items():
         if name.endswith(".json"):
             record = json.loads(data)
-            pixels = np.load(io.BytesIO(members[name.replace("json", "npy")]), allow_pickle=False)
+            pixels = np.load(
+                io.BytesIO(members[name.replace("json", "npy")]),
+                allow_pickle=False,
+            )
             assert pixels.shape == (record["height"], record["width"], 3)
             assert np.array_equal(
                 pixels, decode_pixels((tiny_dataset.images / record["file_name"]).read_bytes())

@@ -44,7 +44,11 @@ def make_timing():
             repeats_images_per_second=(0.95 * rate, rate, 1.02 * rate),
             cold_ms_per_image=1000 / rate,
             timeline=tuple(
-                ((n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(int(2 * rate))
+                (
+                    (n + waits) * 4 / rate,
+                    (n + 1) * 4 / rate,
+                )
+                for n in range(int(2 * rate))
             ),
             **costs,
         )

@@ -15,7 +15,13 @@ from colab_utils.streams import StreamTrial
 
 def read_bars(figure):
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    return dict(zip(labels, [patch.get_width() for patch in figure.axes[0].patches], strict=True))
+    return dict(
+        zip(
+            labels,
+            [patch.get_width() for patch in figure.axes[0].patches],
+            strict=True,
+        )
+    )
 
 
 def read_texts(figure):
@@ -48,7 +54,10 @@ def read_frames(figure):
 
 
 def test_the_first_seconds_count_as_the_spans_do():
-    rows = {"plain loop": make_spans(2, 4.5, 7), "shards": make_spans(*np.arange(0, 5, 0.5))}
+    rows = {
+        "plain loop": make_spans(2, 4.5, 7),
+        "shards": make_spans(*np.arange(0, 5, 0.5)),
+    }
     figure = charts.plot_first_seconds(rows)
     figure.draw_without_rendering()
     assert figure.get_suptitle() == "The step waits 80% (plain loop) → 0% (shards)"
@@ -172,7 +181,10 @@ def make_odd_figures():
         highlight=NAMES[:1],
         limit=(2, NAMES[2]),
     )
-    yield charts.plot_first_seconds({name: [(0.0, 1.0)] for name in NAMES}, title=NAMES[2])
+    yield charts.plot_first_seconds(
+        {name: [(0.0, 1.0)] for name in NAMES},
+        title=NAMES[2],
+    )
     target = {
         "boxes": np.array([[2, 2, 6, 6]] * 4),
         "labels": np.arange(4),

@@ -19,7 +19,10 @@ def spoiled(tiny_dataset, tmp_path):
     coco["images"][0]["file_name"] = "<script>alert(1)</script>.jpg"
     coco["categories"][0]["name"] = "<b>$x"
     for one in coco["annotations"][4:6]:
-        one.update(segmentation=[[60, 50, 90, 50, 90, 80, 60, 80]], bbox=[60, 50, 90, 80])
+        one.update(
+            segmentation=[[60, 50, 90, 50, 90, 80, 60, 80]],
+            bbox=[60, 50, 90, 80],
+        )
     (tmp_path / "a.json").write_text(json.dumps(coco))
     return tiny_dataset.images, tmp_path / "a.json"
 
@@ -64,7 +67,19 @@ def test_a_repair_is_drawn_before_and_after(spoiled, tmp_path, capsys):
         "--repair",
         str(output),
     ]
-    assert main(["check", *options, "--report", str(page), "--json", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "check",
+                *options,
+                "--report",
+                str(page),
+                "--json",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert read_headings(page.read_text())[1:4] == [
         "What was repaired",
         "What was found",

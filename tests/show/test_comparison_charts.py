@@ -25,7 +25,13 @@ STEPS = ["plain loop", "+ thread ahead", "+ 2 workers", "+ shards on SSD", "+ ma
 
 def read_bars(figure):
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    return dict(zip(labels, [patch.get_width() for patch in figure.axes[0].patches], strict=True))
+    return dict(
+        zip(
+            labels,
+            [patch.get_width() for patch in figure.axes[0].patches],
+            strict=True,
+        )
+    )
 
 
 def read_texts(figure):

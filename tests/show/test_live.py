@@ -44,7 +44,11 @@ def test_the_animation_carries_every_span(stalled):
     for drawn, trace in zip(
         (*data["lanes"], data["steps"]), (*stalled.loads, stalled.steps), strict=True
     ):
-        np.testing.assert_allclose(drawn[:2], [trace.batch, trace.start_s], atol=1e-3)
+        np.testing.assert_allclose(
+            drawn[:2],
+            [trace.batch, trace.start_s],
+            atol=1e-3,
+        )
         # what the end cuts off lasts a little longer
         np.testing.assert_allclose(drawn[2], trace.end_s, atol=0.04)
     assert sum(end <= 30 for end in data["steps"][2]) == stalled.batches == 98

@@ -36,7 +36,11 @@ OBJECTS = 15
 def find_lab(colour, sight):
     """[L, a, b] of a colour as these eyes see it."""
     rgb = np.array(to_rgb(colour))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.where(
+        rgb <= 0.04045,
+        rgb / 12.92,
+        ((rgb + 0.055) / 1.055) ** 2.4,
+    )
     xyz = np.array(TO_XYZ) @ (np.array(SIGHT[sight]) @ linear).clip(0, 1) / WHITE
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
@@ -46,7 +50,12 @@ def find_closest(colours, sight):
     """The two colours that look most alike: (distance, both)."""
     lab = {colour: find_lab(colour, sight) for colour in colours}
     return min(
-        (float(np.linalg.norm(lab[a] - lab[b])), a, b) for a, b in combinations(sorted(colours), 2)
+        (
+            float(np.linalg.norm(lab[a] - lab[b])),
+            a,
+            b,
+        )
+        for a, b in combinations(sorted(colours), 2)
     )
 
 

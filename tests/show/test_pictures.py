@@ -96,7 +96,10 @@ def test_masks_have_outlines_that_follow_them():
         for path in lines.get_paths()
     ]
     # between the pixels
-    assert np.allclose(outlines, [[-0.5, -0.5, 59.5, 39.5], [9.5, 4.5, 29.5, 24.5]])
+    assert np.allclose(
+        outlines,
+        [[-0.5, -0.5, 59.5, 39.5], [9.5, 4.5, 29.5, 24.5]],
+    )
 
 
 def test_a_large_photo_is_drawn_small():
@@ -189,12 +192,18 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
 def test_a_prediction_fits_by_its_mask_and_its_class(box, label, found):
     image, target = make_sample(box)
     target["labels"][:] = label
-    title = draw_predictions(Samples([(image, target)]), [make_prediction([0.9])]).get_suptitle()
+    title = draw_predictions(
+        Samples([(image, target)]),
+        [make_prediction([0.9])],
+    ).get_suptitle()
     assert title.startswith(f"{found} of 1 object found")
 
 
 def test_no_prediction_at_all_is_a_picture_too():
-    figure = draw_predictions(Samples([make_sample((1, 1, 9, 9))]), [make_prediction([])])
+    figure = draw_predictions(
+        Samples([make_sample((1, 1, 9, 9))]),
+        [make_prediction([])],
+    )
     assert figure.get_suptitle().startswith(
         "0 of 1 object found (thick outlines), by 0 predictions"
     )

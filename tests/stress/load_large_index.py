@@ -56,7 +56,18 @@ def make_shards(folder: Path) -> Path:
                     "iscrowd": 0,
                     "area": 12 * 9,
                     "bbox": [x, y, 12, 9],
-                    "segmentation": [[x, y, x + 12, y, x + 12, y + 9, x, y + 9]],
+                    "segmentation": [
+                        [
+                            x,
+                            y,
+                            x + 12,
+                            y,
+                            x + 12,
+                            y + 9,
+                            x,
+                            y + 9,
+                        ]
+                    ],
                 }
             )
     images = [{"id": i, "file_name": f"{i}.jpg", "height": 32, "width": 48} for i in range(IMAGES)]
@@ -73,7 +84,10 @@ def make_shards(folder: Path) -> Path:
     path = folder / "shards" / first.arrays_name
     head = describe_shard(path.read_bytes())[0]
     arrays = load_arrays(path, first)
-    arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
+    arrays = replace(
+        arrays,
+        bits=np.fromfile(path, np.uint8, offset=arrays.bits),
+    )
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
         os.link(folder / "shards" / first.name, folder / "shards" / name)

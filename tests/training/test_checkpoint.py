@@ -126,7 +126,10 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(
 
 
 @pytest.mark.parametrize("repair", [False, True])
-@pytest.mark.parametrize(("change", "times"), [(cut, 1), (cut, 4), (alter, 1), (alter, 2)])
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [(cut, 1), (cut, 4), (alter, 1), (alter, 2)],
+)
 def test_a_spell_of_bad_reads_condemns_no_checkpoint(
     tmp_path: Path, monkeypatch, change, times, repair
 ):

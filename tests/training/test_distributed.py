@@ -75,7 +75,10 @@ def run_ranks(target, count, folder, *arguments):
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=be_rank, args=(target, rank, count, port, folder, arguments))
+        context.Process(
+            target=be_rank,
+            args=(target, rank, count, port, folder, arguments),
+        )
         for rank in range(count)
     ]
     with warnings.catch_warnings():
@@ -278,7 +281,12 @@ def refuse_to_train(folders, run, options):
     if "version" in options:
         train_module.__version__ = options.pop("version")
     with pytest.raises(ColabUtilsError) as caught:
-        train(folders[rank], run, log=pytest.fail, **{**TINY, "model": TINY_MODEL, **options})
+        train(
+            folders[rank],
+            run,
+            log=pytest.fail,
+            **{**TINY, "model": TINY_MODEL, **options},
+        )
     return str(caught.value)
 
 

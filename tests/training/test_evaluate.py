@@ -50,7 +50,10 @@ def predict_truth(dataset: ShardDataset) -> list[dict]:
     for i in range(len(dataset)):
         record = dataset.record(i)
         objects = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
-        boxes = np.array([annotation["bbox"] for annotation in objects], np.float32).reshape(-1, 4)
+        boxes = np.array([annotation["bbox"] for annotation in objects], np.float32).reshape(
+            -1,
+            4,
+        )
         boxes[:, 2:] += boxes[:, :2]
         masks = torch.zeros(len(objects), 1, record["height"], record["width"])
         for mask, annotation in zip(masks, objects, strict=True):

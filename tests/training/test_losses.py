@@ -21,7 +21,10 @@ from tests.tiny_model import TINY_MODEL
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    ),
 ]
 NOT_A_NUMBER = float("nan")
 INFINITE = float("inf")
@@ -37,7 +40,10 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, made.nbytes if isinstance(made, torch.Tensor) else 0)
+        self.bytes = max(
+            self.bytes,
+            made.nbytes if isinstance(made, torch.Tensor) else 0,
+        )
         return made
 
 
@@ -45,7 +51,10 @@ def flip(image, target):
     width = image.shape[-1]
     boxes = target["boxes"].clone()
     boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
-    return image.flip(-1), {**target, "boxes": boxes, "masks": target["masks"].flip(-1)}
+    return (
+        image.flip(-1),
+        {**target, "boxes": boxes, "masks": target["masks"].flip(-1)},
+    )
 
 
 def make_batch(samples, flips):
@@ -55,7 +64,11 @@ def make_batch(samples, flips):
         flip(*sample) if mirrored else sample
         for sample, mirrored in zip(samples, flips, strict=True)
     ]
-    return packed, [image.float() / 255 for image, _ in pairs], [target for _, target in pairs]
+    return (
+        packed,
+        [image.float() / 255 for image, _ in pairs],
+        [target for _, target in pairs],
+    )
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,25 @@ def plan(dataset, monkeypatch, *, limit=4_000_000_000, batch_size=None, min_size
     """The plan on a GPU of so many bytes, and the step that it is for."""
     with SimulatedGpu(monkeypatch, limit=limit):
         step = make_step(dataset, "cuda", min_size=min_size)
-        return plan_memory(step, dataset, [*range(len(dataset))], batch_size=batch_size), step
+        return plan_memory(
+            step,
+            dataset,
+            [*range(len(dataset))],
+            batch_size=batch_size,
+        ), step
 
 
 def test_the_heaviest_batch_is_the_largest_image_and_those_with_most_objects():
-    sizes = np.array([[100, 100], [64, 200], [200, 320], [200, 320], [280, 200], [64, 200]])
+    sizes = np.array(
+        [
+            [100, 100],
+            [64, 200],
+            [200, 320],
+            [200, 320],
+            [280, 200],
+            [64, 200],
+        ]
+    )
     counts = np.array([1, 50, 5, 7, 90, 3])
     # the larger of two as large, then wide ones by their objects; the tall one last, beside which
     # it would be padded
@@ -157,7 +171,10 @@ def test_on_a_gpu_training_begins_with_the_first_shard(
     assert report.plan.memory is not None
 
 
-@pytest.mark.parametrize(("name", "averages"), [(GPU_MODEL, 1), (LIGHT_MODEL, 2)])
+@pytest.mark.parametrize(
+    ("name", "averages"),
+    [(GPU_MODEL, 1), (LIGHT_MODEL, 2)],
+)
 def test_room_is_left_for_what_the_optimizer_keeps_of_each_weight(
     dataset, monkeypatch, name, averages
 ):
@@ -262,4 +279,9 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path,
         image, target = dataset[0]
         target = {name: target[name].to("cuda") for name in ("boxes", "labels", "masks")}
         with pytest.raises(torch.cuda.OutOfMemoryError):
-            sum(model.to("cuda")([image.to("cuda").float() / 255], [target]).values()).backward()
+            sum(
+                model.to("cuda")(
+                    [image.to("cuda").float() / 255],
+                    [target],
+                ).values()
+            ).backward()

@@ -113,7 +113,10 @@ def test_light_model_takes_imagenet_weights(monkeypatch):
     patch_download(monkeypatch, source.state_dict())
     model = build_mask_rcnn(LIGHT_MODEL, num_classes=3, min_size=64, max_size=96)
     assert model.starts_from == "imagenet"
-    assert torch.equal(model.backbone.body["0"][0].weight, source.features[0][0].weight)
+    assert torch.equal(
+        model.backbone.body["0"][0].weight,
+        source.features[0][0].weight,
+    )
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.backbone.body.modules())
     # The same features as torchvision's own network gives, up to stride 32.
     image = torch.rand(1, 3, 64, 64)
@@ -191,7 +194,10 @@ def build_plain_tiny() -> MaskRCNN:
         BackboneWithFPN(
             nn.Sequential(*stages), names, [48, 64, 96], 32, extra_blocks=LastLevelMaxPool()
         ),
-        rpn_anchor_generator=AnchorGenerator(((12,), (24,), (48,), (96,)), ((0.5, 1.0, 2.0),) * 4),
+        rpn_anchor_generator=AnchorGenerator(
+            ((12,), (24,), (48,), (96,)),
+            ((0.5, 1.0, 2.0),) * 4,
+        ),
         rpn_pre_nms_top_n_test=150,
         rpn_post_nms_top_n_test=75,
         box_head=TwoMLPHead(32 * 7 * 7, 128),
@@ -317,7 +323,10 @@ def test_training_starts_from_a_run_with_other_classes(run, tmp_path):
     names = {1: "Cow", 2: "horse"}
     model = build_mask_rcnn(TINY_MODEL, num_classes=3, weights=tmp_path, class_names=names)
     assert model.starts_from == "random"
-    assert torch.equal(model.backbone.body["0"][0].weight, run.backbone.body["0"][0].weight)
+    assert torch.equal(
+        model.backbone.body["0"][0].weight,
+        run.backbone.body["0"][0].weight,
+    )
     new = model.roi_heads
     old = run.roi_heads
     assert torch.equal(
@@ -357,7 +366,10 @@ def fill_norms(model, seed):
                 )
 
 
-@pytest.mark.parametrize(("builder", "layers"), [(resnet18, 20), (resnet50, 53)])
+@pytest.mark.parametrize(
+    ("builder", "layers"),
+    [(resnet18, 20), (resnet50, 53)],
+)
 def test_results_and_gradients_stay(builder, layers):
     # in float32 a rounding can turn a ReLU, and with it gradients, over
     plain = make_resnet(builder).double()
@@ -495,7 +507,10 @@ def find_losses(model, samples, dtype, *, way):
             )
         else:
             images = [image / 255 for image, _ in samples]
-            losses = model(images, [copy.copy(target) for _, target in samples])
+            losses = model(
+                images,
+                [copy.copy(target) for _, target in samples],
+            )
     hook.remove()
     return {name: loss.item() for name, loss in losses.items()}, seen[0]
 

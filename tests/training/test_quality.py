@@ -255,7 +255,10 @@ def test_boxes_without_an_area_are_said_to_come_from_your_transforms(shards, tmp
 
 def test_transforms_may_keep_only_what_torchvision_needs(shards, tmp_path):
     def keep(image, target):
-        return image, {name: target[name] for name in ("boxes", "labels", "masks", "image_id")}
+        return (
+            image,
+            {name: target[name] for name in ("boxes", "labels", "masks", "image_id")},
+        )
 
     assert (
         train(
@@ -287,7 +290,10 @@ def test_the_averaged_weights_of_an_earlier_version_are_taken(shards, tmp_path):
     averaged[name] += 5
     state["plan"]["ema"] = 0.99
     CheckpointFolder(tmp_path).save({**state, "ema": averaged}, step=2)
-    assert torch.equal(load_trained_model(tmp_path).state_dict()[name], averaged[name])
+    assert torch.equal(
+        load_trained_model(tmp_path).state_dict()[name],
+        averaged[name],
+    )
     resumed = train(
         shards,
         tmp_path,
@@ -300,7 +306,10 @@ def test_the_averaged_weights_of_an_earlier_version_are_taken(shards, tmp_path):
     content = torch.load(resumed.checkpoint, weights_only=True)
     assert "ema" not in content
     torch.testing.assert_close(content["model"][name], averaged[name])
-    torch.testing.assert_close(load_trained_model(tmp_path).state_dict()[name], averaged[name])
+    torch.testing.assert_close(
+        load_trained_model(tmp_path).state_dict()[name],
+        averaged[name],
+    )
 
 
 @pytest.mark.parametrize("augment", ["none", "flip"])
@@ -346,7 +355,11 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
     class Look(nn.Module):
         def forward(self, image, target):
             seen.append(
-                (image.dtype, type(target["boxes"]).__name__, tuple(target["masks"].shape[1:]))
+                (
+                    image.dtype,
+                    type(target["boxes"]).__name__,
+                    tuple(target["masks"].shape[1:]),
+                )
             )
             return image, target
 

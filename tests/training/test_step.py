@@ -27,7 +27,10 @@ class TinyDetector(nn.Module):
         self.weight = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, images, targets):
-        return {"loss_box": self.weight * images[0].mean(), "loss_mask": self.weight**2}
+        return {
+            "loss_box": self.weight * images[0].mean(),
+            "loss_mask": self.weight**2,
+        }
 
 
 def test_step_sums_the_losses_and_moves_the_weights():
@@ -91,7 +94,11 @@ class NormedDetector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.Flatten())
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 2, 1),
+            nn.BatchNorm2d(2),
+            nn.Flatten(),
+        )
 
     def forward(self, images, targets):
         return {"loss": self.layers(torch.stack(images)).square().mean(1).sum()}
@@ -100,7 +107,10 @@ class NormedDetector(nn.Module):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "precision",
+    [torch.float32, torch.bfloat16, torch.float16],
+)
 def test_a_batch_with_a_bad_number_changes_nothing(monkeypatch, precision, kind, fused, bad):
     """Neither weights nor averages nor statistics, whichever step it is: what follows is the same
     as without it.

@@ -1159,7 +1159,12 @@ def other_shards(tmp_path_factory) -> dict[str, Path]:
 
 def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
     with pytest.raises(ColabUtilsError, match=r"checkpoint with dataset .* resume='never'"):
-        train(other_shards["other"], Path(undisturbed.checkpoint).parent, steps=6, **TINY)
+        train(
+            other_shards["other"],
+            Path(undisturbed.checkpoint).parent,
+            steps=6,
+            **TINY,
+        )
 
 
 def test_dataset_without_objects_is_refused(other_shards, tmp_path):

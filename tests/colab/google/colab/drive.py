@@ -40,9 +40,15 @@ def mount(mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
         )
     os.makedirs(mountpoint, exist_ok=True)
     for name in ("MyDrive", "Shareddrives", ".shortcut-targets-by-id"):
-        os.makedirs(os.path.join(os.environ["COLAB_DRIVE"], name), exist_ok=True)
+        os.makedirs(
+            os.path.join(os.environ["COLAB_DRIVE"], name),
+            exist_ok=True,
+        )
     options = ["-o", "ro,bind"] if readonly else ["--bind"]
-    subprocess.run(["mount", *options, os.environ["COLAB_DRIVE"], mountpoint], check=True)
+    subprocess.run(
+        ["mount", *options, os.environ["COLAB_DRIVE"], mountpoint],
+        check=True,
+    )
     print(f"Mounted at {mountpoint}")
 
 
