@@ -70,7 +70,7 @@ def open_dataset(
         >>> dataset = open_dataset(made.images, made.annotations, **places)
         >>> dataset.wait()
         >>> print(open_dataset(made.images, made.annotations, **places))
-        3 images in 1 shards, 4 categories
+        3 images in 1 shards, 6 categories
     """
     images = require_local_path(images)
     annotations = require_local_path(annotations)

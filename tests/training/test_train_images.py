@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,7 +124,9 @@ def test_the_command_line_trains_from_images(source, tmp_path, ssd):
     command += ["--images", source["images"], "--annotations", source["annotations"]]
     command += ["--drive", source["drive"], ssd, source["ssd"], "--run", tmp_path / "run"]
     command += ["--model", TINY_MODEL, "--min-size", "64", "--epochs", "1", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # The tests' own model is imported from the repository.
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 6
     assert verify_shards(source["ssd"]).bad == ()
