@@ -122,7 +122,9 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     runs: list[Any] = []
     with suppress(TypeError, ValueError, OverflowError):
         # Whole floats are runs, too, and so is their text.
-        runs = read_numbers(counts).tolist() if isinstance(counts, list) else _read_counts(counts)
+        numbers = read_numbers(counts) if isinstance(counts, list) else _read_counts(counts)
+        # Lists within the list are no runs.
+        runs = np.ravel(numbers).tolist() if np.ndim(numbers) == 1 else []
     if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
         raise ColabUtilsError(
             f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones"

@@ -320,3 +320,9 @@ def test_counts_from_json_text_are_the_same():
     rle = encode_segmentation([SQUARE], 6, 8)
     text = json.loads(json.dumps({**rle, "counts": rle["counts"].decode()}))
     assert encode_segmentation(text, 6, 8) == rle
+
+
+@pytest.mark.parametrize("counts", [[[0, 4], [2, 2]], [[0.0, 8]], [[[8]]], [[8], [0, 1]]])
+def test_runs_in_nested_lists_are_refused(counts):
+    with pytest.raises(ColabUtilsError, match="damaged ones"):
+        encode_segmentation({"counts": counts, "size": [2, 4]}, 2, 4)
