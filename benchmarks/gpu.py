@@ -25,6 +25,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -95,6 +96,8 @@ PACKAGES = {
     "pytest_timeout": "pytest-timeout",
     "hypothesis": "hypothesis",
 }
+# The plugins of pytest that the tests use.
+PLUGINS = ("xdist", "pytest_timeout", "_hypothesis_pytestplugin")
 Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
 """What names a measurement, and the measurement."""
 
@@ -122,6 +125,10 @@ def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     # Where pytest-timeout is missing its setting is unknown; where hypothesis is, one file fails.
     command += ["-W", "ignore::pytest.PytestConfigWarning", "--continue-on-collection-errors"]
+    # What else this machine has for pytest may warn, and warnings are errors.
+    command += [part for name in PLUGINS if find_spec(name) for part in ("-p", name)]
+    if find_spec("xdist"):
+        command += ["-n", "auto", "--dist", "loadfile"]
     try:
         done = subprocess.run(
             [*command, *paths],
@@ -129,6 +136,7 @@ def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
             capture_output=True,
             text=True,
             timeout=limit_s,
+            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         )
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
