@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
 
@@ -31,11 +31,11 @@ def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator[N
         ranks: Which process this is.
         on_silence: Gets the sentence that names the lost processes and their machines.
     """
-    # A group of the user's own may have no store at an address.
-    if ranks.count == 1 or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    store = _open_store(ranks)
+    if store is None:
         yield
         return
-    heartbeat = _Heartbeat(ranks)
+    heartbeat = _Heartbeat(ranks, store)
     threads = [
         threading.Thread(target=heartbeat.beat, daemon=True),
         threading.Thread(target=heartbeat.watch, args=(on_silence,), daemon=True),
@@ -46,6 +46,27 @@ def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator[N
         yield
     finally:
         heartbeat.stopped.set()
+        # A thread that is inside torch when Python ends would abort the process.
+        for thread in threads:
+            thread.join()
+
+
+def _open_store(ranks: Ranks) -> distributed.TCPStore | None:
+    """Return a client of the store of ``torchrun``, where all processes reach it.
+
+    A group of the user's own may have none.
+    """
+    store = None
+    if ranks.count > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        # A client of its own: the one of the group may wait for something else.
+        with suppress(RuntimeError, ValueError):
+            store = distributed.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=timedelta(seconds=_BEAT_S),
+            )
+    return store if all(ranks.gather(store is not None)) else None
 
 
 class _Heartbeat:
@@ -55,29 +76,23 @@ class _Heartbeat:
         stopped: Set when training is over.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, store: distributed.TCPStore) -> None:
         self._ranks = ranks
+        self._store = store
         self.stopped = threading.Event()
         self._heard_s = [monotonic()] * ranks.count
         self._hosts = ranks.gather(socket.gethostname())
 
     def beat(self) -> None:
         """Write this process's beats and read the others', until training is over."""
-        # A client of its own: one client serves one thread at a time.
-        store = distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=_SILENCE_S),
-        )
         last = [b""] * self._ranks.count
         number = 0
         while not self.stopped.wait(_BEAT_S):
             number += 1
             try:
-                store.set(_name_key(self._ranks.rank), str(number))
+                self._store.set(_name_key(self._ranks.rank), str(number))
                 for rank in range(self._ranks.count):
-                    value = store.get(_name_key(rank))
+                    value = self._store.get(_name_key(rank))
                     if value != last[rank]:
                         last[rank] = value
                         self._heard_s[rank] = monotonic()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from colab_utils import __version__
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
@@ -155,6 +155,21 @@ def test_a_process_that_falls_silent_is_named_after_a_checkpoint(shards, tmp_pat
     assert f"they go on from {run / 'checkpoint-00000003.pt'}." in error
     assert "Traceback" not in error
     assert CheckpointFolder(run).read()["step"] == 3
+
+
+def train_and_catch(shards, run, batch_size):
+    """Return the warnings of this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ColabUtilsWarning)
+        train(shards, run, steps=1, batch_size=batch_size, model=TINY_MODEL, log=print, **TINY)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_batch_with_fewer_images_than_processes_is_told_once(shards, tmp_path):
+    first, *others = run_ranks(train_and_catch, 3, tmp_path / "ranks", shards, tmp_path / "run", 2)
+    assert [text for text in first if "has none for 1 of 3 processes" in text] == first
+    assert first
+    assert others == [[], []]
 
 
 def sort_images(reports, steps):
