@@ -203,7 +203,7 @@ def compare(
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as
             they are.
         step: the training step, called as ``step(images, targets)``. It really trains its model,
-            hundreds of times: name what it changes in ``restore``. None takes
+            many times: name what it changes in ``restore``. None takes
             ``EmulatedStep(100)``, of 100 ms.
         batch_size: images in a batch.
         batches: timed batches of each repeat, at least, where they take no longer than three times
