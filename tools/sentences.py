@@ -93,7 +93,8 @@ class Judgement:
         if self.error:
             verdict = f"could not be judged: {self.error}"
         check = self.check
-        return f'{check.notebook}, cell {check.cell}: "{check.sentence}" {verdict}'
+        place = f"{check.notebook}, cell {check.cell}"
+        return f'{place}: "{check.words}" of "{check.sentence}" {verdict}'
 
 
 def read_checks(notebook: Any, name: str) -> dict[str, list[Check]]:

@@ -418,9 +418,9 @@ def _describe_busy(step: Callable[..., Any], timings: Sequence[StrategyTiming]) 
 
     With one of them alone it is the workers that take its core.
     """
-    lengths_ms = [row.step_ms_median for row in timings if row.step_ms_median is not None]
-    if not isinstance(step, EmulatedStep) or not lengths_ms:
+    if not isinstance(step, EmulatedStep):
         return ""
+    lengths_ms = [row.step_ms_median for row in timings if row.step_ms_median]
     return describe_busy(step.step_ms, min(lengths_ms))
 
 

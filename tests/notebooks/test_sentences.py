@@ -59,7 +59,8 @@ def run(tmp_path):
 def test_a_false_sentence_is_named_with_what_was_measured_and_a_true_one_is_not(run):
     report = run(SEE)
     (line,) = report.contradictions
-    assert line == ('01_small, cell see: "| bad day | 60 % to 75 % |" measured: 100 * waits = 95')
+    row = "| bad day | 60 % to 75 % |"
+    assert line == f'01_small, cell see: "60 % to 75 %" of "{row}" measured: 100 * waits = 95'
     (notebook,) = report.notebooks
     assert [judgement.holds for judgement in notebook.judgements] == [True, False, True, None]
     assert notebook.judgements[2].check.sentence == "It takes under 5 s, on a good day 1 s."

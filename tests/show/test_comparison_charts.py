@@ -281,12 +281,13 @@ def test_a_busy_machine_is_named_before_any_finding(course, make_comparison, plo
     assert busy in str(comparison)
 
 
-def test_a_step_that_a_way_made_longer_is_written_on_its_bar(make_timing, make_comparison):
-    # The step alone gives 40 images/s; beside the workers it gives 32.
-    longer = make_timing("packed", images_per_second=31.0, wait_share=0.03)
+def test_where_a_way_hardly_waits_a_longer_step_is_written_on_its_bar(make_timing, make_comparison):
+    # The step alone gives 40 images/s; beside the workers of the last way it gives 32.
+    repeats = {"repeats_images_per_second": (31.0, 31.1)}
+    longer = make_timing("packed", images_per_second=31.0, wait_share=0.03, **repeats)
     texts = read_texts(plot_comparison(make_comparison(make_timing("sequential"), longer)))
     assert texts[:3] == [
         "1.6  waits 96%, repeats differ by 7%",
-        "31  waits 3%, step 1.3 times as long, repeats differ by 7%",
+        "31  waits 3%, step 1.3 times as long",
         "the step alone: 40",
     ]
