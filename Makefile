@@ -21,7 +21,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 	touch $@
 
 # The five notebooks on the built-in dataset, or on yours: make demo IMAGES=photos
-# ANNOTATIONS=photos.json
+# ANNOTATIONS=photos.json. It fails where the run contradicts a sentence that is marked
 demo: setup
 	$(RUN) -m tools.run_notebooks --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
 

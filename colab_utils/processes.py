@@ -33,7 +33,7 @@ def list_processes() -> list[psutil.Process]:
     main = psutil.Process()
     # An error: one ended meanwhile, or the system has no such lists.
     with suppress(OSError, psutil.Error):
-        # The kernel's own lists, which grow here: psutil takes 20 times as long.
+        # The kernel's own lists, which grow here: psutil looks at every process of the machine.
         pids = [main.pid]
         for pid in pids:
             for task in os.listdir(f"/proc/{pid}/task"):

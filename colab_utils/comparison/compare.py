@@ -66,6 +66,8 @@ class StrategyTiming:
     """Wait and step of a batch, milliseconds: the median."""
     batch_ms_p95: float | None = None
     """The same: the 95th percentile."""
+    step_ms_median: float | None = None
+    """The step of a batch alone, milliseconds: the median."""
     wait_share: float | None = None
     """Wait / (wait + step), 0 to 1."""
     first_batch_s: float | None = None
@@ -124,7 +126,9 @@ class Comparison:
     batch_size: int
     """Images in a batch."""
     batches: int
-    """Timed batches of each repeat."""
+    """Timed batches of each repeat, at least, where they took no longer than three times its
+    seconds.
+    """
     repeats: int
     """How often each strategy was timed."""
     workers: int
@@ -199,10 +203,11 @@ def compare(
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as
             they are.
         step: the training step, called as ``step(images, targets)``. It really trains its model,
-            hundreds of times: name what it changes in ``restore``. None takes
+            many times: name what it changes in ``restore``. None takes
             ``EmulatedStep(100)``, of 100 ms.
         batch_size: images in a batch.
-        batches: timed batches of each repeat, at least.
+        batches: timed batches of each repeat, at least, where they take no longer than three times
+            ``run_s``.
         run_s: seconds that each repeat lasts, at least.
         repeats: how often each strategy is timed, each time with new workers.
         workers: worker processes of the strategies that have workers.
@@ -264,11 +269,15 @@ def compare(
             raise ColabUtilsError(
                 f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}"
             )
-        return replace(
-            empty,
-            strategies=tuple(map(_Row.summarise, rows)),
-            busy=_describe_busy(step, rows),
-        )
+        timings = tuple(map(_Row.summarise, rows))
+        busy = ""
+        if isinstance(step, EmulatedStep):
+            # A step that is slow beside one way alone lost its core to the workers of that way.
+            busy = describe_busy(
+                step.step_ms,
+                min(row.step_ms_median for row in timings if row.step_ms_median),
+            )
+        return replace(empty, strategies=timings, busy=busy)
 
 
 @dataclass
@@ -376,6 +385,7 @@ class _Row:
             images_per_second=median(timing.repeats_images_per_second),
             batch_ms_median=median_ms,
             batch_ms_p95=p95_ms,
+            step_ms_median=1000 * median(np.median(run.step_s) for run in self.times),
             wait_share=median(run.wait_share for run in self.times),
             cpu_ms_per_image=median(run.cpu_ms_per_image for run in self.times),
             first_batch_s=cold.wait_s[0] + self.opened_s,
@@ -408,17 +418,6 @@ def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
     else:
         words = f"is as fast as, within {noise:.0%},"
     return f"{after.title} {words} {before.title}"
-
-
-def _describe_busy(step: Callable[..., Any], rows: Sequence[_Row]) -> str:
-    """Say that this machine is busy, where the emulated step took too long with every strategy.
-
-    With one of them alone it is the workers that take its core.
-    """
-    lengths_s = [float(np.median(run.step_s)) for row in rows for run in row.times]
-    if not isinstance(step, EmulatedStep) or not lengths_s:
-        return ""
-    return describe_busy(step.step_ms, 1000 * min(lengths_s))
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:

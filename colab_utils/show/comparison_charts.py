@@ -16,6 +16,7 @@ from colab_utils.show.charts import (
     GREY,
     INK,
     ORANGE,
+    count_batches,
     format_figure,
     plot_bars,
     plot_first_seconds,
@@ -31,6 +32,8 @@ COCO_IMAGES = 118_287
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
 _EPOCHS = _SESSIONS * _SESSION_EPOCHS
+# Not worth a word: a gain, a wait, a longer step.
+_LITTLE = 0.1
 # What a receipt's ``comparison.json`` holds, or one of its rows.
 Content = Mapping[str, Any]
 
@@ -49,16 +52,20 @@ def plot_comparison(comparison: "Comparison | Content") -> Figure:
     """
     content = read_comparison(comparison)
     timed = content["timed"].values()
-    limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in timed)
+    limit = max(map(_measure_step, timed))
     notes = dict[str, str]()
     spread = dict[str, tuple[float, float]]()
     for row in timed:
         note = f"waits {row['wait_share']:.0%}"
+        longer = limit / _measure_step(row)
         if not row["comparable"]:
             note += ", NOT the same data"
         repeats = row["repeats_images_per_second"]
         if measure_spread(repeats) > LEAST_NOISE:
             note += f", repeats differ by {measure_spread(repeats):.0%}"
+        # Such a bar would touch the line if the workers left the step its core.
+        elif row["wait_share"] < _LITTLE and longer > 1 + _LITTLE:
+            note += f", step {longer:.1f} times as long"
         notes[row["label"]] = note
         spread[row["label"]] = (min(repeats), max(repeats))
     figure = plot_bars(
@@ -76,6 +83,11 @@ def plot_comparison(comparison: "Comparison | Content") -> Figure:
     return figure
 
 
+def _measure_step(row: Content) -> float:
+    """Return images a second of a way's step, without its waits."""
+    return float(row["images_per_second"] / max(1 - row["wait_share"], 1e-3))
+
+
 def plot_cold_start(comparison: "Comparison | Content", *, seconds: float | None = None) -> Figure:
     """`plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of
     them ran.
@@ -85,7 +97,8 @@ def plot_cold_start(comparison: "Comparison | Content", *, seconds: float | None
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    timed = read_comparison(comparison)["timed"]
+    content = read_comparison(comparison)
+    timed = content["timed"]
     names = list(timed)
     course = [name for name in names if name in COURSE_STRATEGIES]
     if course and len(names) > len(COURSE_STRATEGIES):
@@ -95,11 +108,11 @@ def plot_cold_start(comparison: "Comparison | Content", *, seconds: float | None
     shown_s = seconds or math.floor(all_s) or all_s
     batches = dict[str, None]()
     for row in (drawn[0], drawn[-1]):
-        count = sum(end_s <= shown_s for _, end_s in row["timeline"])
-        batches[f"{count} with {row['title']}"] = None
+        count = count_batches(row["timeline"], shown_s)
+        batches[f"{count:,} with {row['title']}"] = None
     title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(batches)}"
     rows = {row["label"]: row["timeline"] for row in drawn}
-    return plot_first_seconds(rows, seconds=shown_s, title=title)
+    return plot_first_seconds(rows, seconds=shown_s, title=_warn_of_busy(content, title))
 
 
 def plot_epochs(comparison: "Comparison | Content") -> Figure:
@@ -116,7 +129,8 @@ def plot_epochs(comparison: "Comparison | Content") -> Figure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    rows = read_comparison(comparison)["fair"]
+    content = read_comparison(comparison)
+    rows = content["fair"]
     lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
     first = next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
@@ -125,11 +139,9 @@ def plot_epochs(comparison: "Comparison | Content") -> Figure:
     rivals = [name for name in drawn if name != best]
     rival = min(rivals, key=lambda name: total[name], default=best)
     spent = {name: f"{format_figure(hours)} hours" for name, hours in total.items()}
-    title = (
-        f"{_EPOCHS} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with "
-        f"{rows[rival]['title']}"
+    figure, axis = _make_epochs(
+        _warn_of_busy(content, _describe_hours(rows[best], rows[rival], spent))
     )
-    figure, axis = _make_epochs(_describe_pay_back(rows[best], rows[rival]) + title)
     label_at = 0.0
     for name in sorted(drawn, key=lambda name: total[name]):
         colour = ORANGE
@@ -152,6 +164,14 @@ def plot_epochs(comparison: "Comparison | Content") -> Figure:
         )
     axis.set_ylim(0, None)
     return figure
+
+
+def _describe_hours(best: Content, rival: Content, spent: Mapping[str, str]) -> str:
+    """Return the finding: when the best way is paid back, and the hours of both."""
+    rows = (best,) if best is rival else (best, rival)
+    ends = ", ".join(f"{spent[row['name']]} with {row['title']}" for row in rows)
+    pay_back = _describe_pay_back(best, rival)
+    return f"{pay_back}{_EPOCHS} epochs of {COCO_IMAGES:,} images: {ends}"
 
 
 def _make_epochs(title: str) -> tuple[Figure, Axes]:
@@ -181,29 +201,53 @@ def describe_gain(comparison: "Comparison | Content") -> str:
         ColabUtilsError: no strategy was timed.
     """
     content = read_comparison(comparison)
-    return f"{content.get('busy', '')} {_describe_gain(*find_gain(content))}".strip()
+    return _warn_of_busy(content, _describe_gain(*find_gain(content)))
+
+
+def _warn_of_busy(content: Content, title: str) -> str:
+    """Return the title, after a warning where this machine was busy with other work."""
+    return f"{content.get('busy', '')} {title}".strip()
 
 
 def _describe_gain(now: Content, best: Content) -> str:
     waits = f"The step waits {now['wait_share']:.0%}"
-    gain = best["images_per_second"] / now["images_per_second"]
-    if gain < 1.1:
+    if not _is_faster(best, now):
         finding = f"{waits} of the time with the {now['title']}"
-        return finding if now is best else f"{finding}: no way is 10% faster"
-    times = f"{format_figure(gain)} times as many images/s as the {now['title']}"
-    return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
+        if now is best:
+            return finding
+        return f"{finding}: no way is {_find_noise(best, now):.0%} faster"
+    gain = format_figure(best["images_per_second"] / now["images_per_second"])
+    return (
+        f"{waits} → {best['wait_share']:.0%} of the time, and trains {gain} times as many images/s "
+        f"as the {now['title']}"
+    )
+
+
+def _is_faster(row: Content, other: Content) -> bool:
+    gain: float = row["images_per_second"] / other["images_per_second"]
+    return gain >= 1 + _find_noise(row, other)
+
+
+def _find_noise(*rows: Content) -> float:
+    """Return how much faster a way must be, as a share, so that the repeats of both tell it."""
+    return max(_LITTLE, *(measure_spread(row["repeats_images_per_second"]) for row in rows))
 
 
 def find_gain(content: Content) -> tuple[Content, Content]:
-    """The first way that delivers the same samples, and the best; of those that tie, `make_loader`
-    or the last.
+    """Return the first way that delivers the same samples, and the best.
+
+    Of those that tie with the fastest, and are faster than the first, that is `make_loader` or the
+    last.
     """
-    fair = content["fair"]
-    fastest = max(fair.values(), key=lambda row: row["images_per_second"])
-    noise = max(LEAST_NOISE, measure_spread(fastest["repeats_images_per_second"]))
-    least = (1 - noise) * fastest["images_per_second"]
-    best = [name for name, row in fair.items() if row["images_per_second"] >= least]
-    return next(iter(fair.values())), fair["packed" if "packed" in best else best[-1]]
+    rows = content["fair"]
+    now = next(iter(rows.values()))
+    best = max(rows.values(), key=lambda row: row["images_per_second"])
+    ties = [row for row in rows.values() if _is_faster(row, now) and not _is_faster(best, row)]
+    for row in ties:
+        # The last of them, or `make_loader`.
+        if best["name"] != "packed":
+            best = row
+    return now, best
 
 
 def read_comparison(comparison: "Comparison | Content") -> Content:
