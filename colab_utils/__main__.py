@@ -269,17 +269,27 @@ def _add_diagnose_options(command: _Parser) -> None:
 
 
 def _preprocess(
-    images: str,
-    annotations: str,
     shards: str,
+    images: str = "",
+    annotations: str = "",
     plan: bool = False,
+    part: tuple[int, int] | None = None,
+    finish: bool = False,
     storage: Any = "auto",
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
+    from colab_utils.shards.parts import finish as finish_parts
     from colab_utils.shards.plan import plan_shards
     from colab_utils.shards.write import find_recipe
 
+    if finish:
+        max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
+        return _name_skipped(finish_parts(shards, **max_bad))
+    if not (images and annotations):
+        raise ColabUtilsError(
+            "expected --images and --annotations, or --finish, found neither. See --help."
+        )
     begun = find_recipe(shards) if storage == "auto" else None
     if begun:
         # What is not asked for stays as it was begun.
@@ -292,17 +302,49 @@ def _preprocess(
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
-    report = colab_utils.write_shards(
-        images, annotations, shards=shards, storage=storage, **settings
+    settings |= {"images": images, "annotations": annotations, "shards": shards, "storage": storage}
+    if part is None:
+        return _name_skipped(colab_utils.write_shards(**settings))
+    report = _name_skipped(_write_part(part, settings))
+    number, parts = part
+    print(
+        f"note: part {number} of {parts} is written. When all are, run it with --finish in place "
+        "of --part.",
+        file=sys.stderr,
     )
+    return report
+
+
+def _write_part(part: tuple[int, int], settings: dict[str, Any]) -> Any:
+    """Write one part of the shards that all machines together write."""
+    from colab_utils.shards.parts import plan_jobs, write_jobs
+
+    names = settings.keys() & {"workers", "streams", "max_bad"}
+    ours = {name: settings.pop(name) for name in names}
+    return write_jobs(plan_jobs(**settings), part=part, **ours)
+
+
+def _name_skipped(report: Any) -> Any:
+    """Print each image that was left out; return the report."""
     for image in report.skipped:
         print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
 
 
 def _add_preprocess_options(command: _Parser) -> None:
-    _add_dataset(command, required=True)
+    _add_dataset(command)
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    command.add_argument(
+        "--part",
+        metavar="I/N",
+        type=part_of_all,
+        help="write part I of N alone: each machine another one, in any order, and again",
+    )
+    command.add_argument(
+        "--finish",
+        action="store_true",
+        help="write the index when all parts are written; names what is missing",
+    )
     _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
     _add_count(
         command, "--streams", "files that each process reads at once (auto)", kind=number_or_auto
@@ -462,6 +504,17 @@ def positive_number(text: str) -> float:
 def number_or_auto(text: str) -> int | str:
     """The same, for what may be chosen here."""
     return text if text == "auto" else int(text)
+
+
+def part_of_all(text: str) -> tuple[int, int]:
+    """Return the number of a part, and of how many: "3/16"."""
+    number, slash, parts = text.partition("/")
+    is_part = slash and number.isdecimal() and parts.isdecimal()
+    if not (is_part and 0 <= int(number) <= int(parts) and int(parts)):
+        raise argparse.ArgumentTypeError(
+            f"expected I/N, from 1/N to N/N, found {text}: name it as 3/16"
+        )
+    return int(number), int(parts)
 
 
 def local_path(text: str) -> str:

@@ -18,29 +18,48 @@ import psutil
 
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, open_file, write_file
-from colab_utils.machine import require_linux
+from colab_utils.files import hash_bytes, name_host, open_file, write_file
+from colab_utils.machine import find_host, require_linux
 from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
-    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|run-id|"
+    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving|plan)\.json|writer\.txt|run-id|"
     r"(?:checkpoint|best)-\d{8,}\.pt"
 )
-_PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
+# A name without a machine is one that an older version gave.
+_PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
 # Marks of the folders that this process holds.
 _marks: set[str] = set()
 # So often a writer touches its lock, and after so long without it is gone.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
+# No file takes so long to write.
+_ABANDONED_S = 3600.0
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes wrote in part, here or on a machine that is gone."""
+    """Remove what killed processes of this machine wrote in part, and what others left long ago.
+
+    Nobody can tell from here whether a process on another machine is running.
+    """
     for path in folder.glob(".*.part"):
         match = _PART.fullmatch(path.name)
-        if match and not _is_running(int(match[1])):
+        if not match:
+            continue
+        if match[1] in (None, name_host()):
+            is_alive = _is_running(int(match[2]))
+        else:
+            is_alive = _is_recent(path)
+        if not is_alive:
             path.unlink(missing_ok=True)
+
+
+def _is_recent(path: Path) -> bool:
+    """Return whether a file is there and may still be written to."""
+    with suppress(FileNotFoundError):
+        return time() - path.stat().st_mtime < _ABANDONED_S
+    return False
 
 
 @contextmanager
@@ -185,6 +204,5 @@ def _is_running(pid: int) -> bool:
 
 
 def _find_host() -> str:
-    """Return this machine since it was started, and this user: Colab gives many one name."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.getuid()}"
+    """Return this machine, and this user."""
+    return f"{find_host()} {os.getuid()}"
