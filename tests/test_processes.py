@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import shutil
 import signal
@@ -24,11 +25,29 @@ CHECK = ["check"]
 PREPROCESS = ["preprocess", "--shards", "new", "--workers", "2"]
 
 
-def test_futures_are_asked_without_their_lock():
-    future = Future()
-    # Ctrl-C while this thread has it would leave it held
-    with ThreadPool(1) as pool, future._condition:
-        assert pool.submit(pop_done, {future}).result(timeout=30) == set()
+def test_ctrl_c_leaves_no_lock_of_a_future_held(monkeypatch):
+    """It comes at any moment of the wait, and after the wait it is told."""
+    monkeypatch.setattr(processes, "_WAIT_S", 0.001)
+    futures = {Future() for _ in range(8)}
+    handler = signal.getsignal(signal.SIGINT)
+    chance = random.Random(0)
+    for _ in range(50):
+        timer = threading.Timer(chance.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                pop_done(futures)
+        timer.join()
+        assert not [future for future in futures if not future._condition.acquire(blocking=False)]
+        for future in futures:
+            future._condition.release()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert len(futures) == 8
+
+
+def test_ctrl_c_of_another_thread_is_none():
+    with ThreadPool(1) as pool:
+        assert pool.submit(pop_done, {Future()}).result(timeout=30) == set()
 
 
 @pytest.fixture

@@ -69,9 +69,9 @@ class JobPlan:
     """Of all shards, and so the two below."""
     annotations: int
     crowds: int
-    count: int = 0
+    count: int
     """How many shards are to be written; 0 where the folder is finished."""
-    version: str = colab_utils.__version__
+    version: str
     """Of the package: one version writes all shards."""
 
     @property
@@ -134,6 +134,7 @@ def make_plan(
         annotations=len(dataset.ids),
         crowds=dataset.crowds,
         count=count,
+        version=colab_utils.__version__,
     )
 
 

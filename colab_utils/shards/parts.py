@@ -122,8 +122,10 @@ def write_jobs(
     started_s = perf_counter()
     require_number("max_bad", max_bad, least=0, most=1)
     number, parts = part
-    jobs = plan.jobs[number % parts :: parts]
+    jobs = plan.jobs[(number - 1) % parts :: parts]
     require_streams(streams)
+    if not plan.count:
+        return finish(plan.shards, max_bad=max_bad)
     write = partial(write_shard, streams=streams)
     run = partial(run_here, write, jobs, count_processes(workers))
     index = join_index(plan, write_all(plan, run, max_bad))

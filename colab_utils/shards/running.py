@@ -3,7 +3,7 @@
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from itertools import chain, islice
 from time import monotonic
 from typing import Any
@@ -124,7 +124,8 @@ class _Runs:
                     raise
                 self._losses[job.number] += 1
                 losses = self._losses[job.number]
-                if losses > self._retries:
+                # An engine that cancels a job has lost its coordinator, and would keep silent.
+                if losses > self._retries or isinstance(error, CancelledError):
                     raise _explain_loss(job, error) from error
                 self._submit(job._replace(run=f"{job.run}-{losses}"))
         return finished
