@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -279,13 +280,13 @@ def _preprocess(
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
-    from colab_utils.shards.parts import finish as finish_parts
+    from colab_utils.shards import parts
     from colab_utils.shards.plan import plan_shards
     from colab_utils.shards.write import find_recipe
 
     if finish:
         max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
-        return _name_skipped(finish_parts(shards, **max_bad))
+        return _name_skipped(parts.finish(shards, **max_bad))
     if not (images and annotations):
         raise ColabUtilsError(
             "expected --images and --annotations, or --finish, found neither. See --help."
@@ -302,26 +303,17 @@ def _preprocess(
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
-    settings |= {"images": images, "annotations": annotations, "shards": shards, "storage": storage}
+    settings |= {"shards": shards, "storage": storage}
     if part is None:
-        return _name_skipped(colab_utils.write_shards(**settings))
-    report = _name_skipped(_write_part(part, settings))
-    number, parts = part
+        return _name_skipped(colab_utils.write_shards(images, annotations, **settings))
+    report = _name_skipped(parts.write_part(images, annotations, part=part, **settings))
+    number, count = part
     print(
-        f"note: part {number} of {parts} is written. When all are, run it with --finish in place "
+        f"note: part {number} of {count} is written. When all are, run it with --finish in place "
         "of --part.",
         file=sys.stderr,
     )
     return report
-
-
-def _write_part(part: tuple[int, int], settings: dict[str, Any]) -> Any:
-    """Write one part of the shards that all machines together write."""
-    from colab_utils.shards.parts import plan_jobs, write_jobs
-
-    names = settings.keys() & {"workers", "streams", "max_bad"}
-    ours = {name: settings.pop(name) for name in names}
-    return write_jobs(plan_jobs(**settings), part=part, **ours)
 
 
 def _name_skipped(report: Any) -> Any:
@@ -508,13 +500,10 @@ def number_or_auto(text: str) -> int | str:
 
 def part_of_all(text: str) -> tuple[int, int]:
     """Return the number of a part, and of how many: "3/16"."""
-    number, slash, parts = text.partition("/")
-    is_part = slash and number.isdecimal() and parts.isdecimal()
-    if not (is_part and 0 <= int(number) <= int(parts) and int(parts)):
-        raise argparse.ArgumentTypeError(
-            f"expected I/N, from 1/N to N/N, found {text}: name it as 3/16"
-        )
-    return int(number), int(parts)
+    match = re.fullmatch(r"(\d+)/([1-9]\d*)", text, re.ASCII)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"expected I/N, from 1/N to N/N, found {text}: name one")
+    return int(match[1]), int(match[2])
 
 
 def local_path(text: str) -> str:

@@ -314,19 +314,8 @@ def name_temporary(path: Path) -> Path:
         >>> name_temporary(Path("index.json"))
         PosixPath('.index.json...part')
     """
-    writer = f"{name_host()}-{os.getpid()}-{threading.get_native_id()}"
+    writer = f"{find_host()}-{os.getpid()}-{threading.get_native_id()}"
     return path.with_name(f".{path.name}.{writer}.part")
-
-
-@lru_cache(1)
-def name_host() -> str:
-    """Return eight digits that stand for this machine in the names of temporary files.
-
-    Example:
-        >>> len(name_host())
-        8
-    """
-    return hash_bytes(find_host().encode())[:8]
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> None:

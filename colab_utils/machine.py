@@ -49,17 +49,17 @@ def find_host() -> str:
     """Return what tells this machine, since it was started, from every other that writes.
 
     Colab gives many machines one name. A container on the same machine counts as another one, as
-    each has numbers of processes of its own.
+    its processes have numbers of their own.
 
     Example:
-        >>> find_host() == find_host()
+        >>> len(find_host()) >= 8
         True
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     # Some sandboxes have no such link.
     with suppress(OSError):
-        boot += " " + os.readlink("/proc/self/ns/pid")
-    return boot
+        host += os.readlink("/proc/self/ns/pid")[5:-1]
+    return host
 
 
 def find_group_cores(root: Path = Path("/")) -> float:

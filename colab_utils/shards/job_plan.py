@@ -10,11 +10,13 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from time import monotonic, sleep
+from threading import Event
+from time import monotonic
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
@@ -91,33 +93,25 @@ class JobPlan:
         return [ShardJob(self.shards, number, run) for number in range(self.count)]
 
 
-class RunStop:
+class RunStop(Event):
     """Whether a job is to give up: an event that is a file in the folder of the shards.
-
-    It does so, too, where the shards were planned anew.
 
     Args:
         job: Any one of the run.
     """
 
     def __init__(self, job: ShardJob) -> None:
+        super().__init__()
         self._file = job.stop_file
-        self._is_set = False
         self._next_look_s = 0.0
 
     def is_set(self) -> bool:
         """Return whether the run was stopped, as it was a second ago."""
-        if not self._is_set and monotonic() >= self._next_look_s:
+        if monotonic() >= self._next_look_s:
             self._next_look_s = monotonic() + _LOOK_S
-            self._is_set = self._file.exists() or not self._file.parent.exists()
-        return self._is_set
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until the run is stopped, at most so many seconds; return whether it was."""
-        until_s = monotonic() + timeout_s
-        while not self.is_set() and monotonic() < until_s:
-            sleep(max(0, min(_LOOK_S, until_s - monotonic())))
-        return self.is_set()
+            if self._file.exists():
+                self.set()
+        return super().is_set()
 
 
 def make_plan(
@@ -145,16 +139,9 @@ def read_plan(folder: Path) -> JobPlan | None:
         ColabUtilsError: if it is not what was written.
         DriveLostError: if Drive went away.
     """
-    path = folder / PLAN_NAME
-    try:
-        return parse_file(path, partial(read_file, path), partial(_parse_plan, folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except _DAMAGE as error:
-        raise ColabUtilsError(
-            f"The plan in {path} is damaged ({error!s:.100}). Delete this file and run the same "
-            "again: finished shards stay."
-        ) from None
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return _read(folder / PLAN_NAME, partial(_parse_plan, folder))
+    return None
 
 
 def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> None:
@@ -162,7 +149,6 @@ def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> None:
 
     Machines that do it at the same time write the same.
     """
-    remove_plan(Path(plan.shards), keep=plan)
     plan.files.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(cut()):
         write_file(_name_part(plan, number), _dump_part(part))
@@ -170,12 +156,11 @@ def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> None:
     write_file(Path(plan.shards, PLAN_NAME), json.dumps(content, indent=1).encode())
 
 
-def remove_plan(folder: Path, *, keep: JobPlan | None = None) -> None:
-    """Remove all plans of a folder, with their files, but the one to keep."""
-    if keep is None or read_plan(folder) != keep:
-        (folder / PLAN_NAME).unlink(missing_ok=True)
+def remove_plan(folder: Path) -> None:
+    """Remove the plan of a folder, with all its files."""
+    (folder / PLAN_NAME).unlink(missing_ok=True)
     for files in folder.glob("plan-*"):
-        if _FILES.fullmatch(files.name) and (keep is None or files.name != keep.files.name):
+        if _FILES.fullmatch(files.name):
             shutil.rmtree(files, ignore_errors=True)
 
 
@@ -188,12 +173,23 @@ def load_part(plan: JobPlan, number: int) -> CocoDataset:
     """
     path = _name_part(plan, number)
     try:
-        return parse_file(path, partial(read_file, path), _parse_part)
-    except (FileNotFoundError, *_DAMAGE) as error:
-        raise ColabUtilsError(
-            f"The annotations of a shard cannot be read in {path} ({error!s:.100}). Delete "
-            f"{PLAN_NAME} beside its folder and run the same again: finished shards stay."
-        ) from None
+        return _read(path, _parse_part)
+    except FileNotFoundError:
+        raise _explain_damage(path, "it is missing") from None
+
+
+def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse_file(path, partial(read_file, path), parse)
+    except _DAMAGE as error:
+        raise _explain_damage(path, error) from None
+
+
+def _explain_damage(path: Path, reason: object) -> ColabUtilsError:
+    return ColabUtilsError(
+        f"The plan of shards cannot be read in {path} ({reason!s:.100}). Delete {PLAN_NAME} in the "
+        "folder of the shards and run the same again: finished shards stay."
+    )
 
 
 def _describe(plan: JobPlan) -> dict[str, Any]:

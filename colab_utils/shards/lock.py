@@ -18,7 +18,7 @@ import psutil
 
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, name_host, open_file, write_file
+from colab_utils.files import hash_bytes, open_file, write_file
 from colab_utils.machine import find_host, require_linux
 from colab_utils.processes import start_thread
 
@@ -28,7 +28,7 @@ _OURS = (
     r"(?:checkpoint|best)-\d{8,}\.pt"
 )
 # A name without a machine is one that an older version gave.
-_PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
+_PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8,24}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
 # Marks of the folders that this process holds.
 _marks: set[str] = set()
 # So often a writer touches its lock, and after so long without it is gone.
@@ -45,21 +45,10 @@ def remove_leftovers(folder: Path) -> None:
     """
     for path in folder.glob(".*.part"):
         match = _PART.fullmatch(path.name)
-        if not match:
-            continue
-        if match[1] in (None, name_host()):
-            is_alive = _is_running(int(match[2]))
-        else:
-            is_alive = _is_recent(path)
-        if not is_alive:
-            path.unlink(missing_ok=True)
-
-
-def _is_recent(path: Path) -> bool:
-    """Return whether a file is there and may still be written to."""
-    with suppress(FileNotFoundError):
-        return time() - path.stat().st_mtime < _ABANDONED_S
-    return False
+        # Another process may remove it meanwhile.
+        with suppress(FileNotFoundError):
+            if match and not _is_written(path, match[1], int(match[2])):
+                path.unlink()
 
 
 @contextmanager
@@ -201,6 +190,13 @@ def _is_running(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return psutil.pid_exists(pid)
+
+
+def _is_written(path: Path, host: str | None, pid: int) -> bool:
+    """Return whether a process may be writing a temporary file."""
+    if host in (None, find_host()):
+        return _is_running(pid)
+    return time() - path.stat().st_mtime < _ABANDONED_S
 
 
 def _find_host() -> str:

@@ -26,7 +26,6 @@ from colab_utils.shards.write import (
     cut_datasets,
     find_finished,
     join_index,
-    list_missing,
     make_report,
     write_all,
 )
@@ -99,37 +98,41 @@ def plan_jobs(
     return plan
 
 
-def write_jobs(
-    plan: JobPlan,
+def write_part(
+    images: str | Path,
+    annotations: str | Path,
     *,
     part: tuple[int, int],
     workers: int | Literal["auto"] = "auto",
     streams: int | Literal["auto"] = "auto",
     max_bad: float = 0.01,
+    **settings: Any,
 ) -> ShardReport:
-    """Write one part of a plan with processes of this machine.
+    """Write one part of the shards with processes of this machine, planned if need be.
 
     Args:
-        plan: as `plan_jobs` gives it.
-        part: number of the part, and of how many; from 1, or from 0: part 0 is the last one.
+        images: the image folder.
+        annotations: COCO instance JSON.
+        part: its number, from 1, and of how many; part 0 is the last one, too.
         workers: processes; "auto" is one for each core.
         streams: files that each process reads at the same time; "auto" measures.
-        max_bad: the share of bad images, and of bad objects, of all shards that this part may have.
+        max_bad: the share of all images, and of all objects, that may be bad in this part.
+        **settings: those of `plan_jobs`.
 
     Raises:
-        ColabUtilsError: as `write_shard`; or too much is bad, or a process was ended.
+        ColabUtilsError: as `plan_jobs` and `write_shards`.
     """
     started_s = perf_counter()
+    processes = count_processes(workers)
     require_number("max_bad", max_bad, least=0, most=1)
+    require_streams(streams)
+    plan = plan_jobs(images, annotations, **settings)
+    if not plan.count:
+        return finish(plan.shards)
     number, parts = part
     jobs = plan.jobs[(number - 1) % parts :: parts]
-    require_streams(streams)
-    if not plan.count:
-        return finish(plan.shards, max_bad=max_bad)
-    write = partial(write_shard, streams=streams)
-    run = partial(run_here, write, jobs, count_processes(workers))
-    index = join_index(plan, write_all(plan, run, max_bad))
-    return _report_shards(index, started_s)
+    run = partial(run_here, partial(write_shard, streams=streams), jobs, processes)
+    return _report_shards(join_index(plan, write_all(plan, run, max_bad)), started_s)
 
 
 def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
@@ -157,22 +160,14 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
         return _report_shards(read_index(folder, patience), started_s)
     with ThreadPool(COPY_STREAMS) as pool:
         found = list(pool.map(partial(_find, folder, plan), range(plan.count)))
-    done = [index for index in found if index is not None]
-    missing = [number for number, index in enumerate(found) if index is None]
+    missing = [str(number) for number, index in enumerate(found) if index is None]
     if missing:
-        names = ", ".join(map(str, missing[:_NAMED]))
-        if len(missing) > _NAMED:
-            names += ", ..."
         raise ColabUtilsError(
-            f"{len(missing):,} of {plan.count:,} shards are missing in {folder}: {names}. Run "
-            "their parts, or all parts, again: what is there is left as it is. Then finish."
+            f"{len(missing):,} of {plan.count:,} shards are missing in {folder}: number "
+            f"{', '.join(missing[:_NAMED])}. Run their parts, or all parts, again: what is there "
+            "is left as it is. Then finish."
         )
-    late = patience.find_again(list_missing(plan, done))
-    if late:
-        raise ColabUtilsError(
-            f"{len(late):,} images were left out as missing and are there now, such as "
-            f"{min(late)}. Run the parts again: they take them in. Then finish."
-        )
+    done = [index for index in found if index is not None]
     check_bad(plan, done, max_bad)
     index = join_index(plan, done)
     patience.write(folder, write_index, folder, index)

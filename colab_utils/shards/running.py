@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
+from colab_utils.processes import defer_interrupt, explain_shared_memory, fork_pool, pop_done
 from colab_utils.shards.index import ShardIndex
 from colab_utils.shards.job_plan import JobPlan, ShardJob
 from colab_utils.shards.jobs import WorkerProgress, join_run
@@ -41,8 +41,8 @@ def run_here(run: Callable[[Any], ShardIndex], jobs: Iterable[Any], processes: i
     # There are no more processes than jobs.
     first = list(islice(source, processes))
     with fork_pool(len(first) or 1, join_run, progress) as pool:
-        runs = _Runs(pool, run, processes * _AHEAD)
-        for finished in runs.take_all(chain(first, source), progress.stop.set):
+        all_jobs = chain(first, source)
+        for finished in _run(pool, run, all_jobs, processes * _AHEAD, progress.stop.set):
             # It is read without its lock, which a worker that was killed may hold.
             yield finished, images_done.get_obj().value
 
@@ -62,81 +62,81 @@ def run_elsewhere(
     """
     jobs = plan.jobs
     ahead = _MOST_AHEAD if workers is None else workers * _AHEAD
-    runs = _Runs(executor, run, ahead, retries)
-    for finished in runs.take_all(jobs, jobs[0].stop_file.touch):
+    for finished in _run(executor, run, jobs, ahead, jobs[0].stop_file.touch, retries):
         yield finished, 0
 
 
-class _Runs:
-    """Jobs under way on an executor, each tried again where its worker is lost.
+def _run(
+    executor: Executor,
+    run: Callable[[Any], ShardIndex],
+    jobs: Iterable[Any],
+    ahead: int,
+    stop: Callable[[], object],
+    retries: int | None = None,
+) -> Generator[list[ShardIndex], None, None]:
+    """Yield what was finished, several times a second, with so many jobs under way.
 
-    ``retries`` of None are those of a pool of our own, which explains a lost worker itself.
+    After an error ``stop`` is called, and what is at work is waited for: a job that waits on an
+    engine cannot be told from one at work, so that none is cancelled. ``retries`` of None are those
+    of a pool of our own, which explains a lost worker itself.
     """
+    waiting = iter(jobs)
+    running: dict[Future[ShardIndex], Any] = {}
+    losses = Counter[int]()
+    try:
+        while True:
+            with defer_interrupt():
+                for job in islice(waiting, max(0, ahead - len(running))):
+                    running[_submit(executor, run, job, retries)] = job
+            if not running:
+                return
+            finished = []
+            for future in pop_done(set(running)):
+                job = running.pop(future)
+                index = _take(future, job, losses, retries)
+                if index is not None:
+                    finished.append(index)
+                    continue
+                # No engine has an answer to it yet.
+                job = job._replace(run=f"{job.run}-{losses[job.number]}")
+                running[_submit(executor, run, job, retries)] = job
+            yield finished
+    except BaseException:
+        stop()
+        until_s = monotonic() + _STOP_S
+        pending = set(running)
+        while pending and monotonic() < until_s:
+            pop_done(pending)
+        raise
 
-    def __init__(
-        self,
-        executor: Executor,
-        run: Callable[[Any], ShardIndex],
-        ahead: int,
-        retries: int | None = None,
-    ) -> None:
-        self._executor = executor
-        self._run = run
-        self._ahead = ahead
-        self._retries = retries
-        self._running: dict[Future[ShardIndex], Any] = {}
-        self._losses = Counter[int]()
 
-    def take_all(
-        self, jobs: Iterable[Any], stop: Callable[[], object]
-    ) -> Generator[list[ShardIndex], None, None]:
-        """Yield what was finished, several times a second.
-
-        After an error ``stop`` is called, and what is at work is waited for: a job that waits on an
-        engine cannot be told from one at work, so that none is cancelled.
-        """
-        waiting = iter(jobs)
-        try:
-            while True:
-                for job in islice(waiting, max(0, self._ahead - len(self._running))):
-                    self._submit(job)
-                if not self._running:
-                    return
-                yield self._take_done()
-        except BaseException:
-            stop()
-            until_s = monotonic() + _STOP_S
-            pending = set(self._running)
-            while pending and monotonic() < until_s:
-                pop_done(pending)
+def _submit(
+    executor: Executor, run: Callable[[Any], ShardIndex], job: Any, retries: int | None
+) -> Future[ShardIndex]:
+    try:
+        return executor.submit(run, job)
+    except Exception as error:
+        if retries is None:
             raise
+        raise _explain_loss(job, error) from error
 
-    def _take_done(self) -> list[ShardIndex]:
-        finished = []
-        for future in pop_done(set(self._running)):
-            job = self._running.pop(future)
-            try:
-                finished.append(future.result())
-            except ColabUtilsError:
-                raise
-            except Exception as error:
-                if self._retries is None:
-                    raise
-                self._losses[job.number] += 1
-                losses = self._losses[job.number]
-                # An engine that cancels a job has lost its coordinator, and would keep silent.
-                if losses > self._retries or isinstance(error, CancelledError):
-                    raise _explain_loss(job, error) from error
-                self._submit(job._replace(run=f"{job.run}-{losses}"))
-        return finished
 
-    def _submit(self, job: Any) -> None:
-        try:
-            self._running[self._executor.submit(self._run, job)] = job
-        except Exception as error:
-            if self._retries is None:
-                raise
+def _take(
+    future: Future[ShardIndex], job: Any, losses: Counter[int], retries: int | None
+) -> ShardIndex | None:
+    """Return the index of a shard; None where its worker was lost and it is to be tried again."""
+    try:
+        return future.result()
+    except ColabUtilsError:
+        raise
+    except Exception as error:
+        if retries is None:
+            raise
+        losses[job.number] += 1
+        # An engine that cancels a job has lost its coordinator, and would keep silent.
+        if losses[job.number] > retries or isinstance(error, CancelledError):
             raise _explain_loss(job, error) from error
+        return None
 
 
 def _explain_loss(job: ShardJob, error: Exception) -> ColabUtilsError:

@@ -155,7 +155,7 @@ def write_shards(
                     cut_all = partial(cut_parts, folder, images, dataset, recipe, streams)
                     run = partial(_run_parts, cut_all, processes)
                 else:
-                    save_plan(plan, cut)
+                    patience.write(folder, save_plan, plan, cut)
                     run = partial(
                         run_elsewhere,
                         partial(write_shard, streams=streams),
@@ -339,19 +339,16 @@ def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[Sh
             process was ended.
     """
     done = _watch(plan, run(), max_bad)
-    if Retries().find_again(list_missing(plan, done)):
+    missing = [
+        Path(plan.image_folder, image.file_name)
+        for image in _join_skipped(done)
+        if image.reason == MISSING
+    ]
+    if Retries().find_again(missing):
         # Their shards are written again, and the others are found finished.
         done = _watch(plan, run(), max_bad)
     check_bad(plan, done, max_bad)
     return done
-
-
-def list_missing(plan: JobPlan, done: Iterable[ShardIndex]) -> list[Path]:
-    """Return the images that were left out because their files were not found."""
-    skipped = _join_skipped(done)
-    return [
-        Path(plan.image_folder, image.file_name) for image in skipped if image.reason == MISSING
-    ]
 
 
 def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
