@@ -326,13 +326,17 @@ def _name_skipped(report: Any) -> Any:
 def _add_preprocess_options(command: _Parser) -> None:
     _add_dataset(command)
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
-    command.add_argument(
+    modes = command.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--plan", action="store_true", help="print the plan with its estimate, and write nothing"
+    )
+    modes.add_argument(
         "--part",
         metavar="I/N",
         type=part_of_all,
         help="write part I of N alone: each machine another one, in any order, and again",
     )
-    command.add_argument(
+    modes.add_argument(
         "--finish",
         action="store_true",
         help="write the index when all parts are written; names what is missing",
@@ -348,9 +352,6 @@ def _add_preprocess_options(command: _Parser) -> None:
         choices=("auto", "keep", "shrink", "pixels"),
         help="shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any "
         "is larger)",
-    )
-    command.add_argument(
-        "--plan", action="store_true", help="print the plan with its estimate, and write nothing"
     )
     _add_number(command, "--shard-mb", "size of a shard to aim at, MB (128)")
     command.add_argument(

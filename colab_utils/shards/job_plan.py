@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -71,10 +71,10 @@ class JobPlan:
     """Of all shards, and so the two below."""
     annotations: int
     crowds: int
-    count: int
-    """How many shards are to be written; 0 where the folder is finished."""
     version: str
     """Of the package: one version writes all shards."""
+    count: int = 0
+    """How many shards are to be written; 0 where the folder is finished."""
 
     @property
     def key(self) -> str:
@@ -114,9 +114,7 @@ class RunStop(Event):
         return super().is_set()
 
 
-def make_plan(
-    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any], count: int = 0
-) -> JobPlan:
+def make_plan(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> JobPlan:
     """Return the plan of a dataset's shards, which is not saved yet."""
     return JobPlan(
         shards=str(folder.absolute()),
@@ -127,7 +125,6 @@ def make_plan(
         images=len(dataset),
         annotations=len(dataset.ids),
         crowds=dataset.crowds,
-        count=count,
         version=colab_utils.__version__,
     )
 
@@ -144,16 +141,19 @@ def read_plan(folder: Path) -> JobPlan | None:
     return None
 
 
-def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> None:
-    """Write a plan, and the annotations of each of its shards, which ``cut`` gives.
+def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> JobPlan:
+    """Write a plan, and the annotations of each of its shards, which ``cut`` gives; return it with
+    their number.
 
     Machines that do it at the same time write the same.
     """
+    plan = replace(plan, count=sum(1 for _ in cut()))
     plan.files.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(cut()):
         write_file(_name_part(plan, number), _dump_part(part))
     content = {"key": plan.key, "plan": _describe(plan)}
     write_file(Path(plan.shards, PLAN_NAME), json.dumps(content, indent=1).encode())
+    return plan
 
 
 def remove_plan(folder: Path) -> None:

@@ -92,10 +92,8 @@ def plan_jobs(
     if index is not None:
         return make_plan(folder, images, dataset, index.recipe)
     recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
-    cut = partial(cut_datasets, dataset, recipe)
-    plan = make_plan(folder, images, dataset, recipe, sum(1 for _ in cut()))
-    patience.write(folder, save_plan, plan, cut)
-    return plan
+    plan = make_plan(folder, images, dataset, recipe)
+    return patience.write(folder, save_plan, plan, partial(cut_datasets, dataset, recipe))
 
 
 def write_part(

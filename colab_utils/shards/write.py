@@ -142,20 +142,25 @@ def write_shards(
     require_number("max_bad", max_bad, least=0, most=1)
     require_count("retries", retries, least=0)
     require_streams(streams)
+    if executor is not None and not isinstance(executor, Executor):
+        raise ColabUtilsError(
+            f"executor is a {type(executor).__name__}, which is no concurrent.futures executor. Of "
+            "Dask, pass client.get_executor(); for Ray, see the README."
+        )
     dataset = open_annotations(images, annotations)
     patience = Retries()
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
             recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
-            cut = partial(cut_datasets, dataset, recipe)
-            plan = make_plan(folder, images, dataset, recipe, sum(1 for _ in cut()))
+            plan = make_plan(folder, images, dataset, recipe)
             with explain_write(folder):
                 if executor is None:
                     cut_all = partial(cut_parts, folder, images, dataset, recipe, streams)
                     run = partial(_run_parts, cut_all, processes)
                 else:
-                    patience.write(folder, save_plan, plan, cut)
+                    cut = partial(cut_datasets, dataset, recipe)
+                    plan = patience.write(folder, save_plan, plan, cut)
                     run = partial(
                         run_elsewhere,
                         partial(write_shard, streams=streams),

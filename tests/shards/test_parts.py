@@ -26,6 +26,7 @@ from colab_utils.shards.job_plan import read_plan
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
+from tests.drive_mount import mount_or_skip
 
 SHARD_MB = 0.03
 
@@ -117,6 +118,24 @@ def test_of_four_parts_at_once_one_is_killed_and_done_by_two(sixty, folder, tmp_
     for path in folder.glob(".*.part"):
         path.unlink()
     assert snapshot(folder) == expected
+
+
+def test_five_tabs_write_to_one_drive(sixty, tmp_path, capsys):
+    expected = write_alone(sixty, tmp_path / "alone", shard_mb=0.05, storage="keep")
+    backing = tmp_path / "backing"
+    backing.mkdir()
+    shutil.copytree(sixty[0], backing / "images")
+    shutil.copy(sixty[1], backing / "annotations.json")
+    with mount_or_skip(backing, tmp_path / "drive", profile="fast") as mount:
+        drive = mount.folder
+        dataset = (drive / "images", drive / "annotations.json")
+        parts = [start_part(dataset, drive / "shards", f"{number}/5") for number in range(1, 6)]
+        for process in parts:
+            errors = process.communicate()[1]
+            assert process.returncode == 0, errors
+        assert main(["preprocess", "--shards", str(drive / "shards"), "--finish"]) == 0
+        assert "60 images in 15 shards" in capsys.readouterr().out
+        assert snapshot(drive / "shards") == expected
 
 
 def test_a_job_is_two_texts_and_a_number(dataset, folder, tmp_path):
@@ -368,6 +387,13 @@ def test_parts_are_counted_from_one_or_from_zero(dataset, tmp_path):
     assert written["0/3"] == written["3/3"]
 
 
+def test_parts_are_not_written_and_finished_at_once(folder, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["preprocess", "--shards", str(folder), "--part", "1/2", "--finish"])
+    assert exit_info.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 def test_preprocess_needs_images_unless_it_finishes(folder, capsys):
     assert main(["preprocess", "--shards", str(folder)]) == 2
     assert "expected --images and --annotations" in capsys.readouterr().err
@@ -465,6 +491,13 @@ def test_a_shard_that_is_lost_again_and_again_is_named(
     # The same call on the same engine, which has new workers now.
     engine._dies = lambda *_: False
     assert write_alone(dataset, folder, executor=engine) == write_alone(dataset, tmp_path / "alone")
+
+
+def test_what_is_no_executor_is_told(dataset, folder):
+    """Dask's client has `submit`, too, and gives futures of its own."""
+    with pytest.raises(ColabUtilsError, match=r"executor is a module.*client\.get_executor\(\)"):
+        write_alone(dataset, folder, executor=os)
+    assert not folder.exists()
 
 
 def test_an_executor_that_was_shut_down_is_told(dataset, folder):
