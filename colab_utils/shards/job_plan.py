@@ -50,7 +50,8 @@ class ShardJob(NamedTuple):
     @property
     def stop_file(self) -> Path:
         """Return the file that makes every job of the run give up at its next image."""
-        key, token, *_ = self.run.split("-")
+        key, _, rest = self.run.partition("-")
+        token, _, _ = rest.partition("-")
         return Path(self.shards, f"plan-{key}", f"stop-{token}")
 
 

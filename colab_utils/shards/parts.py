@@ -32,7 +32,7 @@ from colab_utils.shards.write import (
 from colab_utils.streams import require_streams
 
 # Shards that a message names.
-_NAMED = 10
+_NAMED = 100
 
 
 def plan_jobs(
@@ -157,15 +157,15 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
     if plan is None:
         return _report_shards(read_index(folder, patience), started_s)
     with ThreadPool(COPY_STREAMS) as pool:
-        found = list(pool.map(partial(_find, folder, plan), range(plan.count)))
-    missing = [str(number) for number, index in enumerate(found) if index is None]
+        indexes = list(pool.map(partial(_find, folder, plan), range(plan.count)))
+    missing = [str(number) for number, index in enumerate(indexes) if index is None]
     if missing:
         raise ColabUtilsError(
             f"{len(missing):,} of {plan.count:,} shards are missing in {folder}: number "
             f"{', '.join(missing[:_NAMED])}. Run their parts, or all parts, again: what is there "
             "is left as it is. Then finish."
         )
-    done = [index for index in found if index is not None]
+    done = [index for index in indexes if index is not None]
     check_bad(plan, done, max_bad)
     index = join_index(plan, done)
     patience.write(folder, write_index, folder, index)

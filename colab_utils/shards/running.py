@@ -4,6 +4,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Executor, Future
+from contextlib import suppress
 from itertools import chain, islice
 from time import monotonic
 from typing import Any
@@ -102,7 +103,9 @@ def _run(
                 running[_submit(executor, run, job, retries)] = job
             yield finished
     except BaseException:
-        stop()
+        # What went wrong before is what the user has to know.
+        with suppress(OSError):
+            stop()
         until_s = monotonic() + _STOP_S
         pending = set(running)
         while pending and monotonic() < until_s:

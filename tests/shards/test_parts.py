@@ -300,6 +300,15 @@ def test_a_job_of_another_plan_writes_nothing(dataset, folder, tmp_path, monkeyp
     assert finish(folder).images == 12
 
 
+@pytest.mark.parametrize("run", ["", "abc", "-", "0-0-0-0"])
+def test_a_job_that_was_made_up_is_refused(dataset, folder, run):
+    job = plan(dataset, folder).jobs[0]
+    with pytest.raises(ColabUtilsError, match="The plan of this job is not in"):
+        write_shard(job._replace(run=run))
+    with pytest.raises(ColabUtilsError, match="it is missing"):
+        write_shard(job._replace(number=99))
+
+
 def test_a_machine_that_does_not_see_the_images_says_so(dataset, folder, tmp_path):
     planned = plan(dataset, folder)
     dataset[0].rename(tmp_path / "elsewhere")
@@ -517,6 +526,13 @@ def test_an_error_of_ours_is_not_tried_again(dataset, folder, forgetful, monkeyp
 
 def refuse(*_):
     raise ColabUtilsError("refused")
+
+
+def test_a_stop_that_cannot_be_written_hides_no_error(dataset, folder, forgetful):
+    """The folder of the plan is gone, as with a Drive that is disconnected."""
+    engine = forgetful(lambda number, _: number == 1 and not shutil.rmtree(*folder.glob("plan-*")))
+    with pytest.raises(ColabUtilsError, match="shard-000001 was not written"):
+        write_alone(dataset, folder, executor=engine, retries=0)
 
 
 def test_a_few_jobs_are_handed_over_at_a_time(sixty, folder):
