@@ -1,5 +1,5 @@
 # make setup | demo | slides | workshop | badges | setup-cells
-# make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | stress
+# make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | test-engines | stress
 # make peers | benchmark | gpu
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .PHONY: setup demo slides workshop badges setup-cells test fuse fuzz lint test-browser test-colab
-.PHONY: test-formats stress peers benchmark gpu
+.PHONY: test-formats test-engines stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -55,6 +55,12 @@ test-colab: setup
 test-formats: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats
 	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py
+
+# Shards by Dask and by Ray, in processes that are killed, in an environment of their own; downloads
+# 150 MB
+test-engines: setup
+	$(RUN) -m benchmarks.environments --work runs/benchmarks --only engines
+	PYTHONPATH=. runs/benchmarks/envs/engines/bin/python -m pytest -W ignore tests/shards/test_engines.py
 
 # For a mounted Drive to test on; without it those tests are skipped, and say so
 fuse:
