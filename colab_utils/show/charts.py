@@ -92,11 +92,9 @@ def plot_first_seconds(
             figure.words.append(f"{name}: {text}")
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
         bars = axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour)
-        edge = "white"
-        thinnest_s = min((length_s for _, length_s in lengths), default=shown_s)
-        if thinnest_s < _THIN * shown_s:
-            edge = colour
-        bars.set(edgecolor=edge, linewidth=min(0.5, 25 / max(1, len(spans))))
+        bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
+        if any(length_s < _THIN * shown_s for _, length_s in lengths):
+            bars.set(edgecolor=colour)
     axis.set_xlim(0, shown_s)
     return figure
 
