@@ -1,4 +1,4 @@
-"""The site's simulator in JavaScript: with the same settings and seed, the batches of the package's."""
+"""The site simulates in JavaScript: same settings and seed, same batches as in Python."""
 
 import json
 import random
