@@ -268,7 +268,8 @@ def write_first_page(output: Path, slug: str, *, root: Path = ROOT) -> Path:
 
 
 def _fill_door(text: str, name: str, content: str) -> str:
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    begin = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}{content}{end}{after}"
