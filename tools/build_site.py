@@ -147,6 +147,10 @@ def _prepare_output(output: Any, section: str) -> Any:
         html = f'<img alt="{escape(text)}" src="data:image/png;base64,{picture}">'
         output.data = {"text/html": html}
         output.metadata = {}
+    elif "<iframe" in data.get("text/html", ""):
+        titled = '<iframe title="A page that the cell above made"'
+        html = re.sub(r"<iframe(?![^>]*\stitle=)", titled, data["text/html"])
+        output.data = {"text/html": html}
     return output
 
 

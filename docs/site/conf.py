@@ -5,7 +5,7 @@ author = "the authors of colab_utils"
 project_copyright = "texts and notebooks CC BY 4.0, code Apache-2.0"
 language = "en"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # `bytes` is a type and a field of seven results: a type is not linked. Some texts begin at a third
 # heading below the first.
 suppress_warnings = ["ref.python", "myst.header"]
