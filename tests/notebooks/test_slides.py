@@ -153,7 +153,7 @@ def test_a_flat_figure_has_what_it_says_below_it(tmp_path):
     [with_words, _] = write_slides(tmp_path, tmp_path / "with")
     write_notebook(path, picture)
     [without, _] = write_slides(tmp_path, tmp_path / "without")
-    below = (0, 400, 1600, 900)
+    below = (0, 400, 1500, 800)
     with Image.open(with_words) as told, Image.open(without) as silent:
         assert told.convert("L").crop(below).getextrema()[0] < 100
         assert silent.convert("L").crop(below).getextrema()[0] == 255
