@@ -64,7 +64,7 @@ def build_site(demo: Path, output: Path, *, root: Path = ROOT) -> list[str]:
         print(f"No executed notebooks in {demo}: the demo runs first, which takes some minutes.")
         run_demo(demo)
     source = output.with_name(f"{output.name}-source")
-    for folder in (source, output):
+    for folder in (output, source):
         _empty(folder)
     slug = read_slug(root)
     _write_source(source, demo, names, slug, root)
