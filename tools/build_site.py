@@ -100,7 +100,8 @@ def _write_source(source: Path, demo: Path, names: Sequence[str], slug: str, roo
         shutil.copy(root / "docs" / name, source)
     (source / "notebooks").mkdir()
     for name in names:
-        notebook = nbformat.read(demo / f"{name}.ipynb", as_version=4)
+        text = _hide_folders((demo / f"{name}.ipynb").read_text(encoding="utf-8"), demo)
+        notebook = nbformat.reads(text, as_version=4)
         nbformat.write(
             prepare_notebook(notebook, name, slug), source / "notebooks" / f"{name}.ipynb"
         )
@@ -109,11 +110,18 @@ def _write_source(source: Path, demo: Path, names: Sequence[str], slug: str, roo
     (source / "modules.md").write_text(_write_modules(source), encoding="utf-8")
 
 
+def _hide_folders(text: str, demo: Path) -> str:
+    """Return the text of a notebook without the folders of the machine that ran it."""
+    place = re.escape(str(demo.resolve()))
+    return re.sub(rf"{place}/work-\w+", "/demo", text)
+
+
 def prepare_notebook(notebook: Any, name: str, slug: str) -> Any:
     """Return an executed notebook as the site shows it; the one given is not changed.
 
     The badge opens the notebook where a repository is known. Folded cells are folded, a figure
-    carries its alternative text, and sliders, which cannot move here, are named.
+    carries its alternative text, sliders, which cannot move here, are named, and the cell that set
+    the folders of the demo is left out.
 
     Args:
         notebook: an nbformat notebook.
@@ -122,6 +130,11 @@ def prepare_notebook(notebook: Any, name: str, slug: str) -> Any:
     """
     prepared = copy.deepcopy(notebook)
     prepared.metadata.pop("widgets", None)
+    prepared.cells = [
+        cell
+        for cell in prepared.cells
+        if "injected-parameters" not in cell.metadata.get("tags", ())
+    ]
     section = ""
     for cell in prepared.cells:
         headings = re.findall(r"^#{1,3} +(.+)$", cell.source, re.MULTILINE)

@@ -15,6 +15,14 @@ function nameParts() {
   document.querySelector(".toc-drawer")?.setAttribute("aria-label", "On this page");
   // The words on a folded cell say what it does; the label beside them says something else.
   for (const summary of document.querySelectorAll("summary[aria-label]")) summary.removeAttribute("aria-label");
+  for (const heading of document.querySelectorAll("th")) {
+    if (!heading.textContent.trim()) heading.replaceWith(document.createElement("td"));
+  }
+  if (!document.querySelector("h1")) {
+    const title = document.createElement("h1");
+    title.textContent = document.title.split(" - ")[0];
+    document.querySelector("#furo-main-content")?.prepend(title);
+  }
 }
 
 addEventListener("load", makeScrollable);

@@ -69,6 +69,12 @@ def test_what_cannot_move_or_has_no_name_says_what_it_is():
     assert kept == named["text/html"]
 
 
+def test_the_cell_that_names_the_folders_of_the_demo_is_left_out():
+    notebook = make_notebook()
+    notebook.cells[-1].metadata["tags"] = ["injected-parameters"]
+    assert len(prepare_notebook(notebook, "01_a", PLACEHOLDER).cells) == 2
+
+
 def test_a_folded_cell_stays_folded():
     cell = prepare_notebook(make_notebook(), "01_a", PLACEHOLDER).cells[-1]
     assert cell.metadata["tags"] == ["hide-input"]
