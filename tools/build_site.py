@@ -276,7 +276,7 @@ def write_first_page(output: Path, slug: str, *, root: Path = ROOT) -> Path:
             "It needs no GPU and asks for nothing.",
             "pip": f"pip install --no-deps git+{address}",
             "where": "On Colab, where what it needs is there.",
-            "clone": f"git clone {address}\n",
+            "clone": f"git clone {address} course\ncd course\n",
         }
         for name, door in doors.items():
             text = _fill_door(text, name, door)
