@@ -161,7 +161,7 @@ def _show_comparison(
     return [*parts, *notebooks, "</div></div>"]
 
 
-def _show_chart(figure: Figure, heading: str, bars: str) -> str:
+def _show_chart(figure: DescribedFigure, heading: str, bars: str) -> str:
     """Return a chart under its title, and the same as bars of HTML, which fit on a phone."""
     figure.set_size_inches(9, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
     title = figure.get_suptitle().replace("\n", " ")
@@ -179,7 +179,7 @@ def _list_rates(comparison: Mapping[str, Any]) -> str:
     return _draw_bars(bars)
 
 
-def _list_cold_starts(comparison: Mapping[str, Any], figure: Figure) -> str:
+def _list_cold_starts(comparison: Mapping[str, Any], figure: DescribedFigure) -> str:
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     seconds = figure.axes[0].get_xlim()[1]
     bars = []
