@@ -9,7 +9,14 @@ import numpy as np
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import OTHER_LOADER
 from colab_utils.diagnosis.stages import Stage
-from colab_utils.diagnosis.waits import Array, LoopFacts, explain_starts, explain_waits, find_rare
+from colab_utils.diagnosis.waits import (
+    Array,
+    LoopFacts,
+    explain_starts,
+    explain_waits,
+    find_rare,
+    weigh_evidence,
+)
 from colab_utils.machine import count_cores
 
 # A share of the loop, and seconds of all of it, below which a cause is not worth a cure.
@@ -126,9 +133,9 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
 def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
     """More workers than cores, which wait for one another, at the start of a pass most of all."""
     cores = count_cores()
-    times = facts.times
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
-    waits_for_cores = times.queued_s >= max(times.cpu_s, times.blocked_s)
+    evidence = weigh_evidence(facts.times, facts.looks)
+    waits_for_cores = evidence.get("queue", 0.0) >= sum(evidence.values()) / 2
     if facts.workers <= cores or not (is_busy or waits_for_cores):
         return None
     why = f"{facts.workers} workers share {cores} cores, and wait for one another."

@@ -12,6 +12,8 @@ _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:
 # What a process is in that waits for what its workers send, and that takes it in.
 _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
 _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
+# What calls a dataset and collate_fn, where torch's loader has no workers.
+_FETCH = "/torch/utils/data/_utils/fetch.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
@@ -65,7 +67,7 @@ class Looks:
             takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
             takes_in |= any(name in stack for name in _TAKES_IN)
             return HANDOFF if takes_in else WORKERS
-        if activity.sample is not None:
+        if activity.sample is not None or _FETCH in stack:
             return SAMPLE
         line = activity.stack[0] if activity.stack else ""
         folder, _, file = line.rpartition("/")

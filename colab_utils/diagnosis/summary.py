@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from colab_utils.diagnosis.causes import find_causes
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import Looks
-from colab_utils.diagnosis.memory_growth import Growth, MemoryLog
+from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
 from colab_utils.files import write_file
@@ -216,7 +216,7 @@ class LoopRecord:
         if not len(parts_s):
             return None
         self.times = self.monitor.read_times()
-        self.growth = self.memory.find_growth()
+        self.growth = find_growth(self.memory.readings)
         every = count_batches_per_step(parts_s)
         parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
