@@ -26,8 +26,6 @@ _LEAST_S = 0.5
 _ALL_CORES = 0.85
 # Times, for a step beside a loader.
 _SLOWER = 1.3
-# Stages of loading that are causes of another name.
-_STAGES = {"sample": "work", "collate and hand-off": "hand-off"}
 
 
 def find_causes(
@@ -100,7 +98,7 @@ def refine_causes(
         is_known = cause.id in ("work", "collate") and largest is not None
         if largest and is_known and (largest.name != "sample" or cause.id == "collate"):
             works = True
-            id = _STAGES.get(largest.name, largest.name)
+            id = "work" if largest.name == "sample" else largest.name
             whole_ms = sum(stage.mean_ms for stage in stages)
             part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
             cause = make_cause(id, cause.share, f"{cause.why} {part}")

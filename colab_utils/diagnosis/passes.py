@@ -63,7 +63,6 @@ class Pass:
         # the beginning of a wait that is to end, and why
         self._given_up: tuple[float, Stall] | None = None
         self._can_interrupt = False
-        self._outer_handler: Any = None
 
     def run(self) -> Iterator[Any]:
         """Yield the batches."""
@@ -91,19 +90,16 @@ class Pass:
         Raises:
             ColabUtilsError: why it does not come, where a worker ended or the wait was given up.
         """
-        batch = None
         try:
             batch = self._wait(asked_s)
         except _StallInterrupt:
-            if self._find_reason(asked_s) is None:
-                # it is for a watch around this one
-                raise
+            # An interrupt is no part of the error, which is raised outside of this handler.
+            batch = None
         except Exception as error:
             stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
             if stall is None:
                 raise
             raise ColabUtilsError(str(stall)) from error
-        # An interrupt is no part of the error: this is outside of its handler.
         stall = self._find_reason(asked_s)
         if stall is not None:
             raise ColabUtilsError(str(stall))
@@ -111,14 +107,12 @@ class Pass:
 
     def _wait(self, asked_s: float) -> Any:
         """Return the next batch, or `_END`; meanwhile the workers that it forks are seen."""
-        # one watch may be inside of another
-        outer_monitor = getattr(waiting, "monitor", None)
         waiting.monitor = self._monitor
         self._thread = threading.current_thread()
         is_main = self._thread is threading.main_thread()
         self._can_interrupt = self._raises and is_main and INTERRUPT > 0
         if self._can_interrupt:
-            self._outer_handler = signal.signal(INTERRUPT, self._interrupt)
+            outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._asked_s = asked_s
         try:
             if self._batches is not None:
@@ -129,16 +123,14 @@ class Pass:
                 return next(self._batches, _END)
         finally:
             self._asked_s = None
-            waiting.monitor = outer_monitor
+            waiting.monitor = None
             if self._can_interrupt:
-                signal.signal(INTERRUPT, self._outer_handler)
+                signal.signal(INTERRUPT, outer_handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        """End the wait, unless the signal comes after the batch, or for somebody else."""
+        """End the wait, unless the signal comes after the batch."""
         if self._asked_s is not None and self._find_reason(self._asked_s) is not None:
             raise _StallInterrupt
-        if callable(self._outer_handler):
-            self._outer_handler(number, frame)
 
     def _find_reason(self, asked_s: float) -> Stall | None:
         """Return why the wait that began then is to end; None where it is not."""
