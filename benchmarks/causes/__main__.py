@@ -148,15 +148,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=12,
         help="of each loop, and of each diagnosis (%(default)s)",
     )
-    parser.add_argument("--names", nargs="+", help="only these (all of them)")
+    parser.add_argument("--names", nargs="+", help="only these, or healthy (all of them)")
     parser.add_argument("--load", type=int, default=0, help="other busy processes (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
+    names = options.names or [*CAUSES, *HEALTHY]
+    if names == ["healthy"]:
+        names = [*HEALTHY]
 
     def measure() -> None:
         torch.set_num_threads(1)
         with load_cores(options.load):
-            for name in options.names or [*CAUSES, *HEALTHY]:
+            for name in names:
                 row = (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)
                 print(row, file=sys.stderr, flush=True)
                 rows.append(row)

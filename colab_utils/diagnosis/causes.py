@@ -87,27 +87,32 @@ def refine_causes(
     """
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory")]
-    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     refined = []
-    works = False
     for cause in causes:
-        # A diagnosis copies batches there.
-        if cause.id in ("between", "periodic"):
-            continue
-        # Of a sample as a whole, the watch knows more.
-        is_known = cause.id in ("work", "collate") and largest is not None
-        if largest and is_known and (largest.name != "sample" or cause.id == "collate"):
-            works = True
-            id = "work" if largest.name == "sample" else largest.name
-            whole_ms = sum(stage.mean_ms for stage in stages)
-            part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
-            cause = make_cause(id, cause.share, f"{cause.why} {part}")
-        refined.append(cause)
+        if cause.id in ("work", "collate"):
+            cause = _name_stage(cause, stages)
+        # After its steps, a diagnosis copies batches.
+        if cause.id not in ("between", "periodic"):
+            refined.append(cause)
+    has_stage = not {stage.name for stage in stages}.isdisjoint(cause.id for cause in refined)
     if slower > _SLOWER:
         why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
         refined.append(make_cause("contention", (1 - 1 / slower) * step_share, why))
-    # loading that takes the cores from the step is cured by cheaper loading: it comes first
-    return sorted(refined, key=lambda cause: (works and cause.id == "contention", -cause.share))
+    # Loading that takes the cores from the step is cured by cheaper loading: it comes first.
+    return sorted(refined, key=lambda cause: (has_stage and cause.id == "contention", -cause.share))
+
+
+def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
+    """Return the cause by the stage that takes most of the time, of those that it may be."""
+    if cause.id == "collate":
+        stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
+    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
+    # Of a sample as a whole, the watch knows more.
+    if largest is None or largest.name == "sample":
+        return cause
+    whole_ms = sum(stage.mean_ms for stage in stages)
+    part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
+    return make_cause(largest.name, cause.share, f"{cause.why} {part}")
 
 
 def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:

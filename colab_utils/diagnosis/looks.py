@@ -42,7 +42,9 @@ class Looks:
         """Look at the thread that runs the loop, in this phase of it, and at the workers."""
         place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
-        self.waits.update(self._monitor.list_waits())
+        # Workers that were not forked import their modules when they start: that is no sample.
+        if self._monitor.list_samples() or not phase.endswith("start"):
+            self.waits.update(self._monitor.list_waits())
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return where the loop was in half of the looks at a phase, and these looks in words; ""
