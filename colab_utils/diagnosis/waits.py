@@ -149,23 +149,26 @@ def weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
     """Return seconds of samples by what takes them, a key of `_EVIDENCE`; where no samples were
     seen, looks.
     """
-    seen = dict(looks.waits)
-    at_work = seen.pop("", 0)
-    count = sum(seen.values())
+    count = looks.waits.total()
+    is_seen = count >= _LEAST_LOOKS
+    wall_s = times.wall_s
+    cpu_s = times.cpu_s
     if not times.samples:
-        if at_work + count < _LEAST_LOOKS:
+        if not is_seen:
             return {"unseen": 1.0}
-        return {"work": at_work, **seen}
-    outside_s = max(0.0, times.worker_cpu_s - times.cpu_s)
-    evidence = {"work": times.cpu_s, "collate": outside_s}
-    left_s = times.blocked_s
-    if at_work + count < _LEAST_LOOKS:
+        wall_s = float(count)
+        cpu_s = float(looks.waits[""])
+    evidence = {"work": cpu_s, "collate": max(0.0, times.worker_cpu_s - times.cpu_s)}
+    left_s = max(0.0, wall_s - cpu_s)
+    if not is_seen:
         return {**evidence, "unseen": left_s}
-    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples
-    for name, number in seen.items():
+    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples > 0
+    for name, number in looks.waits.items():
+        if not name:
+            continue
         # A stand-in for a slow disk sleeps.
         name = "read" if name == "sleep" and reads_files else name
-        seconds = min(left_s, times.wall_s * number / (at_work + count))
+        seconds = min(left_s, wall_s * number / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds
     # In the other looks a thread of the worker could run, and had no core.
