@@ -142,6 +142,11 @@ class Pass:
     def _explain_end(self, error: Exception, asked_s: float) -> Stall | None:
         """Return which worker ended, and how, where that is why the loader failed."""
         dead = self._find_dead(error)
+        if dead is None and isinstance(error, EOFError | ConnectionError):
+            # A worker closes its pipes before it has ended. torch may raise an error when it has.
+            with suppress(RuntimeError):
+                sleep(_TICK_S)
+            dead = self._find_dead(error)
         if dead is None:
             return None
         job, ending = dead

@@ -204,5 +204,5 @@ def _explain_slow_sample(waits: Array, share: float, times: SampleTimes) -> Caus
     if not is_slow or slow_s < _SLOW_SHARE * max(times.wall_s, float(waits.sum())):
         return None
     part = slow_s / times.wall_s
-    why = f"Sample {index} took {each_s:.2g} s {count:.0f} times: {part:.0%} of the time of all."
+    why = f"Sample {index} took {each_s:.2g} s {count:.0f} times: {part:.0%} of all samples' time."
     return make_cause("slow_sample", share, why, sample=index)
