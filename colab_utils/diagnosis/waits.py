@@ -108,7 +108,8 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    if is_idle and times.samples:
+    # On a busy machine, workers that get little of a core are no idle ones.
+    if is_idle and times.samples and not facts.looks.has_busy_workers:
         why = "Workers are idle while a batch is waited for: what it waits for was not seen."
         return make_cause("wait", share, why, cure="idle")
     return _explain_slow_sample(waits, share, times) or _explain_samples(share, loop_s, facts)

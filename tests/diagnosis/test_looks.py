@@ -149,6 +149,29 @@ def test_the_sample_that_is_slow_again_and_again_is_noted(capsys):
     assert seconds >= 0.3
 
 
+@pytest.mark.parametrize("work_s", [0.0, 0.5])
+def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s, capsys):
+    def collate(samples):
+        time.sleep(work_s)
+        return samples
+
+    def order():
+        for number in range(5):
+            time.sleep(0.5 - work_s)
+            yield number
+
+    loader = DataLoader(
+        _Uneven(),
+        sampler=order(),
+        batch_size=1,
+        collate_fn=collate,
+        num_workers=1,
+    )
+    watched = watch(loader)
+    list(watched)
+    assert watched._record.looks.has_busy_workers == (work_s > 0)
+
+
 def test_a_place_is_evidence_where_half_of_five_looks_say_the_same():
     looks = Looks(WorkerMonitor(None))
     for place, count in (("a.py:1", 3), ("b.py:2", 2)):
