@@ -52,8 +52,7 @@ class Diagnosis:
     stall_share: float
     """Wait / (wait + step), 0 to 1."""
     stages: tuple[Stage, ...]
-    """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*; *collate
-    and hand-off* is what the others leave of a `Loader`'s time, where it is waited for."""
+    """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*."""
     fixes: tuple[Fix, ...]
     """What would help, forecast by trials: the best first, and of equally good ones that which
     costs you least; empty where the loader is fine."""
@@ -233,8 +232,6 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
                 ceiling if step is not None else inf,
             )
         )
-    if waits and loading and isinstance(loader, Loader):
-        loading.append(_estimate_handoff(now, loading, loader.workers))
     causes = refine_causes(
         watched.summary().causes,
         [] if found.unseen else loading,
@@ -324,15 +321,6 @@ def describe_verdict(
         basis = "measured" if best.measured_images_per_second else "forecast"
         verdict += f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({basis})."
     return verdict
-
-
-def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) -> Stage:
-    """What is left of a worker's time for one image: collate, the way between processes, and
-    waiting for a core.
-    """
-    wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages)
-    cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages)
-    return Stage.from_calls("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 
 def _describe_confidence(now: BatchTimes) -> str:

@@ -117,7 +117,7 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
         loader.close()
     stages = {stage.name: stage for stage in found.stages}
     by_id = {fix.id: fix for fix in found.fixes}
-    assert list(stages) == ["read", "decode", "masks", "collate and hand-off", "wait", "step"]
+    assert list(stages) == ["read", "decode", "masks", "wait", "step"]
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in found.verdict
     assert "emulated 10 ms step" in found.verdict
@@ -176,7 +176,7 @@ def test_a_watched_loader_is_diagnosed_as_the_loader_itself(tiny_shards, no_fixe
     loader = make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0)
     state = loader.state_dict()
     diagnosis = diagnose(watch(loader), EmulatedStep(1), seconds=0.5)
-    assert "collate and hand-off" in [stage.name for stage in diagnosis.stages]
+    assert "decode" in [stage.name for stage in diagnosis.stages]
     assert loader.state_dict() == state
     assert capsys.readouterr().err == ""  # no pass of a diagnosis is one of the watched loader
 
