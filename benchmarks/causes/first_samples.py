@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader
 
-EXPECTED = "sleep"
-NEXT = r"(?i)look at what sleeps"
+EXPECTED = "read"
+NEXT = r"(?i)local disk"
 EPOCHS = 1
 FILES = 8
 

@@ -24,6 +24,8 @@ _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
 # Of the cores are busy.
 _ALL_CORES = 0.85
+# Of the time of samples that crowd the cores.
+_ON_CORES = 0.75
 # Times, for a step beside a loader.
 _SLOWER = 1.3
 
@@ -138,8 +140,13 @@ def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> Cause | Non
     cores = count_cores()
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
     evidence = weigh_evidence(facts.times, facts.looks)
-    waits_for_cores = evidence.get("queue", 0.0) >= sum(evidence.values()) / 2
-    if facts.workers <= cores or not (is_busy or waits_for_cores):
+    whole_s = sum(evidence.values())
+    waits_for_cores = evidence.get("queue", 0.0) >= whole_s / 2
+    # Workers that mostly wait for something else do not crowd the cores.
+    on_cores_s = sum(evidence.get(name, 0.0) for name in ("work", "collate", "queue"))
+    if facts.workers <= cores or on_cores_s < _ON_CORES * whole_s:
+        return None
+    if not (is_busy or waits_for_cores):
         return None
     why = f"{facts.workers} workers share {cores} cores, and wait for one another."
     return make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)

@@ -37,14 +37,25 @@ class Looks:
         self._monitor = monitor
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
+        self._busy_count = 0
 
     def take(self, phase: str, thread: threading.Thread) -> None:
         """Look at the thread that runs the loop, in this phase of it, and at the workers."""
         place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
+        pids = self._monitor.list_samples()
+        if phase == "wait":
+            is_idle = all(self._monitor.inspect_worker(pid).idle for pid in pids)
+            self._busy_count += not is_idle
         # Workers that were not forked import their modules when they start: that is no sample.
-        if self._monitor.list_samples() or not phase.endswith("start"):
+        if pids or not phase.endswith("start"):
             self.waits.update(self._monitor.list_waits())
+
+    @property
+    def has_busy_workers(self) -> bool:
+        """Whether a worker was at work in most of the looks at a wait."""
+        count = self._places.get("wait", Counter()).total()
+        return count >= _LEAST_LOOKS and 2 * self._busy_count > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return where the loop was in half of the looks at a phase, and these looks in words; ""

@@ -99,6 +99,17 @@ class SampleTimes(NamedTuple):
         return max(0.0, self.wall_s - self.cpu_s)
 
 
+class _ThreadIo(threading.local):
+    """What Linux counts of the bytes that a thread reads. The file stays open: opening it for each
+    sample would take longer than to read it.
+    """
+
+    def __init__(self) -> None:
+        self.file: int | None = None
+        with suppress(OSError):
+            self.file = os.open("/proc/thread-self/io", os.O_RDONLY)
+
+
 class _SampleNotes:
     """Where a worker notes its samples: a row of memory that it shares with the process that
     watches.
@@ -108,10 +119,7 @@ class _SampleNotes:
         self._row = row
         self._threads = row["at"]
         self._has_loaded = False
-        # It stays open: opening it for each sample would take longer than to read it.
-        self._io: int | None = None
-        with suppress(OSError):
-            self._io = os.open("/proc/self/io", os.O_RDONLY)
+        self._io = _ThreadIo()
 
     def begin(self) -> None:
         """Take the row over from a worker that ended."""
@@ -138,10 +146,10 @@ class _SampleNotes:
                 self._add_to_totals(sample, count, wall_ns / 1e9, self._count() - counts)
 
     def _count(self) -> NDArray[np.float64]:
-        """Return CPU seconds of this process, and bytes that it read, so far."""
+        """Return CPU seconds of this process, and bytes that this thread read, so far."""
         bytes_read = 0
-        if self._io is not None:
-            bytes_read = int(os.pread(self._io, 64, 0).split()[1])
+        if self._io.file is not None:
+            bytes_read = int(os.pread(self._io.file, 64, 0).split()[1])
         return np.array([process_time(), bytes_read])
 
     def _add_to_totals(

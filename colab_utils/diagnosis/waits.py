@@ -108,7 +108,8 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    if is_idle and times.samples:
+    # On a busy machine, workers that get little of a core are no idle ones.
+    if is_idle and times.samples and not facts.looks.has_busy_workers:
         why = "Workers are idle while a batch is waited for: what it waits for was not seen."
         return make_cause("wait", share, why, cure="idle")
     return _explain_slow_sample(waits, share, times) or _explain_samples(share, loop_s, facts)
@@ -149,23 +150,26 @@ def weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
     """Return seconds of samples by what takes them, a key of `_EVIDENCE`; where no samples were
     seen, looks.
     """
-    seen = dict(looks.waits)
-    at_work = seen.pop("", 0)
-    count = sum(seen.values())
+    count = looks.waits.total()
+    is_seen = count >= _LEAST_LOOKS
+    wall_s = times.wall_s
+    cpu_s = times.cpu_s
     if not times.samples:
-        if at_work + count < _LEAST_LOOKS:
+        if not is_seen:
             return {"unseen": 1.0}
-        return {"work": at_work, **seen}
-    outside_s = max(0.0, times.worker_cpu_s - times.cpu_s)
-    evidence = {"work": times.cpu_s, "collate": outside_s}
-    left_s = times.blocked_s
-    if at_work + count < _LEAST_LOOKS:
+        wall_s = float(count)
+        cpu_s = float(looks.waits[""])
+    evidence = {"work": cpu_s, "collate": max(0.0, times.worker_cpu_s - times.cpu_s)}
+    left_s = max(0.0, wall_s - cpu_s)
+    if not is_seen:
         return {**evidence, "unseen": left_s}
-    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples
-    for name, number in seen.items():
+    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples > 0
+    for name, number in looks.waits.items():
+        if not name:
+            continue
         # A stand-in for a slow disk sleeps.
         name = "read" if name == "sleep" and reads_files else name
-        seconds = min(left_s, times.wall_s * number / (at_work + count))
+        seconds = min(left_s, wall_s * number / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds
     # In the other looks a thread of the worker could run, and had no core.
@@ -201,5 +205,5 @@ def _explain_slow_sample(waits: Array, share: float, times: SampleTimes) -> Caus
     if not is_slow or slow_s < _SLOW_SHARE * max(times.wall_s, float(waits.sum())):
         return None
     part = slow_s / times.wall_s
-    why = f"Sample {index} took {each_s:.2g} s {count:.0f} times: {part:.0%} of the time of all."
+    why = f"Sample {index} took {each_s:.2g} s {count:.0f} times: {part:.0%} of all samples' time."
     return make_cause("slow_sample", share, why, sample=index)

@@ -248,7 +248,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "times": SampleTimes(200, 6.0, 3.0, slowest=(37, 4, 4.0)),
             },
             "slow_sample",
-            r"Sample 37 took 1 s 4 times: 67% of the time of all.*sample 37",
+            r"Sample 37 took 1 s 4 times: 67% of all samples' time.*sample 37",
         ),
         # whichever sample came first opened the file: it was slow once
         (
@@ -319,6 +319,8 @@ def test_other_programs_that_take_the_cores_are_told_from_more_workers_than_core
     times = SampleTimes(200, 40.0, 5.0)
     (cause,) = find(waits=spread(0.05), times=times, looks={"lock": 30}, workers=4)
     assert cause.id == "lock"
+    (cause,) = find(waits=spread(0.05), times=times, looks={"process": 20, "": 20}, workers=4)
+    assert cause.id == "other_process"
     (cause,) = find(waits=spread(0.05), times=times, looks={"": 30}, workers=4)
     assert cause.id == "too_many_workers"
 

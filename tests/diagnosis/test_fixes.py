@@ -317,7 +317,7 @@ def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
         "workers",
         "packed_masks",
         "resize",
-        "prefetch",
         "shards",
+        "prefetch",
         "local_files",
     ]
