@@ -36,6 +36,10 @@ _SAMPLED = 16
 _VERIFIED = 64
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
 
+# Of what a step takes longer beside its loader, the share that its threads wait for a core, from
+# which on the lack of cores is the cause.
+_QUEUED_SHARE = 0.4
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -207,8 +211,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         cached = time_batches(
             [*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds
         )
-        slower = fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9)
-        slower = max(1.0, slower)
+        slower = _find_slowdown(now, cached, [*kept])
         ceiling = slower * now.images / sum(now.step_s)
     found = time_stages(loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds)
     kept.clear()
@@ -257,6 +260,27 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         now.error,
         causes=tuple(causes),
     )
+
+
+def _find_slowdown(now: BatchTimes, cached: BatchTimes, numbers: Sequence[int]) -> float:
+    """Return how many times as long the step takes beside the loader, for want of a core; 1 where
+    its threads did not wait for one.
+
+    A step is slower beside its loader for other reasons, too: a GPU prepares itself for each new
+    size of image, so that the first batches of a run take twice as long. No loader cures that.
+
+    Args:
+        now: Of the loop.
+        cached: Of the same batches again, without the loader.
+        numbers: Which batches of the loop these were.
+    """
+    beside_s = fmean(now.step_s[number] for number in numbers)
+    slower = beside_s / max(fmean(cached.step_s), 1e-9)
+    if slower <= 1:
+        return 1.0
+    longer_s = sum(now.step_s) * (1 - 1 / slower)
+    queued_s = now.step_queued_s - cached.step_queued_s * len(now.step_s) / len(cached.step_s)
+    return slower if queued_s >= _QUEUED_SHARE * longer_s else 1.0
 
 
 def _name_step(step: Any) -> str:
