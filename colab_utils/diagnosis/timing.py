@@ -1,7 +1,7 @@
 """The clocks: what batches of a loader and their steps cost, in wall time and in CPU time."""
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ class _StepCosts:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
-        self.queued_s: Counter[str] = Counter()
+        self.queued_s: defaultdict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
         """Read the clocks before a step."""
@@ -197,15 +197,16 @@ class _StepCosts:
     def end(self) -> None:
         """Add what the step cost."""
         self.cpu_s += process_time() - self._cpu_began_s
-        self.queued_s.update(measure_queues() - self._queues_began_s)
+        for thread, seconds in measure_queues().items():
+            self.queued_s[thread] += seconds - self._queues_began_s.get(thread, 0.0)
 
 
-def measure_queues() -> Counter[str]:
+def measure_queues() -> dict[str, float]:
     """Return how long each thread of this process could have run and had no core, in seconds.
 
     Linux counts it in ``/proc/self/task/ID/schedstat``; elsewhere nothing is counted.
     """
-    queued_s: Counter[str] = Counter()
+    queued_s = {}
     # A system without this folder counts nothing.
     with suppress(OSError):
         for thread in os.listdir(_THREADS):
