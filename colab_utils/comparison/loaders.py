@@ -4,8 +4,8 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -17,11 +17,16 @@ from torch.utils.data import Dataset
 
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.data.decoding import guard_pillow
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.processes import ThreadPool, quiet_fork
 
+# Samples among which ``tf.data`` draws.
+_SHUFFLED = 1000
+# Of a target, what is as long as there are objects.
+_PADDED = ("boxes", "labels", "masks")
 # An image, uint8 [3, H, W], and torchvision's target.
 Sample = tuple[Tensor, dict[str, Any]]
 
@@ -123,27 +128,13 @@ def _move(target: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 class ThreadLoading:
-    """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to
-    wait.
+    """A thread loads ``ahead`` batches ahead."""
 
-    So many samples as ``cached`` stay in memory: those that were read last.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_sampler: Iterable[list[int]],
-        *,
-        threads: int,
-        ahead: int,
-        most: int,
-        cached: int = 0,
-    ) -> None:
-        self._load = lru_cache(cached)(dataset.__getitem__)
+    def __init__(self, dataset: Any, batch_sampler: Iterable[list[int]], *, ahead: int) -> None:
+        self._dataset = dataset
         self._order = batch_sampler
-        self._pool = ThreadPool(threads)
+        self._pool = ThreadPool(1)
         self._ahead = ahead
-        self._most = most
 
     def __iter__(self) -> Iterator[Any]:
         todo = iter(self._order)
@@ -153,14 +144,69 @@ class ThreadLoading:
                 pending.append(self._pool.submit(self._load_batch, indices))
             if not pending:
                 return
-            if not pending[0].done():
-                self._ahead = min(self._ahead + 1, self._most)
             yield pending.popleft().result()
 
     def _load_batch(self, indices: list[int]) -> tuple[Any, ...]:
-        return collate(map(self._load, indices))
+        return collate(map(self._dataset.__getitem__, indices))
 
     def close(self) -> None:
-        """Forget the samples; a thread that hangs in a read is not waited for."""
+        """End the thread; one that hangs in a read is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._load.cache_clear()
+
+
+class TensorFlowLoader:
+    """Epochs of a dataset by ``tf.data``: map, cache, shuffle, batch, prefetch, with AUTOTUNE.
+
+    ``padded_batch`` makes images of different shapes one array; each is cut to its own size again.
+
+    Raises:
+        ColabUtilsError: TensorFlow is not installed.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        try:
+            import tensorflow as tf  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError:
+            raise ColabUtilsError(
+                "TensorFlow is not installed on this machine, so tf.data is left out. Colab has it."
+            ) from None
+        with suppress(RuntimeError):
+            # It would take all of the GPU's memory, for nothing.
+            tf.config.set_visible_devices([], "GPU")
+        self._dataset = dataset
+        kinds = (tf.int64, tf.int64, tf.uint8, tf.float32, tf.int64, tf.uint8)
+        shapes = ((), (2,), (3, None, None), (None, 4), (None,), (None, None, None))
+
+        def load(index: Any) -> Any:
+            parts = tf.numpy_function(self._load, [index], kinds)
+            return tuple(map(tf.ensure_shape, parts, shapes))
+
+        indices = tf.data.Dataset.range(len(dataset))
+        samples = indices.map(load, num_parallel_calls=tf.data.AUTOTUNE).cache()
+        batches = samples.shuffle(_SHUFFLED).padded_batch(batch_size)
+        self._batches = batches.prefetch(tf.data.AUTOTUNE)
+
+    def _load(self, index: Any) -> tuple[Any, ...]:
+        image, target = self._dataset[int(index)]
+        size = np.array(image.shape[1:], np.int64)
+        parts = (image, *(target[key] for key in _PADDED))
+        return (np.int64(target["image_id"]), size, *map(np.ascontiguousarray, parts))
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches.as_numpy_iterator():
+            yield collate(map(_cut_padding, *map(torch.tensor, batch)))
+
+    def close(self) -> None:
+        """Let go of the pipeline; TensorFlow ends its threads."""
+        del self._batches
+
+
+def _cut_padding(image_id: Tensor, size: Tensor, image: Tensor, *parts: Tensor) -> Sample:
+    height, width = size.tolist()
+    target: dict[str, Any] = dict(zip(_PADDED, parts, strict=True))
+    # Labels begin with 1.
+    objects = int((target["labels"] > 0).sum())
+    target = {key: part[:objects] for key, part in target.items()}
+    target["masks"] = target["masks"][:, :height, :width]
+    target["image_id"] = int(image_id)
+    return image[:, :height, :width], target

@@ -108,8 +108,8 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     epochs.
 
     What was measured is scaled to COCO's images. Converting counts once, copying in each session.
-    Drawn are the first way, the workers, and `make_loader`, or the way that ends first where it was
-    not timed.
+    Drawn are the first way, the one that needs no converting (streams, or else the workers), and
+    `make_loader`, or the way that ends first where it was not timed.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
@@ -122,7 +122,8 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     first = next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
-    drawn = [name for name in dict.fromkeys((first, "dataloader", best)) if name in total]
+    unconverted = "streams" if "streams" in total else "dataloader"
+    drawn = [name for name in dict.fromkeys((first, unconverted, best)) if name in total]
     rivals = [name for name in drawn if name != best]
     rival = min(rivals, key=lambda name: total[name], default=best)
     spent = {name: f"{format_figure(hours)} hours" for name, hours in total.items()}
@@ -139,6 +140,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
         elif name == first:
             colour = GREY
         axis.plot(*lines[name], color=colour, linewidth=4)
+        figure.words.append(f"{rows[name]['label']}: {spent[name]}")
         # Names do not overlap.
         label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))
         text = f" {rows[name]['label']}: {spent[name]}"

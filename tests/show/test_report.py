@@ -102,8 +102,8 @@ def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
     assert [row[""] for row in rows] == [
         "plain loop",
-        "thread ahead",
         "2 workers",
+        "32 streams",
         "shards on SSD",
         "make_loader",
     ]
