@@ -86,7 +86,8 @@ def plot_cold_start(
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    timed = read_comparison(comparison)["timed"]
+    content = read_comparison(comparison)
+    timed = content["timed"]
     names = list(timed)
     course = [name for name in names if name in COURSE_STRATEGIES]
     if course and len(names) > len(COURSE_STRATEGIES):
@@ -100,7 +101,8 @@ def plot_cold_start(
         batches[f"{count} with {row['title']}"] = None
     title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(batches)}"
     rows = {row["label"]: row["timeline"] for row in drawn}
-    return plot_first_seconds(rows, seconds=shown_s, title=title)
+    unit = f"seconds, step {content['step']}"
+    return plot_first_seconds(rows, seconds=shown_s, title=title, unit=unit)
 
 
 def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
@@ -117,7 +119,8 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    rows = read_comparison(comparison)["fair"]
+    content = read_comparison(comparison)
+    rows = content["fair"]
     lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
     first = next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
@@ -154,6 +157,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
             parse_math=False,
         )
     axis.set_ylim(0, None)
+    axis.set_ylabel(f"hours, step {content['step']}", fontsize=14)
     return figure
 
 
@@ -170,7 +174,6 @@ def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
         )
     axis.set(xlim=(0, _EPOCHS), xticks=range(_EPOCHS + 1))
     axis.set_xlabel("epochs; at a dotted line a new session copies again", fontsize=14)
-    axis.set_ylabel("hours", fontsize=14)
     axis.tick_params(labelsize=12)
     axis.spines[["top", "right"]].set_visible(False)
     return figure, axis

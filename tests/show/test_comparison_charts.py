@@ -147,7 +147,7 @@ def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comp
         pytest.approx(9 * hours / 1.6),
     ]
     assert read_title(figure) == (
-        "Paid back in the first epoch. 9 epochs of 118,287 images: 13 hours, 15 hours with "
+        "Paid back after 6.5 epochs. 9 epochs of 118,287 images: 13 hours, 15 hours with "
         "32 streams"
     )
     assert read_texts(figure) == [
