@@ -22,6 +22,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.progress import show_progress
 from tools.pages import PageLink, write_demo_index, write_notebook_page
+from tools.receipts import find_contradictions
+from tools.sentences import Check, Judgement, find_unmarked, judge, read_checks
 
 __all__ = ["DemoReport", "NotebookRun", "inject_parameters", "main", "run_demo"]
 
@@ -31,12 +33,15 @@ _CELL_TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class NotebookRun:
-    """One notebook that ran: its executed copy, its page, and the seconds it took."""
+    """One notebook that ran: its executed copy, its page, the seconds it took, and what it says of
+    the sentences that are marked in its text.
+    """
 
     name: str
     notebook: Path
     page: Path
     seconds: float
+    judgements: tuple[Judgement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,17 @@ class DemoReport:
     work: Path
     notebooks: tuple[NotebookRun, ...]
     seconds: float
+    contradictions: tuple[str, ...] = ()
+    """A line for each sentence that the run beside it contradicts."""
+    unmarked: tuple[str, ...] = ()
+    """Sentences of *What you should see* with a figure that nothing judges."""
 
     def __str__(self) -> str:
-        return f"{len(self.notebooks)} notebooks in {self.seconds:.0f} s. Open {self.index}"
+        judged = sum(len(run.judgements) for run in self.notebooks)
+        return (
+            f"{len(self.notebooks)} notebooks in {self.seconds:.0f} s, {judged} sentences judged, "
+            f"{len(self.unmarked)} with a figure not marked. Open {self.index}"
+        )
 
 
 def run_demo(
@@ -74,8 +87,8 @@ def run_demo(
 
     Raises:
         ColabUtilsError: a notebook fails (it names the cell, and the page up to there is kept),
-            nbclient or nbconvert is missing, a setting is in no notebook, or ``output`` holds files
-            of somebody else.
+            nbclient or nbconvert is missing, a setting is in no notebook, a check of a sentence is
+            not written as it should be, or ``output`` holds files of somebody else.
 
     Example:
         >>> run_demo("runs/demo", images="photos")
@@ -83,21 +96,14 @@ def run_demo(
         colab_utils.errors.ColabUtilsError: expected images and annotations, found only images. ...
     """
     started = perf_counter()
-    if bool(images) != bool(annotations):
-        found, lacking = ("images", "annotations") if images else ("annotations", "images")
-        raise ColabUtilsError(
-            f"expected images and annotations, found only {found}. Name {lacking} too, or neither."
-        )
+    _require_both(images, annotations)
     loaded = [(path.stem, _read_notebook(path)) for path in _find_notebooks(notebooks)]
     settings = dict(parameters or {})
     if images and annotations:
         settings |= {"IMAGES": os.path.abspath(images), "ANNOTATIONS": os.path.abspath(annotations)}
-    unknown = set(settings).difference(*(_list_settings(notebook) for _, notebook in loaded))
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ColabUtilsError(
-            f"expected settings that a notebook has, found {names}. Correct the name."
-        )
+    _require_known(settings, [notebook for _, notebook in loaded])
+    # A check that is not written as it should be is said before anything runs.
+    checks = [read_checks(notebook, name) for name, notebook in loaded]
     output = Path(os.path.abspath(output))
     names = [f"{name}{suffix}" for name, _ in loaded for suffix in (".ipynb", ".html")]
     _prepare_output(output, [*names, "index.html"])
@@ -107,14 +113,15 @@ def run_demo(
     try:
         cells = sum(cell.cell_type == "code" for _, notebook in loaded for cell in notebook.cells)
         with show_progress("demo", total=cells, unit="cell") as bar:
-            for name, notebook in loaded:
+            for (name, notebook), judged in zip(loaded, checks, strict=True):
                 bar.set_description(name)
                 known = _list_settings(notebook)
                 inject_parameters(
                     notebook,
                     {key: value for key, value in (folders | settings).items() if key in known},
                 )
-                runs.append(_run_notebook(name, notebook, output, work, on_cell=bar.update))
+                run = _run_notebook(name, notebook, output, work, judged, on_cell=bar.update)
+                runs.append(run)
         links = [
             PageLink(run.page.name, _read_title(notebook), run.seconds)
             for run, (_, notebook) in zip(runs, loaded, strict=True)
@@ -127,7 +134,14 @@ def run_demo(
         )
     finally:
         _write_manifest(output, [*names, "index.html"], work)
-    return DemoReport(index, work, tuple(runs), perf_counter() - started)
+    return DemoReport(
+        index,
+        work,
+        tuple(runs),
+        perf_counter() - started,
+        contradictions=_list_contradictions(runs, index, work),
+        unmarked=_list_unmarked(loaded),
+    )
 
 
 def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
@@ -164,6 +178,25 @@ def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
             source, id="injected-parameters", metadata={"tags": ["injected-parameters"]}
         )
         notebook.cells.insert(_find_parameters(notebook) + 1, cell)
+
+
+def _require_both(images: str | Path | None, annotations: str | Path | None) -> None:
+    if bool(images) == bool(annotations):
+        return
+    named = "images" if images else "annotations"
+    lacking = "annotations" if images else "images"
+    raise ColabUtilsError(
+        f"expected images and annotations, found only {named}. Name {lacking} too, or neither."
+    )
+
+
+def _require_known(settings: Mapping[str, Any], notebooks: Sequence[Any]) -> None:
+    unknown = set(settings).difference(*(_list_settings(notebook) for notebook in notebooks))
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ColabUtilsError(
+            f"expected settings that a notebook has, found {names}. Correct the name."
+        )
 
 
 def _find_parameters(notebook: Any) -> int:
@@ -211,8 +244,25 @@ def _read_notebook(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
+async def _judge_cell(client: Any, checks: Sequence[Check]) -> list[Judgement]:
+    """Judge a cell's sentences by what the kernel has in memory, where the text stands."""
+    from jupyter_core.utils import ensure_async
+
+    expressions = {str(number): check.make_expression() for number, check in enumerate(checks)}
+    message = await ensure_async(client.kc.execute("", silent=True, user_expressions=expressions))
+    reply = await client.async_wait_for_reply(message)
+    answers = reply["content"].get("user_expressions", {}) if reply else {}
+    return judge(checks, answers)
+
+
 def _run_notebook(
-    name: str, notebook: Any, output: Path, work: Path, *, on_cell: Callable[[], object]
+    name: str,
+    notebook: Any,
+    output: Path,
+    work: Path,
+    checks: Mapping[str, Sequence[Check]],
+    *,
+    on_cell: Callable[[], object],
 ) -> NotebookRun:
     import nbformat
     from nbclient import NotebookClient
@@ -221,12 +271,20 @@ def _run_notebook(
     root = str(Path(__file__).resolve().parent.parent)
     search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     running: list[Any] = []
+    judgements: list[Judgement] = []
+
+    async def start_cell(cell: Any, cell_index: int) -> None:
+        if cell.cell_type == "code":
+            running.append(cell)
+        elif cell.id in checks:
+            judgements.extend(await _judge_cell(client, checks[cell.id]))
+
     client = NotebookClient(
         notebook,
         timeout=_CELL_TIMEOUT_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(work)}},
-        on_cell_start=lambda cell, cell_index: running.append(cell),
+        on_cell_start=start_cell,
         on_cell_executed=lambda cell, cell_index, execute_reply: (
             on_cell() if cell.cell_type == "code" else None
         ),
@@ -245,7 +303,11 @@ def _run_notebook(
     ) as error:
         failure = error
     run = NotebookRun(
-        name, output / f"{name}.ipynb", output / f"{name}.html", perf_counter() - started
+        name,
+        output / f"{name}.ipynb",
+        output / f"{name}.html",
+        perf_counter() - started,
+        tuple(judgements),
     )
     write_file(run.notebook, nbformat.writes(notebook).encode())
     write_notebook_page(notebook, run.page)
@@ -267,6 +329,27 @@ def _read_comparison(work: Path, name: str) -> dict[str, Any] | None:
     """What notebook 05 left in its receipt; None where another set of notebooks was run."""
     path = work / "drive" / "receipt" / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _list_unmarked(loaded: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return the sentences that hold a figure, and that nothing judges."""
+    return tuple(
+        f"{name}, {sentence}" for name, notebook in loaded for sentence in find_unmarked(notebook)
+    )
+
+
+def _list_contradictions(runs: Sequence[NotebookRun], index: Path, work: Path) -> tuple[str, ...]:
+    """Return a line for each sentence of the notebooks, the receipt and the index that this run
+    contradicts.
+    """
+    lines = [str(line) for run in runs for line in run.judgements if line.is_contradicted]
+    comparison = _read_comparison(work, "comparison.json")
+    if comparison:
+        good_day = _read_comparison(work, "comparison_good_day.json")
+        receipt = work / "drive" / "receipt" / "index.html"
+        lines += find_contradictions(receipt, comparison)
+        lines += find_contradictions(index, comparison, good_day)
+    return tuple(lines)
 
 
 def _prepare_output(output: Path, names: list[str]) -> None:
@@ -304,7 +387,9 @@ def _write_manifest(output: Path, names: list[str], work: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the notebooks from a terminal; returns the exit status."""
+    """Run the notebooks from a terminal; returns the exit status: 1 where the run contradicts a
+    sentence.
+    """
     parser = argparse.ArgumentParser(prog="python -m tools.run_notebooks", description=__doc__)
     parser.add_argument(
         "--output", metavar="DIR", default="runs/demo", help="folder for the pages (runs/demo)"
@@ -313,13 +398,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--annotations", metavar="FILE", help="your own COCO instance JSON")
     options = parser.parse_args(arguments)
     try:
-        print(run_demo(options.output, images=options.images, annotations=options.annotations))
+        report = run_demo(options.output, images=options.images, annotations=options.annotations)
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    print(report)
+    for line in report.contradictions:
+        print(line, file=sys.stderr)
+    if report.contradictions:
+        print(
+            "error: the run contradicts the sentences above. Correct them, or run again where "
+            "nothing else runs.",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

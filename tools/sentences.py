@@ -1,0 +1,229 @@
+"""Sentences of the notebooks that hold a figure, judged by the run beside them.
+
+An author marks such a sentence with a comment, which no page shows, in the same cell:
+
+    <!-- check "90 % to 98 %": 0.90 <= waits <= 0.98 if SCENE == "bad day" -->
+
+First the words that are judged, as they stand in the cell; then a comparison in Python, of names
+that the notebook has where the sentence stands. The numbers of the words stand in the comparison,
+too, so that a text cannot be changed alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colab_utils.errors import ColabUtilsError
+
+__all__ = ["Check", "Judgement", "find_unmarked", "judge", "read_checks"]
+
+_MARK = re.compile(r"<!--\s*check\b(.*?)\s*-->", re.DOTALL)
+_CHECK = re.compile(r'\s+"([^"]+)":\s*(\S.*)', re.DOTALL)
+_HOW = 'Write <!-- check "the words of the text": 0.90 <= a_name <= 0.98 --> in the same cell.'
+_NUMBER = r"\d[\d,]*(?:\.\d+)?"
+_FIGURE = re.compile(
+    rf"{_NUMBER}\s*(?:%|ms\b|s\b|seconds\b|minutes\b|hours\b|times\b|images/s|[MG]B\b)"
+)
+_SEE = "What you should see"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A sentence of a notebook, and the comparison that holds where the sentence is true."""
+
+    notebook: str
+    """Name of the notebook."""
+    cell: str
+    """Id of the cell."""
+    words: str
+    """What is judged, as the cell has it."""
+    sentence: str
+    """The sentence, or the row of a table, that holds the words."""
+    comparison: str
+    """In Python."""
+    operands: tuple[str, ...]
+    """Of these, what the run measures: what holds a name."""
+    condition: str
+    """In Python: where the sentence is meant; "True" where it always is."""
+
+    def make_expression(self) -> str:
+        """Return what a kernel evaluates: whether the comparison holds, and what was measured.
+
+        Example:
+            >>> words = "under 5 s"
+            >>> check = Check("01", "see", words, words, "took_s < 5", ("took_s",), "True")
+            >>> check.make_expression()
+            "(bool(took_s < 5), [format(took_s, '.4g')]) if True else (None, [])"
+        """
+        measured = ", ".join(f"format({operand}, '.4g')" for operand in self.operands)
+        return f"(bool({self.comparison}), [{measured}]) if {self.condition} else (None, [])"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a run says of a sentence."""
+
+    check: Check
+    holds: bool | None
+    """None where the sentence is not meant for this run, or could not be judged."""
+    measured: str
+    """The numbers that the run measured."""
+    error: str = ""
+    """Why it could not be judged."""
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the run says something else, or nothing, because its names are not there."""
+        return self.holds is False or bool(self.error)
+
+    def __str__(self) -> str:
+        verdict = f"measured: {self.measured}"
+        if self.error:
+            verdict = f"could not be judged: {self.error}"
+        check = self.check
+        return f'{check.notebook}, cell {check.cell}: "{check.sentence}" {verdict}'
+
+
+def read_checks(notebook: Any, name: str) -> dict[str, list[Check]]:
+    """Return the checks of a notebook, by the id of their cell.
+
+    Args:
+        notebook: an nbformat notebook.
+        name: of the notebook, for messages.
+
+    Raises:
+        ColabUtilsError: a check is not written as it should be, or does not fit its text.
+
+    Example:
+        >>> import nbformat.v4 as v4
+        >>> source = 'It takes under 5 s. <!-- check "under 5 s": took_s < 5 -->'
+        >>> cell = v4.new_markdown_cell(source, id="see")
+        >>> [check.sentence for check in read_checks(v4.new_notebook(cells=[cell]), "01")["see"]]
+        ['It takes under 5 s.']
+    """
+    checks: dict[str, list[Check]] = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            marks = _MARK.findall(cell.source)
+            if marks:
+                checks[cell.id] = [_read_check(mark, cell, name) for mark in marks]
+    return checks
+
+
+def _read_check(mark: str, cell: Any, name: str) -> Check:
+    place = f"{name}, cell {cell.id}"
+    match = _CHECK.fullmatch(mark)
+    if not match:
+        raise ColabUtilsError(f"{place}: this check has no words or no comparison. {_HOW}")
+    words = " ".join(match[1].split())
+    code = " ".join(match[2].split())
+    compare, condition = _parse_comparison(code, place)
+    comparison = ast.unparse(compare)
+    sides = [compare.left, *compare.comparators]
+    operands = tuple(ast.unparse(side) for side in sides if _has_name(side))
+    sentences = [text for text in _split_sentences(cell.source) if words in text]
+    if not sentences:
+        raise ColabUtilsError(
+            f'{place}: the text has no words "{words}". Quote it as it stands in this cell.'
+        )
+    missing = _find_missing(words, comparison)
+    if missing:
+        raise ColabUtilsError(
+            f'{place}: the words "{words}" say {missing[0]}, the comparison {comparison} does not. '
+            "Write the same numbers in both: a percentage as 90 or as 0.90."
+        )
+    return Check(name, cell.id, words, sentences[0], comparison, operands, condition)
+
+
+def _parse_comparison(code: str, place: str) -> tuple[ast.Compare, str]:
+    """Return a comparison, and in Python the condition behind its ``if``."""
+    node: ast.expr | None = None
+    condition = "True"
+    for ending in ("", " else None"):
+        try:
+            node = ast.parse(code + ending, mode="eval").body
+        except SyntaxError:
+            continue
+        break
+    if isinstance(node, ast.IfExp):
+        condition = ast.unparse(node.test)
+        node = node.body
+    if not isinstance(node, ast.Compare) or not _has_name(node):
+        raise ColabUtilsError(f"{place}: {code} is no comparison with a measured name. {_HOW}")
+    return node, condition
+
+
+def _has_name(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Name) for part in ast.walk(node))
+
+
+def _find_missing(words: str, comparison: str) -> list[str]:
+    """Return the numbers of the words that the comparison lacks, as they are and as shares."""
+    known = {_to_number(text) for text in re.findall(_NUMBER, comparison)}
+    return [
+        text
+        for text in re.findall(_NUMBER, words)
+        if _to_number(text) not in known and round(_to_number(text) / 100, 9) not in known
+    ]
+
+
+def _to_number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _split_sentences(source: str) -> list[str]:
+    """Return the sentences of a cell, and the rows of its tables, without its checks."""
+    text = _MARK.sub("", source)
+    blocks: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        rows = [line for line in paragraph.splitlines() if line.lstrip().startswith("|")]
+        blocks.extend(rows or re.split(r"(?<=[.!?])\s+", paragraph))
+    sentences = [" ".join(block.split()) for block in blocks]
+    return [sentence for sentence in sentences if sentence]
+
+
+def find_unmarked(notebook: Any) -> list[str]:
+    """Return the sentences of *What you should see* that hold a figure and carry no check.
+
+    Args:
+        notebook: an nbformat notebook.
+    """
+    unmarked: list[str] = []
+    for cell in notebook.cells:
+        if cell.cell_type != "markdown" or _SEE not in cell.source:
+            continue
+        matches = [_CHECK.fullmatch(mark) for mark in _MARK.findall(cell.source)]
+        judged = [" ".join(match[1].split()) for match in matches if match]
+        for sentence in _split_sentences(cell.source):
+            is_marked = any(words in sentence for words in judged)
+            if _FIGURE.search(sentence) and not is_marked:
+                unmarked.append(f"cell {cell.id}: {textwrap.shorten(sentence, 100)}")
+    return unmarked
+
+
+def judge(checks: Sequence[Check], answers: Mapping[str, Mapping[str, Any]]) -> list[Judgement]:
+    """Return the judgement of each check.
+
+    Args:
+        checks: of one cell.
+        answers: what the kernel answered to ``make_expression`` of each check, by its number, as
+            the ``user_expressions`` of a reply of Jupyter's have it.
+    """
+    judgements: list[Judgement] = []
+    for number, check in enumerate(checks):
+        answer = answers.get(str(number), {})
+        if answer.get("status") != "ok":
+            reason = f"{answer.get('ename', 'no answer')}: {answer.get('evalue', '')}"
+            judgements.append(Judgement(check, None, "", reason.strip(": ")))
+            continue
+        holds, values = ast.literal_eval(answer["data"]["text/plain"])
+        # No value comes where the sentence is not meant.
+        pairs = zip(check.operands, values, strict=False)
+        measured = ", ".join(f"{operand} = {value}" for operand, value in pairs)
+        judgements.append(Judgement(check, holds, measured))
+    return judgements
