@@ -33,7 +33,7 @@ _GAIN = re.compile(
 _NO_GAIN = re.compile(
     r"The step waits (\d+)% of the time with the (.+?)(?:: no way is (\d+)% faster)?$"
 )
-_FIRST_SECONDS = re.compile(rf"^Batches in the first {_NUMBER} seconds: (.+)$")
+_FIRST_SECONDS = re.compile(rf"Batches in the first {_NUMBER} seconds: (.+)$")
 _BATCHES = re.compile(rf"{_NUMBER} with (.+)")
 _HOURS = re.compile(rf"(\d+) epochs of 118,287 images: {_NUMBER} hours with (.+)$")
 _MORE_HOURS = re.compile(rf"^(.+), {_NUMBER} hours with (.+)$")

@@ -124,7 +124,9 @@ class Comparison:
     batch_size: int
     """Images in a batch."""
     batches: int
-    """Timed batches of each repeat."""
+    """Timed batches of each repeat, at least, where they took no longer than three times its
+    seconds.
+    """
     repeats: int
     """How often each strategy was timed."""
     workers: int
@@ -202,7 +204,8 @@ def compare(
             hundreds of times: name what it changes in ``restore``. None takes
             ``EmulatedStep(100)``, of 100 ms.
         batch_size: images in a batch.
-        batches: timed batches of each repeat, at least.
+        batches: timed batches of each repeat, at least, where they take no longer than three times
+            ``run_s``.
         run_s: seconds that each repeat lasts, at least.
         repeats: how often each strategy is timed, each time with new workers.
         workers: worker processes of the strategies that have workers.

@@ -83,7 +83,7 @@ def plot_first_seconds(
                 color="white",
                 edgecolor=GREY,
             )
-            batches = sum(1 for _, end_s in spans if end_s <= shown_s)
+            batches = count_batches(spans, shown_s)
             noun = "batch" if batches == 1 else "batches"
             text = f"{white} {waits[name]}, {batches:,} {noun}"
             _write(axis, text, shown_s, row)
@@ -93,6 +93,11 @@ def plot_first_seconds(
         bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
     axis.set_xlim(0, shown_s)
     return figure
+
+
+def count_batches(spans: Sequence[tuple[float, float]], seconds: float) -> int:
+    """Return how many steps ended in the first ``seconds``."""
+    return sum(end_s <= seconds for _, end_s in spans)
 
 
 def _describe_waits(waits: Mapping[str, str]) -> str:

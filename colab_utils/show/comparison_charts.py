@@ -15,6 +15,7 @@ from colab_utils.show.charts import (
     GREY,
     INK,
     ORANGE,
+    count_batches,
     format_figure,
     plot_bars,
     plot_first_seconds,
@@ -30,6 +31,10 @@ COCO_IMAGES = 118_287
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
 _EPOCHS = _SESSIONS * _SESSION_EPOCHS
+# Workers took the core of a step that is so many times as long as with the best way.
+_LONGER_STEP = 1.1
+# A gain is told from here on, and from the spread of the repeats on.
+_LEAST_GAIN = 0.1
 # What a receipt's ``comparison.json`` holds, or one of its rows.
 Content = Mapping[str, Any]
 
@@ -48,11 +53,14 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
     """
     content = read_comparison(comparison)
     timed = content["timed"].values()
-    limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in timed)
+    limit = max(map(_measure_step, timed))
     notes = dict[str, str]()
     spread = dict[str, tuple[float, float]]()
     for row in timed:
         note = f"waits {row['wait_share']:.0%}"
+        longer = limit / _measure_step(row)
+        if longer >= _LONGER_STEP:
+            note += f", step {longer:.1f} times as long"
         if not row["comparable"]:
             note += ", NOT the same data"
         repeats = row["repeats_images_per_second"]
@@ -73,6 +81,11 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         if row["name"] not in content["timed"]:
             text.set_text("not timed" if row["note"] else "…")
     return figure
+
+
+def _measure_step(row: Content) -> float:
+    """Return images a second of a way's step, without its waits."""
+    return float(row["images_per_second"] / max(1 - row["wait_share"], 1e-3))
 
 
 def plot_cold_start(
@@ -97,9 +110,10 @@ def plot_cold_start(
     shown_s = seconds or math.floor(all_s) or all_s
     batches = dict[str, None]()
     for row in (drawn[0], drawn[-1]):
-        count = sum(end_s <= shown_s for _, end_s in row["timeline"])
-        batches[f"{count} with {row['title']}"] = None
+        count = count_batches(row["timeline"], shown_s)
+        batches[f"{count:,} with {row['title']}"] = None
     title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(batches)}"
+    title = _warn_of_busy(content, title)
     rows = {row["label"]: row["timeline"] for row in drawn}
     unit = f"seconds, step {content['step']}"
     return plot_first_seconds(rows, seconds=shown_s, title=title, unit=unit)
@@ -130,11 +144,9 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     rivals = [name for name in drawn if name != best]
     rival = min(rivals, key=lambda name: total[name], default=best)
     spent = {name: f"{format_figure(hours)} hours" for name, hours in total.items()}
-    title = (
-        f"{_EPOCHS} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with "
-        f"{rows[rival]['title']}"
+    figure, axis = _make_epochs(
+        _warn_of_busy(content, _describe_hours(rows[best], rows[rival], spent))
     )
-    figure, axis = _make_epochs(_describe_pay_back(rows[best], rows[rival]) + title)
     label_at = 0.0
     for name in sorted(drawn, key=lambda name: total[name]):
         colour = ORANGE
@@ -159,6 +171,14 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     axis.set_ylim(0, None)
     axis.set_ylabel(f"hours, step {content['step']}", fontsize=14)
     return figure
+
+
+def _describe_hours(best: Content, rival: Content, spent: Mapping[str, str]) -> str:
+    """Return the finding: when the best way is paid back, and the hours of both."""
+    rows = (best,) if best is rival else (best, rival)
+    ends = ", ".join(f"{spent[row['name']]} with {row['title']}" for row in rows)
+    pay_back = _describe_pay_back(best, rival)
+    return f"{pay_back}{_EPOCHS} epochs of {COCO_IMAGES:,} images: {ends}"
 
 
 def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
@@ -187,15 +207,23 @@ def describe_gain(comparison: "Comparison | Content") -> str:
         ColabUtilsError: no strategy was timed.
     """
     content = read_comparison(comparison)
-    return f"{content.get('busy', '')} {_describe_gain(*find_gain(content))}".strip()
+    return _warn_of_busy(content, _describe_gain(*find_gain(content)))
+
+
+def _warn_of_busy(content: Content, title: str) -> str:
+    """Return the title, after a warning where this machine was busy with other work."""
+    return f"{content.get('busy', '')} {title}".strip()
 
 
 def _describe_gain(now: Content, best: Content) -> str:
     waits = f"The step waits {now['wait_share']:.0%}"
     gain = best["images_per_second"] / now["images_per_second"]
-    if gain < 1.1:
+    noise = max(
+        _LEAST_GAIN, *(measure_spread(row["repeats_images_per_second"]) for row in (now, best))
+    )
+    if gain < 1 + noise:
         finding = f"{waits} of the time with the {now['title']}"
-        return finding if now is best else f"{finding}: no way is 10% faster"
+        return finding if now is best else f"{finding}: no way is {noise:.0%} faster"
     times = f"{format_figure(gain)} times as many images/s as the {now['title']}"
     return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
 

@@ -82,9 +82,10 @@ def summarise_receipt(comparison: "Comparison | Content") -> dict[str, Any]:
     """
     content = read_comparison(comparison)
     machine = content["machine"]
+    busy = ", busy with other work" if content.get("busy") else ""
     before, after = find_gain(content)
     return {
-        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores",
+        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores{busy}",
         "step": content["step"],
         "drive": content["drive"].partition(",")[0],
         "before": before["title"],

@@ -89,6 +89,12 @@ def test_a_null_result_is_said(make_timing, make_comparison):
     assert title == "The step waits 96% of the time with the plain loop: no way is 10% faster"
 
 
+def test_a_gain_within_the_spread_of_the_repeats_is_none(make_timing, make_comparison):
+    wide = make_timing("packed", images_per_second=2.0, repeats_images_per_second=(1.6, 2.0, 2.4))
+    title = describe_gain(make_comparison(make_timing("sequential"), wide))
+    assert title == "The step waits 96% of the time with the plain loop: no way is 40% faster"
+
+
 def test_of_ways_that_tie_make_loader_is_named(make_timing, make_comparison):
     close = make_timing("train_while_copying", images_per_second=38.5, wait_share=0.03)
     comparison = make_comparison(make_timing("sequential"), make_timing("packed"), close)
@@ -147,8 +153,8 @@ def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comp
         pytest.approx(9 * hours / 1.6),
     ]
     assert read_title(figure) == (
-        "Paid back after 6.5 epochs. 9 epochs of 118,287 images: 13 hours, 15 hours with "
-        "32 streams"
+        "Paid back after 6.5 epochs. 9 epochs of 118,287 images: 13 hours with make_loader, 15 "
+        "hours with 32 streams"
     )
     assert read_texts(figure) == [
         " + make_loader: 13 hours",
@@ -179,7 +185,7 @@ def test_names_at_the_ends_of_lines_do_not_overlap(make_timing, make_comparison)
         (
             38.4,
             100,
-            "9 epochs of 118,287 images: 11 hours, 7.7 hours with 2 workers",
+            "9 epochs of 118,287 images: 11 hours with make_loader, 7.7 hours with 2 workers",
         ),  # nothing is won: no pay-back is named
     ],
 )
@@ -266,8 +272,21 @@ def test_a_wide_spread_is_written_on_the_bar(make_timing, make_comparison):
     assert "repeats differ by" in read_texts(plot_comparison(make_comparison(row)))[0]
 
 
-def test_a_busy_machine_is_named_before_any_finding(course, make_comparison):
+@pytest.mark.parametrize("plot", [plot_comparison, plot_cold_start, plot_epochs])
+def test_a_busy_machine_is_named_before_any_finding(course, make_comparison, plot):
     busy = describe_busy(100, 250)
     comparison = replace(make_comparison(*course), busy=busy)
-    assert read_title(plot_comparison(comparison)).startswith(busy)
+    assert read_title(plot(comparison)).startswith(f"{busy} ")
+    assert not read_title(plot(make_comparison(*course))).startswith("This machine")
     assert busy in str(comparison)
+
+
+def test_a_step_that_a_way_made_longer_is_written_on_its_bar(make_timing, make_comparison):
+    # The step alone gives 40 images/s; beside the workers it gives 32.
+    longer = make_timing("packed", images_per_second=31.0, wait_share=0.03)
+    texts = read_texts(plot_comparison(make_comparison(make_timing("sequential"), longer)))
+    assert texts[:3] == [
+        "1.6  waits 96%, repeats differ by 7%",
+        "31  waits 3%, step 1.3 times as long, repeats differ by 7%",
+        "the step alone: 40",
+    ]

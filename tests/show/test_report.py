@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.emulated_step import describe_busy
 from colab_utils.show.questions import collect_answers
 from colab_utils.show.report import tabulate_comparison, write_receipt
 
@@ -89,7 +90,18 @@ def test_the_receipt_says_what_is_slowed_and_emulated_and_on_which_machine(
     assert comparison.machine.cpu in text
     assert comparison.machine.software in text
     assert f"Machine: {comparison.machine}." in " ".join(text.split())
-    assert "median of 3 repeats of 8 batches" in text
+    assert "median of 3 repeats, taken in turns" in " ".join(text.split())
+    assert "busy with" not in text
+
+
+def test_the_receipt_says_that_its_machine_was_busy(tmp_path, course, make_comparison):
+    busy = describe_busy(100, 250)
+    page = write_receipt(make_comparison(*course, busy=busy), tmp_path).read_text(encoding="utf-8")
+    headings = re.findall(r"<h[12][^>]*>([^<]*)</h[12]>", page)
+    assert len([heading for heading in headings if heading.startswith(busy)]) == 3
+    assert f'<p class="note">{busy}</p>' in page
+    (line,) = re.findall(r"<pre>([^<]*)</pre>", page)
+    assert "busy with other work" in line.split("\t")[0]
 
 
 def test_a_real_step_on_a_real_drive_carries_no_such_note(tmp_path, course, make_comparison):
