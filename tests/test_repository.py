@@ -232,7 +232,7 @@ LIMITS = {
     "colab_utils": {"nodes": 89_682, "nodes_a_line": 5.6},
     "tests": {"nodes_a_line": 5.7},
     "benchmarks": {"nodes_a_line": 5.6},
-    "tools": {"nodes_a_line": 5.2},
+    "tools": {"nodes_a_line": 5.4},
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ Content = Mapping[str, Any]
 _COCO_IMAGES = 118_287
 _SESSION_EPOCHS = 3
 _BUSY = "This machine is busy with other work"
-# An emulated step that takes so many times its length was kept from its core; a receipt holds
-# medians, so that a step this near to the limit may be called one or the other.
+# An emulated step that takes so many times its length was kept from its core.
 _SLOW = 1.3
-_NEAR = 0.1
 _GOOD_DAY = "And on a good day"
 _NOTEBOOKS = "The notebooks, run in"
 _NUMBER = r"([\d.,]*\d)"
@@ -34,9 +32,9 @@ _NO_GAIN = re.compile(
     r"The step waits (\d+)% of the time with the (.+?)(?:: no way is (\d+)% faster)?$"
 )
 _FIRST_SECONDS = re.compile(rf"Batches in the first {_NUMBER} seconds: (.+)$")
-_BATCHES = re.compile(rf"{_NUMBER} with (.+)")
-_HOURS = re.compile(rf"(\d+) epochs of 118,287 images: {_NUMBER} hours with (.+)$")
-_MORE_HOURS = re.compile(rf"^(.+), {_NUMBER} hours with (.+)$")
+_BATCHES_OF = re.compile(rf"{_NUMBER} with (.+?)(?=, [\d,]+ with |$)")
+_HOURS = re.compile(r"(\d+) epochs of 118,287 images: (.+)$")
+_HOURS_OF = re.compile(rf"{_NUMBER} hours with (.+?)(?=, [\d.,]+ hours with |$)")
 _BAR = re.compile(rf"^{_NUMBER}  waits (\d+)%")
 _ROW = re.compile(r"^waits (\d+)%, ([\d,]+) batch")
 _LIMIT = re.compile(rf"^the step alone: {_NUMBER}$")
@@ -57,18 +55,28 @@ def find_contradictions(
     if good_day is not None:
         before, _, rest = html.partition(_GOOD_DAY)
         middle, _, after = rest.partition(_NOTEBOOKS)
-        parts = [(before + after, comparison), (middle, good_day)]
+        parts = [
+            (before + after, comparison),
+            (middle, good_day),
+        ]
     lines: list[str] = []
-    for text, content in parts:
-        sentences = _read_sentences(text)
-        for sentence in sentences:
-            truth = _judge_sentence(sentence, content)
-            if truth:
-                lines.append(f'"{sentence}" {truth}')
-        lines += _judge_first_seconds(sentences, content)
-        lines += _judge_busy(sentences, content)
-        lines += _judge_table(text, content)
-    return [f"{page.parent.name}/{page.name}: {line}" for line in dict.fromkeys(lines)]
+    for part, content in parts:
+        lines += _judge_part(part, content)
+    place = f"{page.parent.name}/{page.name}"
+    return [f"{place}: {line}" for line in dict.fromkeys(lines)]
+
+
+def _judge_part(html: str, content: Content) -> list[str]:
+    lines: list[str] = []
+    sentences = _read_sentences(html)
+    for sentence in sentences:
+        truth = _judge_sentence(sentence, content)
+        if truth:
+            lines.append(f'"{sentence}" {truth}')
+    lines += _judge_first_seconds(sentences, content)
+    lines += _judge_busy(sentences, content)
+    lines += _judge_table(html, content)
+    return lines
 
 
 def _read_sentences(html: str) -> list[str]:
@@ -94,27 +102,40 @@ def _judge_gain(sentence: str, content: Content) -> str:
     match = _GAIN.search(sentence)
     if not match:
         return ""
-    now = _find_row(content, match[4])
-    if now is None or not _agrees(match[1], 100 * now["wait_share"]):
+    waits_before, waits_after, times, title = match.groups()
+    now = _find_row(content, title)
+    if now is None or not _agrees_share(waits_before, now["wait_share"]):
         return _tell_rows(content)
     for row in _list_fair(content):
         gain = row["images_per_second"] / now["images_per_second"]
-        if _agrees(match[2], 100 * row["wait_share"]) and _agrees(match[3], gain):
-            if max(now["repeats_images_per_second"]) < min(row["repeats_images_per_second"]):
-                return ""
-            return f"measured: the repeats of {now['title']} and {row['title']} overlap"
+        is_meant = _agrees(times, gain) and _agrees_share(waits_after, row["wait_share"])
+        if is_meant and _is_faster(row, now):
+            return ""
+        if is_meant:
+            return f"measured: the repeats of {title} and {row['title']} overlap"
     return _tell_rows(content)
+
+
+def _is_faster(row: Content, other: Content) -> bool:
+    """Whether even the slowest repeat of a way is faster than the fastest of the other."""
+    slowest = min(row["repeats_images_per_second"])
+    fastest = max(other["repeats_images_per_second"])
+    return bool(slowest > fastest)
 
 
 def _judge_no_gain(sentence: str, content: Content) -> str:
     match = _NO_GAIN.search(sentence)
     if not match:
         return ""
-    now = _find_row(content, match[2])
-    if now is None or not _agrees(match[1], 100 * now["wait_share"]):
+    waits, title, percent = match.groups()
+    now = _find_row(content, title)
+    if now is None or not _agrees_share(waits, now["wait_share"]):
         return _tell_rows(content)
-    most = max(row["images_per_second"] for row in _list_fair(content))
-    if match[3] and most >= (1 + float(match[3]) / 100) * now["images_per_second"]:
+    if percent is None:
+        return ""
+    least = (1 + float(percent) / 100) * now["images_per_second"]
+    fastest = max(row["images_per_second"] for row in _list_fair(content))
+    if fastest >= least:
         return _tell_rows(content)
     return ""
 
@@ -124,11 +145,7 @@ def _judge_hours(sentence: str, content: Content) -> str:
     if not match:
         return ""
     epochs = int(match[1])
-    pairs = [(match[2], match[3])]
-    more = _MORE_HOURS.search(match[3])
-    if more:
-        pairs = [(match[2], more[1]), (more[2], more[3])]
-    for hours, title in pairs:
+    for hours, title in _HOURS_OF.findall(match[2]):
         row = _find_row(content, title)
         if row is None:
             return f"measured: nothing that is called {title}"
@@ -151,9 +168,10 @@ def _judge_bar(sentence: str, content: Content) -> str:
     match = _BAR.search(sentence)
     if not match:
         return ""
+    rate, waits = match.groups()
     for row in _list_timed(content):
-        is_rate = _agrees(match[1], row["images_per_second"])
-        if is_rate and _agrees(match[2], 100 * row["wait_share"]):
+        is_rate = _agrees(rate, row["images_per_second"])
+        if is_rate and _agrees_share(waits, row["wait_share"]):
             return ""
     return _tell_rows(content)
 
@@ -162,69 +180,76 @@ def _judge_limit(sentence: str, content: Content) -> str:
     match = _LIMIT.search(sentence)
     if not match:
         return ""
-    limit = float(match[1].replace(",", ""))
-    most = max(row["images_per_second"] for row in _list_timed(content))
-    if most > limit and not _agrees(match[1], most):
-        return f"measured: {most:.3g} images/s"
+    limit = _to_number(match[1])
+    fastest = max(row["images_per_second"] for row in _list_timed(content))
+    if fastest > limit and not _agrees(match[1], fastest):
+        return f"measured: {fastest:.3g} images/s"
     step_ms = _read_step_ms(content)
-    if step_ms and limit > 1.05 * 1000 * content["batch_size"] / step_ms:
+    if step_ms is None:
+        return ""
+    possible = 1000 * content["batch_size"] / step_ms
+    if limit > 1.05 * possible:
         return f"measured: a step that is {content['step']}"
     return ""
 
 
-def _judge_first_seconds(sentences: Iterable[str], content: Content) -> list[str]:
+def _judge_first_seconds(sentences: Sequence[str], content: Content) -> list[str]:
     """Return what is wrong of a chart of the first seconds: its title, and the text of its rows."""
+    titles = [match for match in map(_FIRST_SECONDS.search, sentences) if match]
+    if not titles:
+        return []
+    title = titles[0]
+    shown_s = _to_number(title[1])
     lines: list[str] = []
-    shown_s = 0.0
-    counted: list[tuple[float, int]] = []
-    for sentence in sentences:
-        title = _FIRST_SECONDS.search(sentence)
-        row_text = _ROW.search(sentence)
-        if title:
-            shown_s = float(title[1].replace(",", ""))
-            counted = [_count_first_seconds(row, shown_s) for row in _list_timed(content)]
-            for count, name in _BATCHES.findall(title[2].replace(", ", "\n")):
-                row = _find_row(content, name)
-                batches = _count_first_seconds(row, shown_s)[1] if row else None
-                if batches != int(count.replace(",", "")):
-                    lines.append(f'"{sentence}" measured: {batches} with {name}')
-        elif row_text and counted:
-            batches = int(row_text[2].replace(",", ""))
-            if not any(_agrees(row_text[1], 100 * share) and batches == n for share, n in counted):
-                lines.append(f'"{sentence}" measured: no row of the first {shown_s:g} s')
+    for count, name in _BATCHES_OF.findall(title[2]):
+        row = _find_row(content, name)
+        batches = None
+        if row is not None:
+            batches = _count_batches(row, shown_s)
+        if batches != _to_number(count):
+            lines.append(f'"{title.string}" measured: {batches} with {name}')
+    for match in map(_ROW.search, sentences):
+        if match and not _is_drawn_row(match, shown_s, content):
+            lines.append(f'"{match.string}" measured: no row of the first {shown_s:g} s')
     return lines
 
 
-def _count_first_seconds(row: Content, shown_s: float) -> tuple[float, int]:
-    """Return the share of waiting, and the batches, of the first seconds of a cold run."""
-    spans = [span for span in row["timeline"] if span[0] < shown_s]
-    worked_s = sum(min(end_s, shown_s) - begin_s for begin_s, end_s in spans)
-    end_s = min(shown_s, row["timeline"][-1][1])
-    return 1 - worked_s / end_s, sum(end_s <= shown_s for _, end_s in spans)
+def _is_drawn_row(match: re.Match[str], shown_s: float, content: Content) -> bool:
+    """Whether a row of the first seconds waits as long, and has as many batches, as its text."""
+    waits, batches = match.groups()
+    for row in _list_timed(content):
+        is_count = _count_batches(row, shown_s) == _to_number(batches)
+        if is_count and _agrees_share(waits, _measure_waits(row, shown_s)):
+            return True
+    return False
+
+
+def _count_batches(row: Content, shown_s: float) -> int:
+    return len([end_s for _, end_s in row["timeline"] if end_s <= shown_s])
+
+
+def _measure_waits(row: Content, shown_s: float) -> float:
+    """Return the share of waiting in the first seconds of a cold run."""
+    worked_s = 0.0
+    for begin_s, end_s in row["timeline"]:
+        worked_s += max(0.0, min(end_s, shown_s) - begin_s)
+    last_end_s = row["timeline"][-1][1]
+    return float(1 - worked_s / min(shown_s, last_end_s))
 
 
 def _judge_busy(sentences: Sequence[str], content: Content) -> list[str]:
-    """Return whether a finding keeps silent about a machine that is busy, or calls a quiet one
-    so.
-    """
-    findings = [text for text in sentences if _GAIN.search(text) or _NO_GAIN.search(text)]
+    """Return the findings that keep silent about a machine that is busy, or call a quiet one so."""
     step_ms = _read_step_ms(content)
-    if not findings or not step_ms:
+    if step_ms is None:
         return []
-    lengths_ms = [
-        1000 * content["batch_size"] * (1 - row["wait_share"]) / row["images_per_second"]
-        for row in _list_timed(content)
-    ]
-    times = min(lengths_ms) / step_ms
+    shortest_ms = min(row["step_ms_median"] for row in _list_timed(content))
+    is_busy = shortest_ms >= _SLOW * step_ms
     lines: list[str] = []
-    for finding in findings:
-        says_busy = _BUSY in finding
-        is_wrong = times < _SLOW - _NEAR if says_busy else times > _SLOW + _NEAR
-        if is_wrong:
-            silence = "" if says_busy else ", and the machine is not called busy"
-            lines.append(
-                f'"{finding}" measured: the step took {times:.2f} times its length{silence}'
-            )
+    for sentence in sentences:
+        is_finding = _GAIN.search(sentence) or _NO_GAIN.search(sentence)
+        if is_finding and is_busy != (_BUSY in sentence):
+            measured = f"measured: the step took {shortest_ms:.0f} ms, not {step_ms:g}"
+            lines.append(f'"{sentence}" {measured}')
     return lines
 
 
@@ -235,22 +260,25 @@ def _read_step_ms(content: Content) -> float | None:
 
 def _judge_table(html: str, content: Content) -> list[str]:
     """Return the cells of the table of all figures that are not the row's own."""
-    columns: list[str] = []
+    headings: list[str] = []
     lines: list[str] = []
     for line in re.findall(r"<tr>(.*?)</tr>", html, re.DOTALL):
-        cells = [unescape(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)]
+        texts = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)
+        cells = [unescape(text) for text in texts]
         row = _find_row(content, cells[0])
         if row is None:
-            columns = cells
+            headings = cells
             continue
-        truths = {
+        shown = dict(zip(headings, cells, strict=False))
+        true_values = {
             "images/s": row["images_per_second"],
             "waits, %": 100 * row["wait_share"],
             "first batch, s": row["first_batch_s"],
         }
-        for name, cell in zip(columns, cells, strict=False):
-            if name in truths and not _agrees(cell, truths[name]):
-                lines.append(f'"{cells[0]}: {name} {cell}" measured: {truths[name]:.4g}')
+        for heading, value in true_values.items():
+            if heading in shown and not _agrees(shown[heading], value):
+                said = f"{cells[0]}: {heading} {shown[heading]}"
+                lines.append(f'"{said}" measured: {value:.4g}')
     return lines
 
 
@@ -261,9 +289,16 @@ def _agrees(text: str, value: float) -> bool:
         >>> _agrees("3.8", 3.84), _agrees("1,234", 1233.7), _agrees("24", 26.0)
         (True, True, False)
     """
-    digits = text.replace(",", "")
-    decimals = len(digits.partition(".")[2])
-    return abs(float(digits) - value) <= 0.6 * 10**-decimals
+    decimals = len(text.partition(".")[2])
+    return abs(_to_number(text) - value) <= 0.6 * 10**-decimals
+
+
+def _agrees_share(percent: str, share: float) -> bool:
+    return _agrees(percent, 100 * share)
+
+
+def _to_number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def _list_timed(content: Content) -> list[Content]:
@@ -283,8 +318,8 @@ def _find_row(content: Content, title: str) -> Content | None:
 
 
 def _tell_rows(content: Content) -> str:
-    rows = [
-        f"{row['title']} {row['images_per_second']:.3g} images/s, waits {row['wait_share']:.1%}"
-        for row in _list_timed(content)
-    ]
+    rows: list[str] = []
+    for row in _list_timed(content):
+        rate = f"{row['images_per_second']:.3g} images/s"
+        rows.append(f"{row['title']} {rate}, waits {row['wait_share']:.1%}")
     return f"measured: {'; '.join(rows)}"

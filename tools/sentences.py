@@ -120,8 +120,8 @@ def _read_check(mark: str, cell: Any, name: str) -> Check:
     match = _CHECK.fullmatch(mark)
     if not match:
         raise ColabUtilsError(f"{place}: this check has no words or no comparison. {_HOW}")
-    words = " ".join(match[1].split())
-    code = " ".join(match[2].split())
+    words = _join(match[1])
+    code = _join(match[2])
     compare, condition = _parse_comparison(code, place)
     comparison = ast.unparse(compare)
     sides = [compare.left, *compare.comparators]
@@ -165,11 +165,13 @@ def _has_name(node: ast.AST) -> bool:
 def _find_missing(words: str, comparison: str) -> list[str]:
     """Return the numbers of the words that the comparison lacks, as they are and as shares."""
     known = {_to_number(text) for text in re.findall(_NUMBER, comparison)}
-    return [
-        text
-        for text in re.findall(_NUMBER, words)
-        if _to_number(text) not in known and round(_to_number(text) / 100, 9) not in known
-    ]
+    missing: list[str] = []
+    for text in re.findall(_NUMBER, words):
+        value = _to_number(text)
+        share = round(value / 100, 9)
+        if value not in known and share not in known:
+            missing.append(text)
+    return missing
 
 
 def _to_number(text: str) -> float:
@@ -183,8 +185,12 @@ def _split_sentences(source: str) -> list[str]:
     for paragraph in re.split(r"\n\s*\n", text):
         rows = [line for line in paragraph.splitlines() if line.lstrip().startswith("|")]
         blocks.extend(rows or re.split(r"(?<=[.!?])\s+", paragraph))
-    sentences = [" ".join(block.split()) for block in blocks]
-    return [sentence for sentence in sentences if sentence]
+    return [_join(block) for block in blocks if block.strip()]
+
+
+def _join(text: str) -> str:
+    """Return a text in one line, with single spaces."""
+    return " ".join(text.split())
 
 
 def find_unmarked(notebook: Any) -> list[str]:
@@ -195,15 +201,20 @@ def find_unmarked(notebook: Any) -> list[str]:
     """
     unmarked: list[str] = []
     for cell in notebook.cells:
-        if cell.cell_type != "markdown" or _SEE not in cell.source:
-            continue
-        matches = [_CHECK.fullmatch(mark) for mark in _MARK.findall(cell.source)]
-        judged = [" ".join(match[1].split()) for match in matches if match]
-        for sentence in _split_sentences(cell.source):
-            is_marked = any(words in sentence for words in judged)
-            if _FIGURE.search(sentence) and not is_marked:
+        if cell.cell_type == "markdown" and _SEE in cell.source:
+            for sentence in _list_unmarked(cell.source):
                 unmarked.append(f"cell {cell.id}: {textwrap.shorten(sentence, 100)}")
     return unmarked
+
+
+def _list_unmarked(source: str) -> list[str]:
+    judged: list[str] = []
+    for mark in _MARK.findall(source):
+        match = _CHECK.fullmatch(mark)
+        if match:
+            judged.append(_join(match[1]))
+    sentences = [text for text in _split_sentences(source) if _FIGURE.search(text)]
+    return [text for text in sentences if not any(words in text for words in judged)]
 
 
 def judge(checks: Sequence[Check], answers: Mapping[str, Mapping[str, Any]]) -> list[Judgement]:
@@ -217,13 +228,21 @@ def judge(checks: Sequence[Check], answers: Mapping[str, Mapping[str, Any]]) -> 
     judgements: list[Judgement] = []
     for number, check in enumerate(checks):
         answer = answers.get(str(number), {})
-        if answer.get("status") != "ok":
-            reason = f"{answer.get('ename', 'no answer')}: {answer.get('evalue', '')}"
-            judgements.append(Judgement(check, None, "", reason.strip(": ")))
-            continue
-        holds, values = ast.literal_eval(answer["data"]["text/plain"])
-        # No value comes where the sentence is not meant.
-        pairs = zip(check.operands, values, strict=False)
-        measured = ", ".join(f"{operand} = {value}" for operand, value in pairs)
-        judgements.append(Judgement(check, holds, measured))
+        if answer.get("status") == "ok":
+            judgements.append(_read_answer(check, answer["data"]["text/plain"]))
+        else:
+            name = answer.get("ename", "no answer")
+            reason = f"{name}: {answer.get('evalue', '')}"
+            judgements.append(Judgement(check, None, "", reason))
     return judgements
+
+
+def _read_answer(check: Check, text: str) -> Judgement:
+    """Return the judgement of what a kernel wrote as the value of ``make_expression``."""
+    holds, values = ast.literal_eval(text)
+    if holds is None:
+        return Judgement(check, None, "")
+    measured: list[str] = []
+    for operand, value in zip(check.operands, values, strict=True):
+        measured.append(f"{operand} = {value}")
+    return Judgement(check, holds, ", ".join(measured))

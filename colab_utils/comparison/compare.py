@@ -66,6 +66,8 @@ class StrategyTiming:
     """Wait and step of a batch, milliseconds: the median."""
     batch_ms_p95: float | None = None
     """The same: the 95th percentile."""
+    step_ms_median: float | None = None
+    """The step of a batch alone, milliseconds: the median."""
     wait_share: float | None = None
     """Wait / (wait + step), 0 to 1."""
     first_batch_s: float | None = None
@@ -267,11 +269,8 @@ def compare(
             raise ColabUtilsError(
                 f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}"
             )
-        return replace(
-            empty,
-            strategies=tuple(map(_Row.summarise, rows)),
-            busy=_describe_busy(step, rows),
-        )
+        timings = tuple(map(_Row.summarise, rows))
+        return replace(empty, strategies=timings, busy=_describe_busy(step, timings))
 
 
 @dataclass
@@ -379,6 +378,7 @@ class _Row:
             images_per_second=median(timing.repeats_images_per_second),
             batch_ms_median=median_ms,
             batch_ms_p95=p95_ms,
+            step_ms_median=1000 * median(np.median(run.step_s) for run in self.times),
             wait_share=median(run.wait_share for run in self.times),
             cpu_ms_per_image=median(run.cpu_ms_per_image for run in self.times),
             first_batch_s=cold.wait_s[0] + self.opened_s,
@@ -413,15 +413,15 @@ def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
     return f"{after.title} {words} {before.title}"
 
 
-def _describe_busy(step: Callable[..., Any], rows: Sequence[_Row]) -> str:
+def _describe_busy(step: Callable[..., Any], timings: Sequence[StrategyTiming]) -> str:
     """Say that this machine is busy, where the emulated step took too long with every strategy.
 
     With one of them alone it is the workers that take its core.
     """
-    lengths_s = [float(np.median(run.step_s)) for row in rows for run in row.times]
-    if not isinstance(step, EmulatedStep) or not lengths_s:
+    lengths_ms = [row.step_ms_median for row in timings if row.step_ms_median is not None]
+    if not isinstance(step, EmulatedStep) or not lengths_ms:
         return ""
-    return describe_busy(step.step_ms, 1000 * min(lengths_s))
+    return describe_busy(step.step_ms, min(lengths_ms))
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:

@@ -113,8 +113,8 @@ def plot_cold_start(
         count = count_batches(row["timeline"], shown_s)
         batches[f"{count:,} with {row['title']}"] = None
     title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(batches)}"
-    title = _warn_of_busy(content, title)
     rows = {row["label"]: row["timeline"] for row in drawn}
+    title = _warn_of_busy(content, title)
     unit = f"seconds, step {content['step']}"
     return plot_first_seconds(rows, seconds=shown_s, title=title, unit=unit)
 
@@ -219,7 +219,9 @@ def _describe_gain(now: Content, best: Content) -> str:
     waits = f"The step waits {now['wait_share']:.0%}"
     gain = best["images_per_second"] / now["images_per_second"]
     noise = max(
-        _LEAST_GAIN, *(measure_spread(row["repeats_images_per_second"]) for row in (now, best))
+        _LEAST_GAIN,
+        measure_spread(now["repeats_images_per_second"]),
+        measure_spread(best["repeats_images_per_second"]),
     )
     if gain < 1 + noise:
         finding = f"{waits} of the time with the {now['title']}"

@@ -135,6 +135,17 @@ def test_the_index_shows_the_result_first_and_leads_to_all_pages(demo):
     assert "emulated" in page.text
 
 
+def test_the_run_can_judge_every_marked_sentence(demo):
+    """Under other settings than the notebooks' own a sentence may well be contradicted."""
+    errors = [line.error for run in demo.notebooks for line in run.judgements if line.error]
+    assert errors == []
+    assert f"{sum(len(run.judgements) for run in demo.notebooks)} sentences judged" in str(demo)
+
+
+def test_the_run_contradicts_neither_the_receipt_nor_the_index(demo):
+    assert [line for line in demo.contradictions if "index.html: " in line] == []
+
+
 def test_the_pages_need_no_network(demo):
     for path in (demo.index, *(run.page for run in demo.notebooks)):
         assert all(source.startswith("data:") for source in Page(path).loads), path.name

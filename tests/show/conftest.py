@@ -38,6 +38,7 @@ def make_timing():
             images_per_second=rate,
             batch_ms_median=4000 / rate,
             batch_ms_p95=4400 / rate,
+            step_ms_median=4000 / rate * (1 - waits),
             wait_share=waits,
             first_batch_s=1.5,
             cpu_ms_per_image=20.0,
@@ -91,6 +92,7 @@ def lose():
             "images_per_second",
             "batch_ms_median",
             "batch_ms_p95",
+            "step_ms_median",
             "wait_share",
             "first_batch_s",
         )
