@@ -433,9 +433,7 @@ def _add_compare_options(command: _Parser) -> None:
     _add_dataset(command)
     _add_count(command, "--batch-size", "images in a batch (4)")
     _add_number(command, "--step-ms", _STEP)
-    command.add_argument(
-        "--strategies", metavar="A,B,C", help="names, separated by commas (all)"
-    )
+    command.add_argument("--strategies", metavar="A,B,C", help="names, separated by commas (all)")
     command.add_argument(
         "--drive-profile",
         metavar="NAME",

@@ -136,13 +136,12 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     content = read_comparison(comparison)
     rows = content["fair"]
     lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
-    first = next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
     unconverted = "streams" if "streams" in total else "dataloader"
-    drawn = [name for name in dict.fromkeys((first, unconverted, best)) if name in total]
-    rivals = [name for name in drawn if name != best]
-    rival = min(rivals, key=lambda name: total[name], default=best)
+    names = dict.fromkeys((*list(total)[:1], unconverted, best))
+    drawn = [name for name in names if name in total]
+    rival = min(set(drawn) - {best}, key=lambda name: total[name], default=best)
     spent = {name: f"{format_figure(hours)} hours" for name, hours in total.items()}
     figure, axis = _make_epochs(
         _warn_of_busy(content, _describe_hours(rows[best], rows[rival], spent))
@@ -152,7 +151,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
         colour = ORANGE
         if name == best:
             colour = BLUE
-        elif name == first:
+        elif name == drawn[0]:
             colour = GREY
         axis.plot(*lines[name], color=colour, linewidth=4)
         figure.words.append(f"{rows[name]['label']}: {spent[name]}")

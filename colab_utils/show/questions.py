@@ -5,23 +5,24 @@ it believed.
 """
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from colab_utils.show.charts import BLUE, GREY, ORANGE, format_figure
 from colab_utils.show.guesses import compare_guess, read_guess
 from colab_utils.show.pictures import DescribedFigure, make_figure
 
-# Bars of a histogram.
+# Bars of a histogram, and what is drawn.
 _BINS = 20
+_GROUPS = {
+    "guess_before": "before",
+    "guess": "after",
+    "measured": "measured",
+}
 # By the name of a question: "question", "unit", "guess", "measured" and, from the second time on,
 # "guess_before". It can be written as JSON.
 Answers = dict[str, dict[str, Any]]
@@ -134,68 +135,39 @@ def read_answers(drive: str | Path) -> Answers:
 
 
 def plot_guesses(receipts: Sequence[str | Path]) -> DescribedFigure | None:
-    """Draw what a class believed, before the course and after it, beside what it measured.
+    """Draw a histogram of each question: what a class guessed and measured.
 
-    A guess that is no number is left out; the heading of each question says how many are drawn.
+    A guess that is no number is left out.
 
     Args:
         receipts: ``comparison.json`` files, some of which hold answers (`write_receipt`).
 
     Returns:
-        A histogram for each question that anybody answered; None where nobody did.
+        The figure; None where no receipt holds answers.
     """
-    panels = {}
-    for name, question in QUESTIONS.items():
-        answers = []
-        for receipt in receipts:
-            content = json.loads(Path(receipt).read_text(encoding="utf-8"))
-            answers.append(content.get("questions", {}).get(name, {}))
-        before = _list_numbers(answers, "guess_before")
-        after = _list_numbers(answers, "guess")
-        if before or after:
-            panels[question] = (before, after, _list_numbers(answers, "measured"))
-    if not panels:
+    contents = [json.loads(Path(receipt).read_text(encoding="utf-8")) for receipt in receipts]
+    learners = [content["questions"] for content in contents if "questions" in content]
+    if not learners:
         return None
-    title = f"What {len(receipts)} people guessed before the course, and after it"
-    figure = make_figure(title, width=12, height=1 + 2.4 * len(panels))
-    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axis, (question, groups) in zip(axes, panels.items(), strict=True):
-        before, after, measured = groups
-        _draw_histogram(axis, before, after, measured)
-        axis.set_title(question.text, loc="left", fontsize=14, parse_math=False)
-        axis.set_xlabel(f"{question.unit} guessed", fontsize=12)
-        figure.words.append(_describe_guesses(question, before, after, measured))
-    axes[0].legend(fontsize=12)
+    title = f"What {len(learners)} people guessed before the course and after it"
+    figure = make_figure(title, width=12, height=14)
+    axes = figure.subplots(len(QUESTIONS))
+    for axis, (name, question) in zip(axes, QUESTIONS.items(), strict=True):
+        groups = [_list_numbers(learners, name, key) for key in _GROUPS]
+        labels = list(map(_describe_group, _GROUPS.values(), groups))
+        axis.hist(groups, bins=_BINS, color=[GREY, BLUE, ORANGE], label=labels)
+        axis.set_title(f"{question.text} ({question.unit})", loc="left", fontsize=13)
+        axis.legend(fontsize=12)
+        figure.words.append(f"{question.text} {', '.join(labels)}")
     return figure
 
 
-def _list_numbers(answers: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    numbers = [read_guess(answer.get(key, "")) for answer in answers]
+def _list_numbers(learners: Sequence[Answers], name: str, key: str) -> list[float]:
+    numbers = [read_guess(answers.get(name, {}).get(key, "")) for answers in learners]
     return [number for number in numbers if number is not None]
 
 
-def _draw_histogram(
-    axis: Axes, before: Sequence[float], after: Sequence[float], measured: Sequence[float]
-) -> None:
-    numbers = [*before, *after, *measured]
-    edges = np.linspace(min(0.0, *numbers), max(1.0, *numbers), _BINS + 1)
-    labels = [f"{len(before)} before", f"{len(after)} after"]
-    axis.hist([before, after], bins=list(edges), color=[GREY, BLUE], label=labels)
-    if measured:
-        middle = statistics.median(measured)
-        label = f"measured: {format_figure(middle)} (median)"
-        axis.axvline(middle, color=ORANGE, linewidth=4, label=label)
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_ylabel("people", fontsize=12)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _describe_guesses(
-    question: Question, before: Sequence[float], after: Sequence[float], measured: Sequence[float]
-) -> str:
-    medians = []
-    for when, numbers in (("before", before), ("after", after), ("measured", measured)):
-        if numbers:
-            middle = format_figure(statistics.median(numbers))
-            medians.append(f"{when} {middle} {question.unit} ({len(numbers)} people)")
-    return f"{question.text} Medians: {', '.join(medians)}"
+def _describe_group(word: str, numbers: Sequence[float]) -> str:
+    if not numbers:
+        return f"{word}: nobody"
+    return f"{word}: median {format_figure(median(numbers))} of {len(numbers)}"
