@@ -25,8 +25,6 @@ from colab_utils.processes import ThreadPool, quiet_fork
 
 # Samples among which ``tf.data`` draws.
 _SHUFFLED = 1000
-# Of a target, what is as long as there are objects.
-_PADDED = ("boxes", "labels", "masks")
 # An image, uint8 [3, H, W], and torchvision's target.
 Sample = tuple[Tensor, dict[str, Any]]
 
@@ -157,7 +155,7 @@ class ThreadLoading:
 class TensorFlowLoader:
     """Epochs of a dataset by ``tf.data``: map, cache, shuffle, batch, prefetch, with AUTOTUNE.
 
-    ``padded_batch`` makes images of different shapes one array; each is cut to its own size again.
+    A sample travels as bytes: images of a batch differ in shape.
 
     Raises:
         ColabUtilsError: TensorFlow is not installed.
@@ -173,40 +171,30 @@ class TensorFlowLoader:
         with suppress(RuntimeError):
             # It would take all of the GPU's memory, for nothing.
             tf.config.set_visible_devices([], "GPU")
-        self._dataset = dataset
-        kinds = (tf.int64, tf.int64, tf.uint8, tf.float32, tf.int64, tf.uint8)
-        shapes = ((), (2,), (3, None, None), (None, 4), (None,), (None, None, None))
 
-        def load(index: Any) -> Any:
-            parts = tf.numpy_function(self._load, [index], kinds)
-            return tuple(map(tf.ensure_shape, parts, shapes))
+        def load(index: Any) -> bytes:
+            content = io.BytesIO()
+            torch.save(dataset[int(index)], content)
+            return content.getvalue()
+
+        def load_by_python(index: Any) -> Any:
+            return tf.numpy_function(load, [index], tf.string)
 
         indices = tf.data.Dataset.range(len(dataset))
-        samples = indices.map(load, num_parallel_calls=tf.data.AUTOTUNE).cache()
-        batches = samples.shuffle(_SHUFFLED).padded_batch(batch_size)
+        samples = indices.map(load_by_python, num_parallel_calls=tf.data.AUTOTUNE)
+        batches = samples.cache().shuffle(_SHUFFLED).batch(batch_size)
         self._batches = batches.prefetch(tf.data.AUTOTUNE)
-
-    def _load(self, index: Any) -> tuple[Any, ...]:
-        image, target = self._dataset[int(index)]
-        size = np.array(image.shape[1:], np.int64)
-        parts = (image, *(target[key] for key in _PADDED))
-        return (np.int64(target["image_id"]), size, *map(np.ascontiguousarray, parts))
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches.as_numpy_iterator():
-            yield collate(map(_cut_padding, *map(torch.tensor, batch)))
+            yield collate(map(load_sample, batch))
 
     def close(self) -> None:
         """Let go of the pipeline; TensorFlow ends its threads."""
         del self._batches
 
 
-def _cut_padding(image_id: Tensor, size: Tensor, image: Tensor, *parts: Tensor) -> Sample:
-    height, width = size.tolist()
-    target: dict[str, Any] = dict(zip(_PADDED, parts, strict=True))
-    # Labels begin with 1.
-    objects = int((target["labels"] > 0).sum())
-    target = {key: part[:objects] for key, part in target.items()}
-    target["masks"] = target["masks"][:, :height, :width]
-    target["image_id"] = int(image_id)
-    return image[:, :height, :width], target
+def load_sample(content: bytes) -> Sample:
+    """Return what ``torch.save`` wrote of a sample."""
+    sample: Sample = torch.load(io.BytesIO(content), weights_only=True)
+    return sample

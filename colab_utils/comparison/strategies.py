@@ -2,7 +2,6 @@
 `make_loader`, and the table of them all.
 """
 
-import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -24,6 +23,7 @@ from colab_utils.comparison.loaders import (
     TensorFlowLoader,
     ThreadLoading,
     collate,
+    load_sample,
 )
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
@@ -70,7 +70,7 @@ class Strategy:
 
 
 def _load_tensors(file: Path) -> Sample:
-    return torch.load(io.BytesIO(read_file(file)), weights_only=True)
+    return load_sample(read_file(file))
 
 
 def _count_bytes(sample: Sample) -> int:

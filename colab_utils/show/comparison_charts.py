@@ -168,7 +168,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
             parse_math=False,
         )
     axis.set_ylim(0, None)
-    axis.set_ylabel(f"hours, step {content['step']}", fontsize=14)
+    axis.set_ylabel(f"hours, step {content['step']}", fontsize=14, parse_math=False)
     return figure
 
 
