@@ -212,7 +212,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     (
         "tf_data",
         "tf.data",
-        "TensorFlow's cache, shuffle, batch and prefetch, with AUTOTUNE.",
+        "TensorFlow's cache (all samples stay in memory), shuffle, batch, prefetch.",
         _FILES,
         _by_tensorflow,
     ),

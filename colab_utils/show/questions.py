@@ -157,6 +157,7 @@ def plot_guesses(receipts: Sequence[str | Path]) -> DescribedFigure | None:
         labels = list(map(_describe_group, _GROUPS.values(), groups))
         axis.hist(groups, bins=_BINS, color=[GREY, BLUE, ORANGE], label=labels)
         axis.set_title(f"{question.text} ({question.unit})", loc="left", fontsize=13)
+        axis.set_ylabel("people", fontsize=12)
         axis.legend(fontsize=12)
         figure.words.append(f"{question.text} {', '.join(labels)}")
     return figure
@@ -170,4 +171,4 @@ def _list_numbers(learners: Sequence[Answers], name: str, key: str) -> list[floa
 def _describe_group(word: str, numbers: Sequence[float]) -> str:
     if not numbers:
         return f"{word}: nobody"
-    return f"{word}: median {format_figure(median(numbers))} of {len(numbers)}"
+    return f"{word}: {len(numbers)} people, median {format_figure(median(numbers))}"

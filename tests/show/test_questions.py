@@ -103,7 +103,11 @@ def test_a_class_is_drawn_as_a_histogram(tmp_path):
     counts = [sum(bar.get_height() for bar in bars) for bars in figure.axes[0].containers]
     assert counts == [2, 2, 3]
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == ["before: median 35 of 2", "after: median 92 of 2", "measured: median 96 of 3"]
+    assert labels == [
+        "before: 2 people, median 35",
+        "after: 2 people, median 92",
+        "measured: 3 people, median 96",
+    ]
     assert figure.alternative_text.startswith(
         "What 3 people guessed before the course and after it. "
         f"{QUESTIONS['waits_percent'].text} {', '.join(labels)}; "
