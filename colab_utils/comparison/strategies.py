@@ -210,7 +210,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
         _by_streams,
     ),
     (
-        "tf_data",
+        "tensorflow",
         "tf.data",
         "TensorFlow's cache (all samples stay in memory), shuffle, batch, prefetch.",
         _FILES,

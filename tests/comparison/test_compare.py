@@ -104,7 +104,7 @@ class Batches(list):
 
 
 def test_every_strategy_gives_the_same_samples(race):
-    names = [name for name in STRATEGIES if name != "tf_data" or HAS_TENSORFLOW]
+    names = [name for name in STRATEGIES if name != "tensorflow" or HAS_TENSORFLOW]
     rows, found = race(*names)
     assert list(rows) == names
     for row in rows.values():
@@ -127,9 +127,9 @@ def test_every_strategy_gives_the_same_samples(race):
 
 @pytest.mark.skipif(HAS_TENSORFLOW, reason="TensorFlow is installed")
 def test_without_tensorflow_its_pipeline_is_left_out_in_words(race):
-    rows, _ = race("tf_data", fake("other"))
-    assert rows["tf_data"].images_per_second is None
-    assert "TensorFlow is not installed on this machine" in rows["tf_data"].note
+    rows, _ = race("tensorflow", fake("other"))
+    assert rows["tensorflow"].images_per_second is None
+    assert "TensorFlow is not installed on this machine" in rows["tensorflow"].note
     assert rows["other"].images_per_second > 0
 
 
@@ -152,7 +152,7 @@ def test_the_default_is_every_strategy_that_people_are_told_to_use():
         "saved_tensors",
         "memory_mapped",
         "in_memory",
-        "tf_data",
+        "tensorflow",
         "streams",
         "shards_on_drive",
         "shards_on_ssd",
