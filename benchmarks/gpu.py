@@ -4,7 +4,8 @@ gpu`.
 It runs the tests that are skipped without a GPU, then measures on data made by code: the step of
 torchvision's references (with AMP) and each change of ours, for two models and several batches; the
 same in float16 with a batch of 4, as a T4 trains; the memory of 300 objects an image; training from
-shards against training on one batch that lies ready; and evaluation. The rows that take longest
+shards, and by torchvision's references from files, each against training on one batch that lies
+ready; and evaluation. The rows that take longest
 come last, and after them the compiled network. What no longer fits into its minutes is left out,
 and named in the JSON; so is what this machine lacks. A row that fails is kept with its error, and
 the others go on. The table goes into ``benchmarks/README.md``.
@@ -20,11 +21,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -32,8 +34,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
-from benchmarks import step as steps
 from benchmarks.command import make_parser, run_to_end
 from benchmarks.step import (
     CHANGES,
@@ -45,14 +48,16 @@ from benchmarks.step import (
     make_step,
     time_steps,
 )
+from benchmarks.systems.base import collate
+from benchmarks.systems.references import ReferenceDataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
-from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.targets import pack_target
 from colab_utils.machine import describe_machine
-from colab_utils.sample_data import make_dataset
+from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
 from colab_utils.training.evaluate import evaluate
@@ -63,8 +68,9 @@ __all__ = [
     "list_runs",
     "main",
     "make_batch",
-    "make_shards",
+    "make_pictures",
     "measure_real_data",
+    "measure_references",
     "measure_rows",
     "run_tests",
     "tabulate_results",
@@ -95,6 +101,8 @@ PACKAGES = {
     "pytest_timeout": "pytest-timeout",
     "hypothesis": "hypothesis",
 }
+# The plugins of pytest that the tests use.
+PLUGINS = ("xdist", "pytest_timeout", "_hypothesis_pytestplugin")
 Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
 """What names a measurement, and the measurement."""
 
@@ -122,6 +130,10 @@ def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     # Where pytest-timeout is missing its setting is unknown; where hypothesis is, one file fails.
     command += ["-W", "ignore::pytest.PytestConfigWarning", "--continue-on-collection-errors"]
+    # What else this machine has for pytest may warn, and warnings are errors.
+    command += [part for name in PLUGINS if find_spec(name) for part in ("-p", name)]
+    if find_spec("xdist"):
+        command += ["-n", "auto", "--dist", "loadfile"]
     try:
         done = subprocess.run(
             [*command, *paths],
@@ -129,6 +141,7 @@ def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
             capture_output=True,
             text=True,
             timeout=limit_s,
+            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         )
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
@@ -162,46 +175,94 @@ def make_batch(size: int, *, objects: int) -> Batch:
     return Batch(packed, packed.to_images("cpu"), packed.to_targets("cpu"))
 
 
-def make_shards(folder: Path, *, images: int) -> ShardDataset:
-    """Shards of the built-in dataset, made where they are missing."""
-    made = make_dataset(folder / "data", n=images)
-    write_shards(made.images, made.annotations, shards=folder / "shards")
-    return ShardDataset(folder / "shards", contiguous_labels=True)
+@dataclass(frozen=True)
+class Pictures:
+    """The built-in dataset, as files and as shards."""
+
+    files: BuiltinDataset
+    shards: ShardDataset
+
+
+def make_pictures(folder: Path, *, images: int) -> Pictures:
+    """Make the built-in dataset and shards of it, where they are missing."""
+    files = make_dataset(folder / "data", n=images)
+    write_shards(files.images, files.annotations, shards=folder / "shards")
+    return Pictures(files, ShardDataset(folder / "shards", contiguous_labels=True))
 
 
 def measure_real_data(
-    make_data: Callable[[], ShardDataset], name: str, *, batch_size: int, min_size: int, device: str
+    make_data: Callable[[], Pictures], name: str, *, batch_size: int, min_size: int, device: str
 ) -> dict[str, float]:
-    """Images per second of training from shards, and on one batch of them that lies ready."""
-    dataset = make_data()
+    """Return images per second of training from shards, and on one batch that lies ready."""
+    dataset = make_data().shards
     model = make_model(name, num_classes=dataset.num_classes, min_size=min_size)
-    images = 0
     step = make_step(model, device, CHANGES)
     with closing(
         make_loader(dataset, batch_size=batch_size, deliver="packed", drop_last=True)
     ) as loader:
-        batches = (batch for _ in range(1000) for batch in loader)
-        ready = next(batches)
-        rates = []
-        for source in (batches, iter([ready] * 40)):
-            for batch in islice(source, 4):
-                step(steps.Batch(batch, [], []))
-            _finish(device)
-            began_s = perf_counter()
-            images = 0
-            for batch in islice(source, 30):
-                step(steps.Batch(batch, [], []))
-                images += len(batch)
-            _finish(device)
-            rates.append(images / (perf_counter() - began_s))
+        return _measure_rates(loader, lambda batch: step(Batch(batch, [], [])), device)
+
+
+def measure_references(
+    make_data: Callable[[], Pictures], name: str, *, batch_size: int, min_size: int, device: str
+) -> dict[str, float]:
+    """Return images per second of torchvision's references: their dataset and transforms in a
+    ``DataLoader`` with two workers, their step; and on one batch that lies ready.
+    """
+    dataset = ReferenceDataset(make_data().files, resize=False)
+    labels = [dataset[row][1]["labels"] for row in range(len(dataset))]
+    # Torchvision's references leave out images without objects, and keep the ids of COCO.
+    useful = [row for row, ids in enumerate(labels) if len(ids)]
+    model = make_model(name, num_classes=1 + int(torch.cat(labels).max()), min_size=min_size)
+    step = make_step(model, device, ())
+    loader = DataLoader(
+        Subset(dataset, useful),
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=2,
+        collate_fn=collate,
+        persistent_workers=True,
+        drop_last=True,
+    )
+
+    def train_batch(batch: tuple[list[Tensor], list[Any]]) -> None:
+        images, targets = batch
+        step(Batch(None, [image.float() / 255 for image in images], targets))
+
+    return _measure_rates(loader, train_batch, device)
+
+
+def _measure_rates(
+    loader: Iterable[Any], step: Callable[[Any], object], device: str
+) -> dict[str, float]:
+    """Return the images per second of a loop, and of one on its first batch."""
+    batches = (batch for _ in range(1000) for batch in loader)
+    ready = next(batches)
+    rates = []
+    for source in (batches, iter([ready] * 40)):
+        for batch in islice(source, 4):
+            step(batch)
+        _finish(device)
+        began_s = perf_counter()
+        images = 0
+        for batch in islice(source, 30):
+            step(batch)
+            images += _count_images(batch)
+        _finish(device)
+        rates.append(images / (perf_counter() - began_s))
     return {"images_per_second": rates[0], "cached_images_per_second": rates[1]}
 
 
+def _count_images(batch: Any) -> int:
+    """Return the images of a packed batch, or of a pair of images and targets."""
+    return len(batch) if isinstance(batch, PackedBatch) else len(batch[0])
+
+
 def measure_evaluation(
-    make_data: Callable[[], ShardDataset], name: str, *, min_size: int, device: str
+    make_data: Callable[[], Pictures], name: str, *, min_size: int, device: str
 ) -> dict[str, float]:
     """Milliseconds an image of an evaluation, drawing of masks and scores included."""
-    dataset = make_data()
+    dataset = make_data().shards
     model = make_model(name, num_classes=dataset.num_classes, min_size=min_size)
     evaluate(model, dataset, device=device)
     began_s = perf_counter()
@@ -241,7 +302,7 @@ def list_runs(
     *,
     min_size: int,
     device: str,
-    make_data: Callable[[], ShardDataset],
+    make_data: Callable[[], Pictures],
 ) -> list[Run]:
     """Return all measurements: what is quick and telling, then what needs data, then what takes
     long, and the compiled network last.
@@ -269,7 +330,9 @@ def list_runs(
         runs.append(name_run("300 objects an image", models[0], 2, label, crowded))
     for name in models:
         train = partial(measure_real_data, make_data, name, batch_size=8, **full)
-        runs.append(name_run("real data", name, 8, "", train))
+        runs.append(name_run("real data", name, 8, "ours", train))
+        usual = partial(measure_references, make_data, name, batch_size=8, **full)
+        runs.append(name_run("real data", name, 8, REFERENCES, usual))
         test = partial(measure_evaluation, make_data, name, **full)
         runs.append(name_run("evaluation", name, 8, "", test))
     for sizes_of_batches, numbers in ((small, between), (large, ends), (large, between)):
@@ -409,13 +472,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.batch_sizes,
             min_size=options.min_size,
             device=options.device,
-            make_data=cache(partial(make_shards, options.work, images=64)),
+            make_data=cache(partial(make_pictures, options.work, images=64)),
         )
         try:
             measure_rows(runs, results, options.json, until_s=until_s)
         finally:
             if options.device == "cuda":
-                write_table(f"{describe_run(results)}\n\n{tabulate_results(results['rows'])}")
+                table = tabulate_results(results["rows"])
+                write_table(f"{describe_run(results)}\n\n```text\n{table}\n```")
         failed = [row for row in results["rows"] if "error" in row]
         if failed:
             raise ColabUtilsError(

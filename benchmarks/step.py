@@ -135,8 +135,10 @@ class ReferenceStep:
 
 def move_dense(batch: Batch, device: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """A batch as torchvision's models take it, on the device."""
-    names = ("boxes", "labels", "masks", "area", "iscrowd")
-    targets = [{name: target[name].to(device) for name in names} for target in batch.targets]
+    targets = [
+        {name: value.to(device) for name, value in target.items() if torch.is_tensor(value)}
+        for target in batch.targets
+    ]
     return [image.to(device) for image in batch.images], targets
 
 

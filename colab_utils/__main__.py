@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -269,17 +270,27 @@ def _add_diagnose_options(command: _Parser) -> None:
 
 
 def _preprocess(
-    images: str,
-    annotations: str,
     shards: str,
+    images: str = "",
+    annotations: str = "",
     plan: bool = False,
+    part: tuple[int, int] | None = None,
+    finish: bool = False,
     storage: Any = "auto",
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
+    from colab_utils.shards import parts
     from colab_utils.shards.plan import plan_shards
     from colab_utils.shards.write import find_recipe
 
+    if finish:
+        max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
+        return _name_skipped(parts.finish(shards, **max_bad))
+    if not (images and annotations):
+        raise ColabUtilsError(
+            "expected --images and --annotations, or --finish, found neither. See --help."
+        )
     begun = find_recipe(shards) if storage == "auto" else None
     if begun:
         # What is not asked for stays as it was begun.
@@ -292,17 +303,44 @@ def _preprocess(
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
-    report = colab_utils.write_shards(
-        images, annotations, shards=shards, storage=storage, **settings
+    settings |= {"shards": shards, "storage": storage}
+    if part is None:
+        return _name_skipped(colab_utils.write_shards(images, annotations, **settings))
+    report = _name_skipped(parts.write_part(images, annotations, part=part, **settings))
+    number, count = part
+    print(
+        f"note: part {number} of {count} is written. When all are, run it with --finish in place "
+        "of --part.",
+        file=sys.stderr,
     )
+    return report
+
+
+def _name_skipped(report: Any) -> Any:
+    """Print each image that was left out; return the report."""
     for image in report.skipped:
         print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
 
 
 def _add_preprocess_options(command: _Parser) -> None:
-    _add_dataset(command, required=True)
+    _add_dataset(command)
     _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    modes = command.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--plan", action="store_true", help="print the plan with its estimate, and write nothing"
+    )
+    modes.add_argument(
+        "--part",
+        metavar="I/N",
+        type=part_of_all,
+        help="write part I of N alone: each machine another one, in any order, and again",
+    )
+    modes.add_argument(
+        "--finish",
+        action="store_true",
+        help="write the index when all parts are written; names what is missing",
+    )
     _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
     _add_count(
         command, "--streams", "files that each process reads at once (auto)", kind=number_or_auto
@@ -314,9 +352,6 @@ def _add_preprocess_options(command: _Parser) -> None:
         choices=("auto", "keep", "shrink", "pixels"),
         help="shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any "
         "is larger)",
-    )
-    command.add_argument(
-        "--plan", action="store_true", help="print the plan with its estimate, and write nothing"
     )
     _add_number(command, "--shard-mb", "size of a shard to aim at, MB (128)")
     command.add_argument(
@@ -464,6 +499,14 @@ def positive_number(text: str) -> float:
 def number_or_auto(text: str) -> int | str:
     """The same, for what may be chosen here."""
     return text if text == "auto" else int(text)
+
+
+def part_of_all(text: str) -> tuple[int, int]:
+    """Return the number of a part, and of how many: "3/16"."""
+    match = re.fullmatch(r"(\d+)/([1-9]\d*)", text, re.ASCII)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"expected I/N, from 1/N to N/N, found {text}: name one")
+    return int(match[1]), int(match[2])
 
 
 def local_path(text: str) -> str:

@@ -21,7 +21,7 @@ import xxhash
 
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, ShortReadError, guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.machine import require_linux
+from colab_utils.machine import find_host, require_linux
 from colab_utils.os_errors import SHORTAGES
 from colab_utils.slow_drive import DriveProfile, find_profile, wait_as_drive
 from colab_utils.units import format_bytes
@@ -308,13 +308,14 @@ def close_files() -> None:
 def name_temporary(path: Path) -> Path:
     """Return the name under which this thread writes a file until the file is complete.
 
-    It tells the process and the thread.
+    It tells the machine, the process and the thread.
 
     Example:
         >>> name_temporary(Path("index.json"))
         PosixPath('.index.json...part')
     """
-    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
+    writer = f"{find_host()}-{os.getpid()}-{threading.get_native_id()}"
+    return path.with_name(f".{path.name}.{writer}.part")
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> None:

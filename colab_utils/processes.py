@@ -8,12 +8,18 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
-from threading import Thread
-from time import sleep
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import psutil
@@ -21,6 +27,9 @@ import psutil
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
 from colab_utils.os_errors import explain_os_error
+
+# So long Ctrl-C may have to wait.
+_WAIT_S = 0.2
 
 
 def list_processes() -> list[psutil.Process]:
@@ -33,7 +42,7 @@ def list_processes() -> list[psutil.Process]:
     main = psutil.Process()
     # An error: one ended meanwhile, or the system has no such lists.
     with suppress(OSError, psutil.Error):
-        # The kernel's own lists, which grow here: psutil takes 20 times as long.
+        # The kernel's own lists, which grow here: psutil looks at every process of the machine.
         pids = [main.pid]
         for pid in pids:
             for task in os.listdir(f"/proc/{pid}/task"):
@@ -223,18 +232,46 @@ def fork_pool(
     return pool
 
 
-def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
-    """Sleep a moment; then take the futures that are done out of ``pending``.
+@contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Let Ctrl-C come after the block, which must be short.
 
-    Ctrl-C within ``concurrent.futures.wait`` or ``Future.done`` would leave a future's lock held,
-    and its pool could never end: its state is read without the lock.
+    Within the methods of a future or a pool it would leave a lock held, and its pool could never
+    end.
+
+    Example:
+        >>> with defer_interrupt():
+        ...     pass
+    """
+    if current_thread() is not main_thread():
+        # No signal comes here.
+        yield
+        return
+    signals: list[tuple[Any, ...]] = []
+
+    def keep(*received: Any) -> None:
+        signals.append(received)
+
+    handler: Any = signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if signals and callable(handler):
+        handler(*signals[0])
+
+
+def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
+    """Wait a moment for futures to be done; take those that are out of ``pending``.
+
+    Ctrl-C comes after the wait.
 
     Example:
         >>> pop_done(set())
         set()
     """
-    sleep(0.02)
-    done = {future for future in pending if future._state not in ("PENDING", "RUNNING")}
+    with defer_interrupt():
+        done, _ = wait(pending, _WAIT_S, FIRST_COMPLETED)
     pending -= done
     return done
 

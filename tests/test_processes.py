@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import shutil
 import signal
@@ -24,11 +25,43 @@ CHECK = ["check"]
 PREPROCESS = ["preprocess", "--shards", "new", "--workers", "2"]
 
 
-def test_futures_are_asked_without_their_lock():
-    future = Future()
-    # Ctrl-C while this thread has it would leave it held
-    with ThreadPool(1) as pool, future._condition:
-        assert pool.submit(pop_done, {future}).result(timeout=30) == set()
+def count_held(futures):
+    held = 0
+    for future in futures:
+        if future._condition.acquire(blocking=False):
+            future._condition.release()
+        else:
+            held += 1
+    return held
+
+
+def pop_for_ever(futures, timer):
+    timer.start()
+    while True:
+        pop_done(futures)
+
+
+def test_ctrl_c_leaves_no_lock_of_a_future_held(monkeypatch):
+    """It comes at any moment of the wait, and after the wait it is told."""
+    monkeypatch.setattr(processes, "_WAIT_S", 0.0)
+    futures = {Future() for _ in range(256)}
+    handler = signal.getsignal(signal.SIGINT)
+    chance = random.Random(0)
+    for _ in range(100):
+        timer = threading.Timer(chance.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            pop_for_ever(futures, timer)
+        timer.join()
+        # A thread may take its own lock twice.
+        with ThreadPool(1) as pool:
+            assert pool.submit(count_held, futures).result(timeout=30) == 0
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert len(futures) == 256
+
+
+def test_ctrl_c_of_another_thread_is_none():
+    with ThreadPool(1) as pool:
+        assert pool.submit(pop_done, {Future()}).result(timeout=30) == set()
 
 
 @pytest.fixture

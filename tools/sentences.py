@@ -1,5 +1,7 @@
 """Sentences of the notebooks that hold a figure, judged by the run beside them.
 
+As a command it reads the marks, runs nothing, and lists the sentences that have none.
+
 An author marks such a sentence with a comment, which no page shows, in the same cell:
 
     <!-- check "90 % to 98 %": 0.90 <= waits <= 0.98 if SCENE == "bad day" -->
@@ -11,16 +13,19 @@ too, so that a text cannot be changed alone.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["Check", "Judgement", "find_unmarked", "judge", "read_checks"]
+__all__ = ["Check", "Judgement", "find_unmarked", "judge", "main", "read_checks"]
 
 _MARK = re.compile(r"<!--\s*check\b(.*?)\s*-->", re.DOTALL)
 _CHECK = re.compile(r'\s+"([^"]+)":\s*(\S.*)', re.DOTALL)
@@ -28,6 +33,8 @@ _HOW = 'Write <!-- check "the words of the text": 0.90 <= a_name <= 0.98 --> in 
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _FIGURE = re.compile(
     rf"{_NUMBER}\s*(?:%|ms\b|s\b|seconds\b|minutes\b|hours\b|times\b|images/s|[MG]B\b)"
+    r"|\b(?:half|twice|tens|per cent|many times)\b"
+    r"|\ban? (?:dozen|tenth|fifth|quarter|third|millisecond|second|minute|hour)\b"
 )
 _SEE = "What you should see"
 
@@ -86,7 +93,8 @@ class Judgement:
         if self.error:
             verdict = f"could not be judged: {self.error}"
         check = self.check
-        return f'{check.notebook}, cell {check.cell}: "{check.sentence}" {verdict}'
+        place = f"{check.notebook}, cell {check.cell}"
+        return f'{place}: "{check.words}" of "{check.sentence}" {verdict}'
 
 
 def read_checks(notebook: Any, name: str) -> dict[str, list[Check]]:
@@ -183,8 +191,13 @@ def _split_sentences(source: str) -> list[str]:
     text = _MARK.sub("", source)
     blocks: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
-        rows = [line for line in paragraph.splitlines() if line.lstrip().startswith("|")]
-        blocks.extend(rows or re.split(r"(?<=[.!?])\s+", paragraph))
+        lines = paragraph.splitlines()
+        is_table = any(re.fullmatch(r"[|\s:-]+", line) for line in lines)
+        if is_table:
+            # The headings and the line below them are no sentence.
+            blocks.extend(lines[2:])
+        else:
+            blocks.extend(re.split(r"(?<=[.!?])\s+", paragraph))
     return [_join(block) for block in blocks if block.strip()]
 
 
@@ -246,3 +259,27 @@ def _read_answer(check: Check, text: str) -> Judgement:
     for operand, value in zip(check.operands, values, strict=True):
         measured.append(f"{operand} = {value}")
     return Judgement(check, holds, ", ".join(measured))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List the sentences with a figure that nothing judges; returns the exit status."""
+    import nbformat
+
+    parser = argparse.ArgumentParser(prog="python -m tools.sentences", description=__doc__)
+    parser.add_argument("notebooks", nargs="+", type=Path, metavar="FILE", help="a notebook")
+    options = parser.parse_args(arguments)
+    for path in options.notebooks:
+        notebook = nbformat.read(path, as_version=4)
+        try:
+            checks = read_checks(notebook, path.stem)
+        except ColabUtilsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        print(f"{path.stem}: {sum(map(len, checks.values()))} sentences have a check, not these:")
+        for sentence in find_unmarked(notebook):
+            print(f"  {sentence}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

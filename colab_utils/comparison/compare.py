@@ -203,7 +203,7 @@ def compare(
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as
             they are.
         step: the training step, called as ``step(images, targets)``. It really trains its model,
-            hundreds of times: name what it changes in ``restore``. None takes
+            many times: name what it changes in ``restore``. None takes
             ``EmulatedStep(100)``, of 100 ms.
         batch_size: images in a batch.
         batches: timed batches of each repeat, at least, where they take no longer than three times
@@ -270,7 +270,14 @@ def compare(
                 f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}"
             )
         timings = tuple(map(_Row.summarise, rows))
-        return replace(empty, strategies=timings, busy=_describe_busy(step, timings))
+        busy = ""
+        if isinstance(step, EmulatedStep):
+            # A step that is slow beside one way alone lost its core to the workers of that way.
+            busy = describe_busy(
+                step.step_ms,
+                min(row.step_ms_median for row in timings if row.step_ms_median),
+            )
+        return replace(empty, strategies=timings, busy=busy)
 
 
 @dataclass
@@ -411,17 +418,6 @@ def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
     else:
         words = f"is as fast as, within {noise:.0%},"
     return f"{after.title} {words} {before.title}"
-
-
-def _describe_busy(step: Callable[..., Any], timings: Sequence[StrategyTiming]) -> str:
-    """Say that this machine is busy, where the emulated step took too long with every strategy.
-
-    With one of them alone it is the workers that take its core.
-    """
-    lengths_ms = [row.step_ms_median for row in timings if row.step_ms_median is not None]
-    if not isinstance(step, EmulatedStep) or not lengths_ms:
-        return ""
-    return describe_busy(step.step_ms, min(lengths_ms))
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 JSON text.
 
 No Python object is kept for an annotation, so COCO train2017 (118,000 images, 860,000 objects, 0.45
-GB of JSON) needs little more memory than its text, and worker processes share it.
+GB of JSON) needs little more memory than its text (``make stress``), and worker processes share it.
 """
 
 import json

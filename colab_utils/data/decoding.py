@@ -226,7 +226,7 @@ def decode_pixels(data: Encoded) -> Pixels:
     """
     if data[:6] == _NUMPY:
         return _read_raw_pixels(data)
-    if 0 < _read_jpeg_header(data)[0] <= MOST_PIXELS:
+    if 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
         try:
             return load_jpeg_decoder()(data)
         except RuntimeError:
@@ -408,24 +408,25 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
         raise ColabUtilsError(f"not a complete image: {error}") from None
 
 
-def _read_jpeg_header(data: Encoded) -> tuple[int, list[int]]:
-    """Return the pixels that a JPEG's header gives, and where the markers of its EXIF stand; no
-    pixels where the bytes are no JPEG, or its markers are damaged.
+def _count_jpeg_pixels(data: Encoded) -> int:
+    """Return the pixels that a JPEG's header gives; 0 where the bytes are no JPEG, or its markers
+    are damaged.
     """
-    pixels = 0
-    exif = []
-    place = 2
-    while data[:3] == _JPEG and place + 9 < len(data) and data[place] == 0xFF:
-        marker = data[place + 1]
+    for marker, place in _list_jpeg_markers(data):
         if marker in _JPEG_SIZES:
             height = int.from_bytes(data[place + 5 : place + 7])
-            pixels = height * int.from_bytes(data[place + 7 : place + 9])
-        elif marker == _JPEG_EXIF:
-            exif.append(place + 1)
-        elif marker == _JPEG_PIXELS:
-            return pixels, exif
+            return height * int.from_bytes(data[place + 7 : place + 9])
+    return 0
+
+
+def _list_jpeg_markers(data: Encoded) -> Iterator[tuple[int, int]]:
+    """Give each marker of a JPEG's header and where it stands, up to its pixels."""
+    if data[:3] != _JPEG:
+        return
+    place = 2
+    while place + 9 < len(data) and data[place] == 0xFF and data[place + 1] != _JPEG_PIXELS:
+        yield data[place + 1], place
         place += 2 + int.from_bytes(data[place + 2 : place + 4])
-    return 0, []
 
 
 def _strip_png(data: Encoded) -> bytes:
@@ -519,10 +520,10 @@ def load_jpeg_decoder() -> JpegDecoder:
     """
     sample = _make_sample_jpeg()
     pixels = decode_upright(sample, 0, 0)
-    for load in (_load_torchcodec, _load_torchvision):
+    for load, prepare in ((_load_torchcodec, _hide_exif), (_load_torchvision, _make_writable)):
         # What is missing, too old or damaged raises all kinds of errors.
         with suppress(Exception):
-            decode = _decode_by(load())
+            decode = _decode_by(load(), prepare)
             if np.array_equal(decode(sample), pixels):
                 return decode
     warnings.warn(
@@ -561,23 +562,29 @@ def _load_torchvision() -> Any:
     return partial(torch.ops.image.decode_jpeg, mode=3)
 
 
-def _decode_by(operator: Any) -> JpegDecoder:
+def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDecoder:
     """Return a decoder by what makes RGB of a tensor of bytes."""
     import torch
 
     def decode(data: Encoded) -> Pixels:
-        encoded = torch.frombuffer(_hide_exif(data), dtype=torch.uint8)
+        encoded = torch.frombuffer(prepare(data), dtype=torch.uint8)
         pixels: Pixels = operator(encoded).numpy()
         return pixels.transpose(1, 2, 0)
 
     return decode
 
 
+def _make_writable(data: Encoded) -> bytearray:
+    """Return the bytes in memory that may be written to; of other memory torch warns."""
+    return data if isinstance(data, bytearray) else bytearray(data)
+
+
 def _hide_exif(data: Encoded) -> bytearray:
-    """Return a JPEG that torchcodec does not turn: it always obeys EXIF, annotations need not. The
-    copy may be written to; of other memory torch warns.
+    """Return a copy of a JPEG that torchcodec does not turn: it always obeys EXIF, annotations need
+    not.
     """
     hidden = bytearray(data)
-    for place in _read_jpeg_header(data)[1]:
-        hidden[place] = _JPEG_UNREAD
+    for marker, place in _list_jpeg_markers(data):
+        if marker == _JPEG_EXIF:
+            hidden[place + 1] = _JPEG_UNREAD
     return hidden

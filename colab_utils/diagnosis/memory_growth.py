@@ -17,7 +17,7 @@ from colab_utils.processes import list_processes
 # Seconds between two readings; or this part of the time so far, if that is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
-# Between two readings of shared memory at least so many times what one takes: 5 to 20 ms for 2 GB.
+# Between two readings of shared memory lies at least so many times what one takes.
 _PAUSE_TIMES = 25
 _LEAST_READINGS = 5
 # A slope counts if it is so many standard errors over 0.

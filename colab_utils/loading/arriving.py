@@ -105,7 +105,7 @@ class ArrivingShards(ShardDataset):
             limit_bytes=math.inf if limit_gb is None else limit_gb * 1e9,
         )
         load = partial(load_shard, source, retries=retries)
-        # one after the other, 150 shards take Drive 10 to 90 seconds
+        # One after the other, 150 shards on Drive take up to 90 seconds: 606 ms each, on a bad day.
         with ThreadPool(_READERS) as pool:
             try:
                 shards = list(pool.map(load, index.shards))

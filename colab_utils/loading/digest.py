@@ -36,7 +36,7 @@ def digest_dataset(dataset: Any) -> str:
     It sees what the dataset's pickle has: its attributes and those of what it holds, such as
     another dataset, transforms, lists and arrays; no globals, and no attributes of classes. What
     cannot be pickled, such as an open or mapped file or a lambda, and what is large, over 256 MB of
-    arrays or 8 MB of other objects, cannot be compared. It takes at most some tenths of a second.
+    arrays or 8 MB of other objects, cannot be compared.
 
     Example:
         >>> photos = ["a.jpg"]

@@ -11,7 +11,7 @@ from colab_utils.require import require_number
 _BUSY = 0.9
 # A step that takes so many times its length was kept from its core.
 _SLOW = 1.3
-# A few microseconds of work that releases Python's lock, as launching kernels does.
+# A little work that releases Python's lock, as launching kernels does.
 _BLOCK = bytes(32_768)
 
 

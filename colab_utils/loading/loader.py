@@ -508,22 +508,30 @@ class Loader:
 
 
 def find_device(device: torch.device | str) -> torch.device:
-    """The device of that name.
+    """Return the device of that name.
 
     Raises:
-        ColabUtilsError: if there is none, or no GPU.
+        ColabUtilsError: There is none, or no such GPU.
 
     Example:
         >>> find_device("cpu")
         device(type='cpu')
     """
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ColabUtilsError(
             f"expected a device such as 'cpu' or 'cuda', found {device!r}: name one"
         ) from None
-    if found.type == "cuda" and not torch.cuda.is_available():
-        cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
-        raise ColabUtilsError(f"expected a GPU for device {device!r}, found none. {cure}")
-    return found
+    if torch_device.type == "cuda":
+        if not torch.cuda.is_available():
+            cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
+            raise ColabUtilsError(f"expected a GPU for device {device!r}, found none. {cure}")
+        gpus = torch.cuda.device_count()
+        if (torch_device.index or 0) >= gpus:
+            raise ColabUtilsError(
+                f"expected one of this machine's GPUs, of which there are {gpus}, found device "
+                f"{str(torch_device)!r}. They are counted from cuda:0; start no more processes "
+                "by torchrun than there are GPUs."
+            )
+    return torch_device

@@ -83,9 +83,9 @@ def expand_masks(
 
 
 def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> None:
-    """Draw by numpy into the dense masks of each image, uint8 [N, height, width] on the CPU: many
-    times as fast as ``_draw_rows`` there. Of the images that ``flips`` has, bool [B], the masks are
-    mirrored left to right.
+    """Draw by numpy into the dense masks of each image, uint8 [N, height, width] on the CPU.
+
+    Of the images that ``flips`` has, bool [B], the masks are mirrored left to right.
     """
     packed = masks.bits.numpy()
     objects = zip(masks.crops.tolist(), masks.offsets.tolist(), strict=False)

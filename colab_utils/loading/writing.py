@@ -25,15 +25,16 @@ from colab_utils.machine import count_cores
 from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.shards.copy import COPY_STREAMS, Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
+from colab_utils.shards.job_plan import make_plan
 from colab_utils.shards.jobs import (
-    ShardJob,
+    ShardPart,
     WorkerProgress,
     join_run,
     read_shard_index,
-    run_job,
+    run_part,
 )
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.write import begin_folder, check_bad, join_index, list_jobs
+from colab_utils.shards.write import begin_folder, check_bad, cut_parts, join_index
 
 _LOWEST_PRIORITY = 19
 
@@ -65,7 +66,6 @@ class Writing(Arrival):
         seed: int,
     ) -> None:
         self._drive = drive
-        self._dataset = dataset
         self._max_bad = max_bad
         self._done: list[ShardIndex] = []
         self._sendings: list[Future[None]] = []
@@ -79,7 +79,8 @@ class Writing(Arrival):
                 if folder is not None:
                     stack.enter_context(hold_folder(folder))
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
-            self.jobs = list_jobs(ssd, images, dataset, recipe, streams, drive)
+            self._plan = make_plan(ssd, images, dataset, recipe)
+            self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
             self._prepare(ssd, [0] * len(self.jobs), workers=workers, seed=seed, retries=retries)
             self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
             progress = WorkerProgress(stop=retries.stop)
@@ -106,7 +107,7 @@ class Writing(Arrival):
         with self._lock:
             self.cpu_s += cpu_s
             self._done.append(part)
-            check_bad(self._dataset, self._done, self._max_bad)
+            check_bad(self._plan, self._done, self._max_bad)
         self._note_shard(number, began_s)
         if self._drive is not None and part.images:
             self._sendings.append(self._senders.submit(self._send, part.shards[0]))
@@ -116,7 +117,7 @@ class Writing(Arrival):
             self._sending.copy_file(*file)
 
     def _finish(self) -> None:
-        index = join_index(self._dataset, self.jobs[0].recipe, self._done)
+        index = join_index(self._plan, self._done)
         write_index(self.target, index)
         for sending in self._sendings:
             sending.result()
@@ -139,10 +140,10 @@ def _join_writing(progress: WorkerProgress) -> None:
     join_run(progress)
 
 
-def _run_timed(job: ShardJob) -> tuple[ShardIndex, float]:
+def _run_timed(job: ShardPart) -> tuple[ShardIndex, float]:
     """Write a shard; return its index, and the processor time that it took in seconds."""
     began_s = process_time()
-    return run_job(job), process_time() - began_s
+    return run_part(job), process_time() - began_s
 
 
 class WritingShards(ArrivingShards):
@@ -242,7 +243,7 @@ def _plan_sizes(dataset: CocoDataset, recipe: dict[str, Any]) -> NDArray[np.int3
     return np.array([plan_size(*size, **limits) for size in sizes.tolist()], np.int32)
 
 
-def _foresee_shard(job: ShardJob) -> ShardInfo:
+def _foresee_shard(job: ShardPart) -> ShardInfo:
     """Return what is known of a shard that is not written yet."""
     path = job.path
     arrays_name = path.with_suffix(".arrays").name

@@ -178,7 +178,7 @@ def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     for name in _list_tables():
         np.save(file, getattr(arrays, name), allow_pickle=False)
     tables = file.getvalue()
-    # The masks of a large photo take 200 MB: they are not copied.
+    # Masks take most of the space: they are not copied.
     bits = memoryview(vars(arrays)["bits"])
     sizes = {"tables_bytes": len(tables), "bits_bytes": len(bits)}
     text = json.dumps(head | sizes).encode()

@@ -1,4 +1,4 @@
-"""One shard to write: found finished, or built in memory and written by a process."""
+"""One shard to write: found finished, or built in memory and written, by any process."""
 
 import tarfile
 from collections import Counter
@@ -7,17 +7,22 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import colab_utils
 from colab_utils.data.coco import CocoDataset
+from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
 from colab_utils.reader import Reader, Reading
+from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
+from colab_utils.shards.job_plan import RunStop, ShardJob, load_part, read_plan
 from colab_utils.shards.records import read_image, try_sample
+from colab_utils.streams import require_streams
 
 # More than the arrays of the largest shard.
 _MOST_ARRAYS_BYTES = 1e10
@@ -33,8 +38,18 @@ _DAMAGE = (
 )
 
 
-class ShardJob(NamedTuple):
-    """One shard to write: everything that a process needs, on this machine or another."""
+def name_shard(folder: Path, number: int) -> Path:
+    """Return the path of a shard's tar.
+
+    Example:
+        >>> name_shard(Path("shards"), 3)
+        PosixPath('shards/shard-000003.tar')
+    """
+    return folder / f"shard-{number:06d}.tar"
+
+
+class ShardPart(NamedTuple):
+    """The part of a dataset that becomes one shard: everything that a process needs."""
 
     path: Path
     """The tar to write."""
@@ -45,16 +60,20 @@ class ShardJob(NamedTuple):
     """Files that the process reads at the same time."""
     drive: Path | None = None
     """Folder that may hold the finished shard, to be copied."""
+    notes: Path | None = None
+    """Folder for the arrays of a shard without a usable image; None keeps none."""
 
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """What the processes of one run share; a job elsewhere has none, and nobody stops it."""
+    """What the processes of one run share."""
 
     images_done: Any = None
     """Number of images that are done, as shared memory."""
     stop: Any = None
-    """Event that tells every process to give up at its next image."""
+    """Event that tells every process to give up at its next image; another machine has a
+    `RunStop`.
+    """
 
     def add(self, images: int) -> None:
         """Count images that are done.
@@ -82,12 +101,56 @@ def join_run(progress: WorkerProgress) -> None:
     _progress = progress
 
 
-def run_job(job: ShardJob) -> ShardIndex:
-    """Write the shard of a job as a worker of this process's run; see `write_shard`."""
-    return write_shard(job, _progress)
+def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> ShardIndex:
+    """Write one shard of a plan, on any machine that sees its folders; return an index of it alone.
+
+    Its bytes depend on the data and the recipe alone, and each file is renamed when it is complete:
+    two machines may write the same shard at the same time, and a job that was killed is run again.
+    A shard that is there already is left as it is, unless an image that was bad has been repaired.
+
+    Args:
+        job: one of the ``jobs`` of `plan_jobs`.
+        streams: files that are read at the same time; "auto" measures.
+
+    Raises:
+        ColabUtilsError: if its folders are not seen here, the plan was made anew or by another
+            version of the package, or the shard cannot be written.
+        DriveLostError: if Drive went away.
+
+    Example:
+        See `plan_jobs`.
+    """
+    folder = require_local_path(job.shards)
+    require_streams(streams)
+    plan = Retries().write(folder, read_plan, folder)
+    is_current = plan is not None and plan.files == job.stop_file.parent
+    if plan is None or not is_current or plan.version != colab_utils.__version__:
+        raise ColabUtilsError(
+            f"The plan of this job is not in {folder}: its shards are finished, or were planned "
+            "anew, with other settings, another path of the images, or another version of "
+            f"colab_utils (it is {colab_utils.__version__} here). Name the same ones on every "
+            "machine and plan again: it continues."
+        )
+    require_folder(plan.image_folder)
+    part = ShardPart(
+        path=name_shard(folder, job.number),
+        dataset=Retries().run(partial(load_part, plan, job.number)),
+        images=Path(plan.image_folder),
+        recipe=plan.recipe,
+        streams=streams,
+        notes=plan.files,
+    )
+    # A process of our own pool has a progress already.
+    progress = _progress if _progress.stop else WorkerProgress(stop=RunStop(job))
+    return write_part(part, progress)
 
 
-def write_shard(job: ShardJob, progress: WorkerProgress) -> ShardIndex:
+def run_part(part: ShardPart) -> ShardIndex:
+    """Write a part as a worker of this process's run; see `write_part`."""
+    return write_part(part, _progress)
+
+
+def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
     """Write one shard, or find it finished; return an index of it alone.
 
     The arrays come first, whose head holds the tar's checksum, then the tar. A shard whose images
@@ -97,20 +160,24 @@ def write_shard(job: ShardJob, progress: WorkerProgress) -> ShardIndex:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    folder = job.path.parent
+    folder = part.path.parent
     retries = Retries(progress.stop)
-    finished = retries.write(folder, _find_shard, job)
-    if finished is None and job.drive is not None:
-        finished = _copy_shard(job, job.drive, retries)
+    finished = retries.write(folder, _find_finished, part)
+    if finished is None and part.drive is not None:
+        finished = _copy_shard(part, part.drive, retries)
     if finished is not None:
-        progress.add(len(job.dataset))
+        progress.add(len(part.dataset))
         return finished
-    tar, arrays = _build_shard(job, progress)
+    tar, arrays = _build_shard(part, progress)
     index = _parse_shard_index(arrays)
+    # Nothing is written after the run was stopped, and another one may have begun.
+    progress.add(0)
     # Arrays without a tar are no shard, but a tar without arrays could be anybody's.
     if index.images:
-        retries.write(folder, write_file, job.path.with_suffix(".arrays"), arrays)
-        retries.write(folder, write_file, job.path, *tar)
+        retries.write(folder, write_file, part.path.with_suffix(".arrays"), arrays)
+        retries.write(folder, write_file, part.path, *tar)
+    elif part.notes is not None:
+        retries.write(folder, write_file, part.notes / index.shards[0].arrays_name, arrays)
     return index
 
 
@@ -122,11 +189,36 @@ def read_shard_index(arrays: Path) -> ShardIndex | None:
         return None
 
 
-def is_complete(index: ShardIndex, folder: Path, images: Path, dataset: CocoDataset) -> bool:
-    """Return whether all files of an index are there, and all images that it skipped still bad."""
-    for name, size, _ in index.files():
-        if not has_size(folder / name, size):
-            return False
+def find_shard(
+    path: Path, fingerprint: str, recipe: dict[str, Any], notes: Path | None = None
+) -> ShardIndex | None:
+    """Return the index of a shard as it lies there; None if it is missing, cut short, or another.
+
+    Args:
+        path: the tar.
+        fingerprint: that of the annotations.
+        recipe: how its images are stored.
+        notes: see `ShardPart`.
+    """
+    arrays = path.with_suffix(".arrays")
+    index = read_shard_index(arrays)
+    if index is None and notes is not None:
+        index = read_shard_index(notes / arrays.name)
+    if index is None or index.shards[0].name != path.name:
+        return None
+    if index.fingerprint != fingerprint or index.recipe != recipe:
+        return None
+    is_there = not index.images or has_files(index, path.parent)
+    return index if is_there else None
+
+
+def has_files(index: ShardIndex, folder: Path) -> bool:
+    """Return whether all files of an index are there, with their sizes."""
+    return all(has_size(folder / name, size) for name, size, _ in index.files())
+
+
+def are_still_bad(index: ShardIndex, images: Path, dataset: CocoDataset) -> bool:
+    """Return whether no image that an index skipped was repaired since."""
     if not index.skipped:
         return True
     names = {image.file_name for image in index.skipped}
@@ -139,28 +231,23 @@ def is_complete(index: ShardIndex, folder: Path, images: Path, dataset: CocoData
     return True
 
 
-def _find_shard(job: ShardJob) -> ShardIndex | None:
-    """Return the shard as an earlier run left it.
-
-    None if it is missing or cut short, or a bad image was repaired.
-    """
-    index = read_shard_index(job.path.with_suffix(".arrays"))
-    if index is None or index.shards[0].name != job.path.name:
+def _find_finished(part: ShardPart) -> ShardIndex | None:
+    """Return the shard as an earlier run left it; None if it is to be written."""
+    index = find_shard(part.path, part.dataset.fingerprint, part.recipe, part.notes)
+    if index is None or not are_still_bad(index, part.images, part.dataset):
         return None
-    if index.fingerprint != job.dataset.fingerprint or index.recipe != job.recipe:
-        return None
-    return index if is_complete(index, job.path.parent, job.images, job.dataset) else None
+    return index
 
 
-def _copy_shard(job: ShardJob, drive: Path, retries: Retries) -> ShardIndex | None:
+def _copy_shard(part: ShardPart, drive: Path, retries: Retries) -> ShardIndex | None:
     """Copy the finished shard of an earlier session; return None where there is none.
 
     A damaged one is written anew.
     """
-    index = retries.run(partial(_find_shard, job._replace(path=drive / job.path.name)))
+    index = retries.run(partial(_find_finished, part._replace(path=drive / part.path.name)))
     if index is None:
         return None
-    copying = Copying(drive, job.path.parent, retries, overwrite=True)
+    copying = Copying(drive, part.path.parent, retries, overwrite=True)
     try:
         for name, size, checksum in index.files():
             copying.copy_file(name, size, checksum)
@@ -171,7 +258,7 @@ def _copy_shard(job: ShardJob, drive: Path, retries: Retries) -> ShardIndex | No
     return index
 
 
-def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
+def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
     """Return the parts of a tar, and the content of its arrays file."""
     # The parts are not joined: images that lie as pixels are megabytes to copy.
     tar: list[bytes] = []
@@ -180,10 +267,10 @@ def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], 
     annotations = 0
     skipped: list[SkippedImage] = []
     faults = Counter[str]()
-    with closing(_read_ahead(job, progress)) as readings:
+    with closing(_read_ahead(part, progress)) as readings:
         for i, reading in enumerate(readings):
             progress.add(1)
-            sample = try_sample(reading.take, job.dataset, i, job.recipe)
+            sample = try_sample(reading.take, part.dataset, i, part.recipe)
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
                 continue
@@ -197,10 +284,10 @@ def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], 
             faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
-        "fingerprint": job.dataset.fingerprint,
-        "recipe": job.recipe,
-        "name": job.path.name,
-        "images": len(job.dataset) - len(skipped),
+        "fingerprint": part.dataset.fingerprint,
+        "recipe": part.recipe,
+        "name": part.path.name,
+        "images": len(part.dataset) - len(skipped),
         "annotations": annotations,
         "bytes": tar_bytes + len(tar[-1]),
         "xxh3_64": hash_bytes(*tar),
@@ -211,16 +298,16 @@ def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], 
     return tar, dump_arrays(head, builder.build())
 
 
-def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Reading, None, None]:
+def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading, None, None]:
     """Yield the images' files in their order, each asked for before it is needed.
 
     On Drive, reading is waiting.
     """
     retries = Retries(progress.stop)
-    read = partial(read_image, job.images, job.dataset, retries=retries)
-    reader = Reader(read, place=job.images, streams=job.streams, retries=retries)
+    read = partial(read_image, part.images, part.dataset, retries=retries)
+    reader = Reader(read, place=part.images, streams=part.streams, retries=retries)
     try:
-        yield from reader.read_all(range(len(job.dataset)))
+        yield from reader.read_all(range(len(part.dataset)))
     finally:
         reader.close()
 

@@ -19,28 +19,36 @@ import psutil
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, open_file, write_file
-from colab_utils.machine import require_linux
+from colab_utils.machine import find_host, require_linux
 from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
-    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|run-id|"
+    r"shard-\d+\.(?:tar|arrays)|(?:index|arriving|plan)\.json|writer\.txt|run-id|"
     r"(?:checkpoint|best)-\d{8,}\.pt"
 )
-_PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
+# A name without a machine is one that an older version gave.
+_PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8,24}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
 # Marks of the folders that this process holds.
 _marks: set[str] = set()
 # So often a writer touches its lock, and after so long without it is gone.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
+# No file takes so long to write.
+_ABANDONED_S = 3600.0
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes wrote in part, here or on a machine that is gone."""
+    """Remove what killed processes of this machine wrote in part, and what others left long ago.
+
+    Nobody can tell from here whether a process on another machine is running.
+    """
     for path in folder.glob(".*.part"):
         match = _PART.fullmatch(path.name)
-        if match and not _is_running(int(match[1])):
-            path.unlink(missing_ok=True)
+        # Another process may remove it meanwhile.
+        with suppress(FileNotFoundError):
+            if match and not _is_written(path, match[1], int(match[2])):
+                path.unlink()
 
 
 @contextmanager
@@ -184,7 +192,13 @@ def _is_running(pid: int) -> bool:
         return psutil.pid_exists(pid)
 
 
+def _is_written(path: Path, host: str | None, pid: int) -> bool:
+    """Return whether a process may be writing a temporary file."""
+    if host in (None, find_host()):
+        return _is_running(pid)
+    return time() - path.stat().st_mtime < _ABANDONED_S
+
+
 def _find_host() -> str:
-    """Return this machine since it was started, and this user: Colab gives many one name."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.getuid()}"
+    """Return this machine, and this user."""
+    return f"{find_host()} {os.getuid()}"

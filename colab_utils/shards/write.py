@@ -3,11 +3,10 @@
 A run that is interrupted leaves only finished shards; the same call continues after the last one.
 """
 
-import multiprocessing
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,21 +18,23 @@ from colab_utils.data.defects import count_allowed, describe_faults, require_sou
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
-from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
-from colab_utils.require import require_local_path, require_number
+from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
+from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, remove_plan, save_plan
 from colab_utils.shards.jobs import (
-    ShardJob,
-    WorkerProgress,
-    is_complete,
-    join_run,
+    ShardPart,
+    are_still_bad,
+    has_files,
+    name_shard,
     read_shard_index,
-    run_job,
+    run_part,
+    write_shard,
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import count_processes, make_recipe, open_annotations, try_images
 from colab_utils.shards.records import MISSING
+from colab_utils.shards.running import Runs, run_elsewhere, run_here
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes
@@ -88,6 +89,7 @@ def write_shards(
     workers: int | Literal["auto"] = "auto",
     streams: int | Literal["auto"] = "auto",
     executor: Executor | None = None,
+    retries: int = 2,
     max_bad: float = 0.01,
 ) -> ShardReport:
     """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat
@@ -107,17 +109,20 @@ def write_shards(
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
         storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels
             (``KEY.npy``, uint8 [H, W, 3]), which cost no decoding and many times the space.
-        workers: processes, each with a shard in memory; "auto" is one for each core.
+        workers: processes, each with a shard in memory; "auto" is one for each core. With an
+            executor, how many it has: four shards for each are handed over at a time ("auto": 256).
         streams: files that each process reads at the same time, ahead of the image that it works
             on; "auto" finds how many Drive answers.
-        executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of
-            processes here.
+        executor: any ``concurrent.futures`` executor to use in place of processes here, such as
+            that of a cluster whose machines see the folders at the same paths.
+        retries: how often a shard is handed to the executor again after its worker was lost.
         max_bad: the share of bad images above which it stops, 0 to 1; and that of bad objects,
             which would be trained wrongly or not at all, such as polygons in shares of the image.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, too many images or objects are bad,
-            the disk is full, the folder holds other data, or another process writes there.
+            the disk is full, the folder holds other data, another process writes there, or the
+            executor lost a shard.
 
     Example:
         >>> import tempfile
@@ -135,37 +140,55 @@ def write_shards(
     processes = count_processes(workers)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
+    require_count("retries", retries, least=0)
     require_streams(streams)
+    if executor is not None and not isinstance(executor, Executor):
+        raise ColabUtilsError(
+            f"executor is a {type(executor).__name__}, which is no concurrent.futures executor. Of "
+            "Dask, pass client.get_executor(); for Ray, see the README."
+        )
     dataset = open_annotations(images, annotations)
-    retries = Retries()
-    index = retries.write(folder, _find_finished, folder, images, dataset, recipe)
+    patience = Retries()
+    index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
-            recipe = retries.write(folder, begin_folder, folder, images, dataset, recipe)
-            jobs = list_jobs(folder, images, dataset, recipe, streams)
+            recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
+            plan = make_plan(folder, images, dataset, recipe)
             with explain_write(folder):
-                run = partial(_run_jobs, jobs, dataset, processes, executor, max_bad)
-                done = run()
-                missing = [
-                    images / image.file_name
-                    for image in _join_skipped(done)
-                    if image.reason == MISSING
-                ]
-                if retries.find_again(missing):
-                    # Their shards are written again, and the others are found finished.
-                    done = run()
-                check_bad(dataset, done, max_bad)
-            index = join_index(dataset, recipe, done)
-            retries.write(folder, write_index, folder, index)
+                if executor is None:
+                    cut_all = partial(cut_parts, folder, images, dataset, recipe, streams)
+                    run = partial(_run_parts, cut_all, processes)
+                else:
+                    cut = partial(cut_datasets, dataset, recipe)
+                    plan = patience.write(folder, save_plan, plan, cut)
+                    run = partial(
+                        run_elsewhere,
+                        partial(write_shard, streams=streams),
+                        plan,
+                        executor,
+                        workers=None if workers == "auto" else processes,
+                        retries=retries,
+                    )
+                done = write_all(plan, run, max_bad)
+            index = join_index(plan, done)
+            patience.write(folder, write_index, folder, index)
+            patience.write(folder, remove_plan, folder)
+    return make_report(index, started_s, annotations=len(dataset.ids), crowds=dataset.crowds)
+
+
+def make_report(
+    index: ShardIndex, started_s: float, *, annotations: int, crowds: int
+) -> ShardReport:
+    """Return the report of the shards of an index."""
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
         shards=len(index.shards),
         bytes=index.bytes,
         seconds=perf_counter() - started_s,
-        storage=storage,
-        annotations=len(dataset.ids),
-        crowds=dataset.crowds,
+        storage=index.recipe["storage"],
+        annotations=annotations,
+        crowds=crowds,
         faults=index.faults,
     )
 
@@ -198,6 +221,9 @@ def _find_run(folder: Path) -> ShardIndex | None:
     """Return the index of the shards in a folder; of unfinished ones that of the first."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
+    plan = read_plan(folder)
+    if plan is not None:
+        return ShardIndex(plan.fingerprint, plan.recipe, (), (), partial=True)
     # Each shard knows its run.
     for path in sorted(folder.glob("shard-*.arrays")):
         index = read_shard_index(path)
@@ -243,7 +269,7 @@ def find_common_recipe(folders: Iterable[Path], dataset: CocoDataset) -> dict[st
     return recipe
 
 
-def _find_finished(
+def find_finished(
     folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> ShardIndex | None:
     """Return the index where nothing is to be done.
@@ -253,7 +279,8 @@ def _find_finished(
     index = _find_own_run(folder, dataset, recipe)
     if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
-    return index if is_complete(index, folder, images, dataset) else None
+    is_complete = has_files(index, folder) and are_still_bad(index, images, dataset)
+    return index if is_complete else None
 
 
 def begin_folder(
@@ -276,77 +303,81 @@ def begin_folder(
     return recipe
 
 
-def list_jobs(
+def cut_datasets(dataset: CocoDataset, recipe: dict[str, Any]) -> Iterator[CocoDataset]:
+    """Yield the annotations of each shard, in the order of the dataset."""
+    count = recipe["images_per_shard"]
+    for first in range(0, len(dataset), count):
+        yield dataset.subset(first, min(first + count, len(dataset)))
+
+
+def cut_parts(
     folder: Path,
     images: Path,
     dataset: CocoDataset,
     recipe: dict[str, Any],
     streams: int | str,
     drive: Path | None = None,
-) -> list[ShardJob]:
-    """Return one job for each shard, in the order of the dataset.
+) -> Iterator[ShardPart]:
+    """Yield the part of each shard, in the order of the dataset.
 
     Finished shards of an earlier session are copied from ``drive``.
     """
-    jobs = []
-    count = recipe["images_per_shard"]
-    for number, first in enumerate(range(0, len(dataset), count)):
-        path = folder.absolute() / f"shard-{number:06d}.tar"
-        part = dataset.subset(first, min(first + count, len(dataset)))
-        jobs.append(ShardJob(path, part, images.absolute(), recipe, streams, drive))
-    return jobs
+    for number, part in enumerate(cut_datasets(dataset, recipe)):
+        path = name_shard(folder.absolute(), number)
+        yield ShardPart(path, part, images.absolute(), recipe, streams, drive)
 
 
-def _run_jobs(
-    jobs: list[ShardJob],
-    dataset: CocoDataset,
-    processes: int,
-    executor: Executor | None,
-    max_bad: float,
-) -> list[ShardIndex]:
-    """Write every shard, on the executor or on processes of our own; return an index of each.
+def _run_parts(cut: Callable[[], Iterator[ShardPart]], processes: int) -> Runs:
+    return run_here(run_part, cut(), processes)
+
+
+def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[ShardIndex]:
+    """Write shards of a plan; return an index of each.
+
+    Args:
+        plan: what the shards are of.
+        run: runs their jobs; again, where Drive did not show images that are there.
+        max_bad: the share of bad images, and of bad objects, that is allowed.
 
     Raises:
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or a
             process was ended.
     """
-    context = multiprocessing.get_context("fork")
-    # What Drive does not show is looked for again at the end.
-    is_patient = is_on_drive(jobs[0].images)
-    with explain_shared_memory():
-        images_done = context.Value("q", 0)
-        progress = WorkerProgress(images_done, context.Event())
-    with show_progress("preprocess", total=len(dataset), unit="image") as bar, ExitStack() as stack:
-        if executor is None:
-            pool = fork_pool(min(processes, len(jobs)), join_run, progress)
-            executor = stack.enter_context(pool)
-        # After an error each worker of our own gives up at its next image.
-        stack.callback(progress.stop.set)
-        futures = [executor.submit(run_job, job) for job in jobs]
-        for future in futures:
-            stack.callback(future.cancel)
-        pending = set(futures)
-        done: list[ShardIndex] = []
-        while pending:
-            pop_done(pending)
-            done = [future.result() for future in futures if future not in pending]
-            count = sum(index.images + len(index.skipped) for index in done)
-            # The workers count images of unfinished shards, too. Their number is read without its
-            # lock, which a worker that was killed may hold.
-            bar.update(max(count, images_done.get_obj().value) - bar.n)
-            check_bad(dataset, done, max_bad, is_patient=is_patient)
+    done = _watch(plan, run(), max_bad)
+    missing = [
+        Path(plan.image_folder, image.file_name)
+        for image in _join_skipped(done)
+        if image.reason == MISSING
+    ]
+    if Retries().find_again(missing):
+        # Their shards are written again, and the others are found finished.
+        done = _watch(plan, run(), max_bad)
+    check_bad(plan, done, max_bad)
     return done
 
 
-def join_index(
-    dataset: CocoDataset, recipe: dict[str, Any], done: Iterable[ShardIndex]
-) -> ShardIndex:
+def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
+    """Return an index of each shard that is written, with a progress bar meanwhile."""
+    done: list[ShardIndex] = []
+    # What Drive does not show is looked for again at the end.
+    is_patient = is_on_drive(plan.image_folder)
+    with show_progress("preprocess", total=plan.images, unit="image") as bar, closing(runs):
+        for finished, images_done in runs:
+            done += finished
+            count = sum(index.images + len(index.skipped) for index in done)
+            # Processes here count images of unfinished shards, too.
+            bar.update(max(count, images_done) - bar.n)
+            check_bad(plan, done, max_bad, is_patient=is_patient)
+    return done
+
+
+def join_index(plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
     """Return the index of a folder, from those of all its shards."""
     done = sorted(done, key=lambda part: part.shards[0].name)
     return ShardIndex(
-        fingerprint=dataset.fingerprint,
-        recipe=recipe,
-        categories=dataset.categories,
+        fingerprint=plan.fingerprint,
+        recipe=plan.recipe,
+        categories=tuple(plan.categories),
         shards=tuple(shard for part in done for shard in part.shards if shard.images),
         skipped=_join_skipped(done),
         faults=dict(_sum_faults(done)),
@@ -354,7 +385,7 @@ def join_index(
 
 
 def check_bad(
-    dataset: CocoDataset,
+    plan: JobPlan,
     done: Collection[ShardIndex],
     max_bad: float,
     *,
@@ -363,7 +394,7 @@ def check_bad(
     """Refuse more bad images or objects in finished shards than are allowed.
 
     Args:
-        dataset: all annotations.
+        plan: what all shards are of.
         done: indexes of the shards that are finished.
         max_bad: the share that is allowed.
         is_patient: whether images that are missing do not count yet.
@@ -374,8 +405,8 @@ def check_bad(
     skipped = _join_skipped(done)
     if is_patient:
         skipped = tuple(image for image in skipped if image.reason != MISSING)
-    _check_images(skipped, len(dataset), max_bad)
-    require_sound_objects(_sum_faults(done), len(dataset.ids) - dataset.crowds, max_bad)
+    _check_images(skipped, plan.images, max_bad)
+    require_sound_objects(_sum_faults(done), plan.annotations - plan.crowds, max_bad)
 
 
 def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:

@@ -18,7 +18,7 @@ from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.pictures import PALETTE, embed_figure
 from colab_utils.units import format_bytes
 
-_DRAWING_S = 1.0  # between two drawings of a run; one takes about a millisecond
+_DRAWING_S = 1.0  # between two drawings of a run
 _POINTS = 240  # of a curve, at most: as many as it has pixels
 # Colours that show on white and on Colab's dark grey.
 _GREEN = PALETTE[2]

@@ -90,9 +90,8 @@ def plan_memory(
         "expected images that fit into the GPU's memory one by one, found that one with "
         f"{int(counts.max()):,} objects does not ({format_bytes(limit)} are free). Free memory: "
         "min_size at 0.8 of its size takes two thirds of the activations; "
-        f"model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone (requires_grad_(False)) 7 "
-        "to 20 % less; half of the proposals up to 20 % less; or end the other process that "
-        "nvidia-smi lists."
+        f"model={LIGHT_MODEL!r}, frozen stages of the backbone (requires_grad_(False)) and half of "
+        "the proposals take less, too; or end the other process that nvidia-smi lists."
     )
 
 

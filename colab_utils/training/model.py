@@ -1,5 +1,5 @@
 """Mask R-CNN by name: torchvision's two ResNet-50 models, a light one that a laptop's CPU can
-train, and a tiny one that learns small, easy pictures in two minutes.
+train, and a tiny one that learns small, easy pictures.
 
 `build_mask_rcnn` makes a model to train, `load_trained_model` reads one from a run. Every model is
 torchvision's own ``MaskRCNN``: its weights load into plain torchvision, and the other way round.
@@ -67,9 +67,9 @@ def build_mask_rcnn(
 
     Args:
         name: One of ``MODEL_NAMES``. The light one is a MobileNetV3-Large with a feature pyramid of
-            64 channels and about a tenth of the usual proposals. The tiny one, seven convolutions
-            before its pyramid, learns small and easy pictures from random weights in two minutes on
-            two cores. It is not for photos.
+            64 channels and an eighth of the usual proposals. The tiny one, seven convolutions
+            before its pyramid, learns small and easy pictures from random weights, as notebook 04
+            shows. It is not for photos.
         num_classes: Classes including the background, as ``ShardDataset.num_classes``.
         weights: ``"coco"`` downloads COCO weights (for the light model ImageNet weights of its
             backbone, there are no others; for the tiny one none) and freezes the layers that

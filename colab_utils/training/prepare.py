@@ -1,11 +1,13 @@
 """What a run trains by: the model on its device, its optimiser, and the batches that fit there."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from colab_utils.errors import ColabUtilsWarning
 from colab_utils.training.agreement import share_errors
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.data import OpenData
@@ -68,6 +70,13 @@ def prepare_step(
             step.load_state(state)
     memory = _plan_memory(settings, data, step)
     batch_size = settings.batch_size or _choose_batch_size(memory, ranks)
+    if ranks.is_first and batch_size < ranks.count:
+        warnings.warn(
+            f"A batch of {batch_size} images has none for {ranks.count - batch_size} of "
+            f"{ranks.count} processes, which wait. Use a batch_size of at least {ranks.count}.",
+            ColabUtilsWarning,
+            stacklevel=3,
+        )
     learning_rate = settings.learning_rate or choose_rate(settings.model, batch_size)
     return PreparedStep(step, batch_size, learning_rate, memory)
 

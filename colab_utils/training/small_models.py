@@ -55,7 +55,8 @@ def _put_heads(
 ) -> MaskRCNN:
     """Build a feature pyramid on the stages of a body, with one size of anchors a level.
 
-    ``levels`` maps stages to channels. The heads do a tenth of the usual work at a ``scale`` of 2.
+    ``levels`` maps stages to channels. At a ``scale`` of 2 the heads have a quarter of
+    the usual channels.
     """
     names = {stage: str(level) for level, stage in enumerate(levels)}
     channels = 32 * scale

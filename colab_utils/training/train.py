@@ -311,7 +311,7 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     index = torch_device.index
     if index is None:
         index = int(os.environ.get("LOCAL_RANK", 0))
-    torch_device = torch.device("cuda", index)
+    torch_device = find_device(torch.device("cuda", index))
     torch.cuda.set_device(torch_device)
     return torch_device
 

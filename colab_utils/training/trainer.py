@@ -1,7 +1,9 @@
 """The training loop, and the state between two steps that a checkpoint holds."""
 
 import math
+import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
+from colab_utils.training.heartbeat import watch_ranks
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
@@ -38,6 +41,8 @@ _LOG_STEPS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Steps after which several processes ask each other whether to stop.
 _AGREE_STEPS = 10
+# Seconds for the last checkpoint, where another process is lost.
+_LAST_CHECKPOINT_S = 15.0
 
 
 class Trainer:
@@ -103,7 +108,8 @@ class Trainer:
             log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
-        with closing(self.writer), self._save_what_was_done(), steps as bar:
+        watch = watch_ranks(self.ranks, self._end_without_ranks)
+        with closing(self.writer), self._save_what_was_done(), watch, steps as bar:
             self.clock = LoopClock()
             for batch in self._load_batches():
                 self._warn_of_late()
@@ -311,6 +317,19 @@ class Trainer:
                     self.folder.send_waiting()
                 except DriveLostError as error:
                     warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
+
+    def _end_without_ranks(self, text: str) -> None:
+        """End this process after a checkpoint, since its main thread waits for one that is lost."""
+        saving = threading.Thread(target=self._save_last, daemon=True)
+        saving.start()
+        saving.join(_LAST_CHECKPOINT_S)
+        print(
+            f"error: {text}. Look at that machine and its network, and start all processes again: "
+            f"they go on from {self.folder.newest or 'the start'}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded

@@ -76,11 +76,11 @@ def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
             raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
         return {"step_ms": 10.0}
 
-    def make_shards(folder, images):
+    def make_pictures(folder, images):
         import pycocotools.no_such_module  # noqa: F401
 
     monkeypatch.setattr(gpu, "time_steps", time_steps)
-    monkeypatch.setattr(gpu, "make_shards", make_shards)
+    monkeypatch.setattr(gpu, "make_pictures", make_pictures)
     command = ["--json", str(tmp_path / "found.json"), "--work", str(tmp_path), "--device", "cpu"]
     command += ["--min-size", "64", "--models", TINY_MODEL, "--batch-sizes", "2"]
     assert main(command) == 2
@@ -91,9 +91,9 @@ def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
         "evaluation": "ModuleNotFoundError: No module named 'pycocotools.no_such_module'",
         "step": "RuntimeError: Failed to find C compiler.",
     }
-    assert len([row for row in rows if "step_ms" in row]) == len(rows) - 3
+    assert len([row for row in rows if "step_ms" in row]) == len(rows) - 4
     printed = capsys.readouterr()
-    assert "3 of 12 rows failed, the first with ModuleNotFoundError" in printed.err
+    assert "4 of 13 rows failed, the first with ModuleNotFoundError" in printed.err
     assert "failed: RuntimeError: Failed to find C compiler." in printed.out
 
 
@@ -140,7 +140,7 @@ def test_what_is_missing_is_named(block, monkeypatch):
 def test_tests_run_without_the_plugins_of_pytest(block, monkeypatch):
     block("hypothesis")
     # Where a plugin is missing its settings are unknown.
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:timeout -p no:hypothesispytest")
+    monkeypatch.setattr(gpu, "PLUGINS", ("xdist",))
     paths = ("tests/test_machine.py", "tests/loading/test_masks.py")
     last = run_tests(paths, limit_s=300)
     assert "ERROR tests/loading/test_masks.py" in last
@@ -150,7 +150,7 @@ def test_tests_run_without_the_plugins_of_pytest(block, monkeypatch):
 
 
 def test_what_does_not_fit_into_its_minutes_is_named(tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr(gpu, "make_shards", lambda folder, images: None)
+    monkeypatch.setattr(gpu, "make_pictures", lambda folder, images: None)
     path = tmp_path / "found.json"
     main(
         [

@@ -14,7 +14,8 @@ from colab_utils.loading.clock import LoopClock
 
 @pytest.fixture
 def time_goes(monkeypatch):
-    """The moments that the clock is given, one after the other."""
+    """The moments that the clock is given, one after the other; a GPU gives none."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
 
     def go(*moments):
         left = iter(moments)

@@ -407,7 +407,7 @@ def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, place
 def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr(
         writing,
-        "run_job",
+        "run_part",
         lambda job: os.kill(os.getpid(), signal.SIGKILL),
     )
     dataset = open_tiny(tiny_dataset, places)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from colab_utils.errors import ColabUtilsError
+from tools import sentences
 from tools.run_notebooks import main, run_demo
 from tools.sentences import find_unmarked, read_checks
 
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 SEE = """*What you should see:* much white. The loop **waits** 90 % to 98 %
 of the time.
 
@@ -56,7 +59,8 @@ def run(tmp_path):
 def test_a_false_sentence_is_named_with_what_was_measured_and_a_true_one_is_not(run):
     report = run(SEE)
     (line,) = report.contradictions
-    assert line == ('01_small, cell see: "| bad day | 60 % to 75 % |" measured: 100 * waits = 95')
+    row = "| bad day | 60 % to 75 % |"
+    assert line == f'01_small, cell see: "60 % to 75 %" of "{row}" measured: 100 * waits = 95'
     (notebook,) = report.notebooks
     assert [judgement.holds for judgement in notebook.judgements] == [True, False, True, None]
     assert notebook.judgements[2].check.sentence == "It takes under 5 s, on a good day 1 s."
@@ -133,7 +137,47 @@ def test_words_and_comparison_hold_the_same_numbers_in_either_form(words, compar
     assert check.operands
 
 
-def test_a_sentence_with_a_figure_and_no_check_is_listed():
-    text = 'What you should see: 5 s, at most. Then 3 times as fast. <!-- check "5 s": a < 5 -->'
-    assert find_unmarked(make_notebook(text)) == ["cell see: Then 3 times as fast."]
-    assert find_unmarked(make_notebook("It takes 5 s.")) == []
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Then 3 times as fast.",
+        "It waits 1,200 ms.",
+        "8 workers more than half of it.",
+        "Such a photo takes a tenth of the space.",
+        "| bad day | a few per cent |",
+    ],
+)
+def test_a_sentence_with_a_figure_and_no_check_is_listed(sentence):
+    table = "| scene | 5 % |\n| --- | --- |\n| good day | few |"
+    mark = '<!-- check "5 s": a < 5 -->'
+    if sentence.startswith("|"):
+        text = f"What you should see: 5 s, at most.\n\n{table}\n{sentence}\n\n{mark}"
+    else:
+        text = f"What you should see: 5 s, at most. {sentence}\n\n{table}\n\n{mark}"
+    assert find_unmarked(make_notebook(text)) == [f"cell see: {sentence}"]
+    assert find_unmarked(make_notebook(sentence)) == []
+
+
+def test_the_command_reads_the_checks_and_runs_nothing(tmp_path, capsys):
+    import nbformat
+
+    path = tmp_path / "01_small.ipynb"
+    nbformat.write(make_notebook(f"{SEE}\nIt grows 7 times.", code="raise ValueError"), path)
+    assert sentences.main([str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "01_small: 4 sentences have a check, not these:",
+        "  cell see: It grows 7 times.",
+    ]
+    nbformat.write(make_notebook('It is 5 s. <!-- check "6 s": took_s < 6 -->'), path)
+    assert sentences.main([str(path)]) == 2
+    assert 'no words "6 s"' in capsys.readouterr().err
+
+
+def test_the_checks_of_the_five_notebooks_fit_their_text():
+    import nbformat
+
+    paths = sorted(NOTEBOOKS.glob("*.ipynb"))
+    assert len(paths) == 5
+    for path in paths:
+        for checks in read_checks(nbformat.read(path, as_version=4), path.stem).values():
+            assert all(check.sentence for check in checks)

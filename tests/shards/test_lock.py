@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.machine import find_host
 from colab_utils.shards import lock as module
 from colab_utils.shards.lock import hold_folder, remove_leftovers
 
@@ -25,14 +26,18 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     process.wait()
     dead = process.pid
     alive = os.getppid()
+    here = find_host()
     gone = [
+        f".shard-000001.tar.{here}-{dead}-{dead}.part",
+        f".index.json.{here}-{dead}-{dead}.part",
+        f".plan.json.{here}-{dead}-{dead}.part",
+        f".checkpoint-00000030.pt.{here}-{dead}-{dead}.part",
+        # As older versions name them.
         f".shard-000001.tar.{dead}.part",
-        f".index.json.{dead}.part",
-        f".checkpoint-00000030.pt.{dead}-{dead}.part",
         f".best-00000030.pt.{dead}-{dead}.part",
     ]
     kept = [
-        f".shard-000001.arrays.{alive}.part",
+        f".shard-000001.arrays.{here}-{alive}-{alive}.part",
         f".checkpoint-00000030.pt.{alive}-{alive}.part",
         f".checkpoint-mine.pt.{dead}.part",
         f".my-notes.{dead}.part",
@@ -44,6 +49,51 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
         (tmp_path / name).touch()
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_what_another_machine_writes_is_left_for_an_hour(tmp_path):
+    """Its process has a number that none here has."""
+    recent = tmp_path / ".shard-000001.tar.0123abcd4026531836-999999999-1.part"
+    abandoned = tmp_path / ".shard-000002.tar.0123abcd4026531836-999999999-1.part"
+    for path in (recent, abandoned):
+        path.touch()
+    os.utime(abandoned, (time.time() - 3700,) * 2)
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [recent]
+
+
+WRITE_IN_PART = """
+import sys, time
+from pathlib import Path
+from colab_utils.files import name_temporary
+from colab_utils.shards.lock import hold_folder
+with hold_folder(Path(sys.argv[1])):
+    name_temporary(Path(sys.argv[1], "shard-000001.tar")).touch()
+    print("at work", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_writer_in_a_container_is_another_machine(tmp_path):
+    """Its processes have numbers of their own, so nobody here can ask whether they live."""
+    command = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces are not allowed here")
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    folder = tmp_path / "shards"
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", WRITE_IN_PART, str(folder)],
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        assert process.stdout.readline() == b"at work\n"
+        before = sorted(path.name for path in folder.iterdir())
+        assert len(before) == 2
+        with pytest.raises(ColabUtilsError, match="found one at work there"), hold_folder(folder):
+            pass
+        remove_leftovers(folder)
+        assert sorted(path.name for path in folder.iterdir()) == before
+        process.kill()
 
 
 def write_lock(folder, name="here", host=None):

@@ -36,7 +36,7 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import jobs, write
+from colab_utils.shards import jobs, running, write
 from colab_utils.shards import records as image_module
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index, write_index
@@ -325,7 +325,7 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(jobs, "read_image", fail)
-    monkeypatch.setattr(write, "pop_done", interrupt)
+    monkeypatch.setattr(running, "pop_done", interrupt)
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (3600.0,))
     with pytest.raises(KeyboardInterrupt):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, workers=workers)

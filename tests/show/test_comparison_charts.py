@@ -95,6 +95,17 @@ def test_a_gain_within_the_spread_of_the_repeats_is_none(make_timing, make_compa
     assert title == "The step waits 96% of the time with the plain loop: no way is 40% faster"
 
 
+def test_where_the_way_that_ties_wins_nothing_the_fastest_is_named(make_timing, make_comparison):
+    fastest = make_timing(
+        "dataloader",
+        images_per_second=2.4,
+        repeats_images_per_second=(1.6, 2.4, 2.68),
+    )
+    tied = make_timing("packed", images_per_second=1.7)
+    title = describe_gain(make_comparison(make_timing("sequential"), fastest, tied))
+    assert title.endswith("trains 1.5 times as many images/s as the plain loop")
+
+
 def test_of_ways_that_tie_make_loader_is_named(make_timing, make_comparison):
     close = make_timing("train_while_copying", images_per_second=38.5, wait_share=0.03)
     comparison = make_comparison(make_timing("sequential"), make_timing("packed"), close)
@@ -281,12 +292,13 @@ def test_a_busy_machine_is_named_before_any_finding(course, make_comparison, plo
     assert busy in str(comparison)
 
 
-def test_a_step_that_a_way_made_longer_is_written_on_its_bar(make_timing, make_comparison):
-    # The step alone gives 40 images/s; beside the workers it gives 32.
-    longer = make_timing("packed", images_per_second=31.0, wait_share=0.03)
+def test_where_a_way_hardly_waits_a_longer_step_is_written_on_its_bar(make_timing, make_comparison):
+    # The step alone gives 40 images/s; beside the workers of the last way it gives 32.
+    repeats = {"repeats_images_per_second": (31.0, 31.1)}
+    longer = make_timing("packed", images_per_second=31.0, wait_share=0.03, **repeats)
     texts = read_texts(plot_comparison(make_comparison(make_timing("sequential"), longer)))
     assert texts[:3] == [
         "1.6  waits 96%, repeats differ by 7%",
-        "31  waits 3%, step 1.3 times as long, repeats differ by 7%",
+        "31  waits 3%, step 1.3 times as long",
         "the step alone: 40",
     ]

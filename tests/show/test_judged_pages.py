@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from random import Random
 
 import pytest
 
+from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.loading.emulated_step import describe_busy
+from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison, plot_epochs
 from colab_utils.show.report import write_receipt
 from tools.pages import PageLink, write_demo_index
 from tools.receipts import find_contradictions
@@ -56,7 +59,7 @@ def change_row(content, number, **values):
         (0, {"wait_share": 0.9}, "The step waits 96% → 4% of the time"),
         (4, {"wait_share": 0.2}, "The step waits 96% → 4% of the time"),
         (4, {"images_per_second": 30.0}, "trains 24 times as many images/s"),
-        (0, {"repeats_images_per_second": [1.5, 60.0]}, "trains 24 times as many images/s"),
+        (0, {"repeats_images_per_second": [1.5, 1.6, 60.0]}, "trains 24 times as many"),
         (0, {"timeline": [[2.4, 2.5]]}, "2 with plain loop"),
         (4, {"timeline": [[0.1, 0.2]]}, "with make_loader"),
         (1, {"timeline": [[1.0, 1.1]]}, "waits 93%, 5 batches"),
@@ -129,3 +132,73 @@ def test_a_gain_that_is_none_is_judged_too(make_timing, make_comparison, tmp_pat
     assert find_contradictions(page, content) == []
     lines = find_contradictions(page, change_row(content, 1, images_per_second=16.0))
     assert any("no way is 10% faster" in line for line in lines)
+
+
+@pytest.fixture
+def make_random(make_timing, make_comparison):
+    """A comparison of random rates, shares, spreads and costs, whose step may be busy."""
+
+    def make(seed):
+        random = Random(seed)
+        slower = random.choice([1, 1, 2.5])
+        rows = []
+        for name in COURSE_STRATEGIES:
+            waits = random.random()
+            rate = 40 / slower * (1 - waits)
+            rows.append(
+                make_timing(
+                    name,
+                    images_per_second=rate,
+                    wait_share=waits,
+                    step_ms_median=100 * slower,
+                    first_batch_s=random.uniform(0.1, 20),
+                    repeats_images_per_second=(rate * random.uniform(0.7, 1), rate),
+                    once_ms_per_image=random.uniform(0, 300),
+                    timeline=make_timeline(random, rate),
+                )
+            )
+        return make_comparison(*rows, busy=describe_busy(100, 100 * slower))
+
+    return make
+
+
+def make_timeline(random, rate):
+    spans = []
+    begin_s = random.uniform(0.1, 3)
+    for _ in range(random.randint(3, 40)):
+        spans.append((begin_s, begin_s + 0.1))
+        begin_s += 0.1 + random.uniform(0, 8 / rate)
+    return tuple(spans)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 9, 39, 117, 188])
+def test_title_text_and_table_agree_whatever_was_measured(make_random, tmp_path, seed):
+    comparison = make_random(seed)
+    page = write_receipt(comparison, tmp_path)
+    assert find_contradictions(page, to_content(comparison)) == []
+
+
+@pytest.mark.parametrize("seed", [0, 3, 9, 39, 117, 188])
+def test_what_is_drawn_is_what_is_written_beside_it(make_random, seed):
+    comparison = make_random(seed)
+    axis = plot_comparison(comparison).axes[0]
+    for patch, text in zip(axis.patches, axis.texts, strict=False):
+        rate = float(text.get_text().split()[0])
+        assert rate == pytest.approx(patch.get_width(), rel=0.05)
+    axis = plot_cold_start(comparison).axes[0]
+    shown_s = axis.get_xlim()[1]
+    assert len(axis.texts) == len(axis.collections) == len(axis.patches) == len(COURSE_STRATEGIES)
+    for frame, bars, text in zip(axis.patches, axis.collections, axis.texts, strict=True):
+        spans = [path.get_extents().intervalx for path in bars.get_paths()]
+        ends_s = [end_s for _, end_s in spans if end_s <= shown_s + 1e-9]
+        worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
+        waits = 100 * (1 - worked_s / frame.get_width())
+        words = text.get_text().split()
+        assert words[0] == "waits"
+        assert float(words[1].rstrip("%,")) == pytest.approx(waits, abs=0.51)
+        assert int(words[2]) == len(ends_s)
+    axis = plot_epochs(comparison).axes[0]
+    lines = [line for line in axis.get_lines() if len(line.get_xdata()) > 2]
+    hours = sorted(line.get_ydata()[-1] for line in lines)
+    texts = sorted(float(text.get_text().split()[-2].replace(",", "")) for text in axis.texts)
+    assert texts == pytest.approx(hours, rel=0.06)

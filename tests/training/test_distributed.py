@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,15 +22,15 @@ import torch
 from torch import nn
 
 from colab_utils import __version__
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.write import write_shards
+from colab_utils.training import heartbeat, trainer
 from colab_utils.training import train as train_module
-from colab_utils.training import trainer
 from colab_utils.training.agreement import require_same
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.ranks import Ranks, join_ranks
@@ -65,7 +66,7 @@ def shards(tmp_path_factory):
     return folder / "shards"
 
 
-def run_ranks(target, count, folder, *arguments):
+def run_ranks(target, count, folder, *arguments, patience_s=120):
     """Call ``target`` in so many processes, forked from this one, with the settings of torchrun;
     returns their JSON.
     """
@@ -86,7 +87,10 @@ def run_ranks(target, count, folder, *arguments):
         for process in processes:
             process.start()
     for process in processes:
-        process.join(120)
+        process.join(patience_s)
+        # One that was stopped holds the test up no longer.
+        patience_s = 1 if process.exitcode else patience_s
+        process.kill()
     assert [process.exitcode for process in processes] == [0] * count
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]
 
@@ -123,6 +127,49 @@ def train_and_look(shards, run, options):
         "ap": ap and ap.segm,
         "images": ap and ap.images,
     }
+
+
+def train_and_fall_silent(shards, run, step):
+    """Train; rank 1 stops before a step, as where its network cable is pulled."""
+    real = trainer.Trainer._train
+
+    def train_batch(self, batch):
+        if self.ranks.rank == 1 and self.done == step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_train", train_batch)
+        patch.setattr(heartbeat, "_BEAT_S", 0.2)
+        patch.setattr(heartbeat, "_SILENCE_S", 3.0)
+        train(shards, run, steps=20, batch_size=2, model=TINY_MODEL, log=print, **TINY)
+
+
+def test_a_process_that_falls_silent_is_named_after_a_checkpoint(shards, tmp_path, capfd):
+    run = tmp_path / "run"
+    with pytest.raises(AssertionError):
+        run_ranks(train_and_fall_silent, 2, tmp_path / "ranks", shards, run, 3, patience_s=60)
+    host = socket.gethostname()
+    error = capfd.readouterr().err
+    assert f"error: No sign of life came from rank 1 on {host} for 3 s. Look at" in error
+    assert f"they go on from {run / 'checkpoint-00000003.pt'}." in error
+    assert "Traceback" not in error
+    assert CheckpointFolder(run).read()["step"] == 3
+
+
+def train_and_catch(shards, run, batch_size):
+    """Return the warnings of this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ColabUtilsWarning)
+        train(shards, run, steps=1, batch_size=batch_size, model=TINY_MODEL, log=print, **TINY)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_batch_with_fewer_images_than_processes_is_told_once(shards, tmp_path):
+    first, *others = run_ranks(train_and_catch, 3, tmp_path / "ranks", shards, tmp_path / "run", 2)
+    assert [text for text in first if "has none for 1 of 3 processes" in text] == first
+    assert first
+    assert others == [[], []]
 
 
 def sort_images(reports, steps):

@@ -142,6 +142,16 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
         assert found[name].item() == pytest.approx(loss.item(), rel=1e-4), name
 
 
+def test_a_gpu_that_is_not_there_is_told(shards, tmp_path, gpu, monkeypatch):
+    """As under torchrun with more processes than GPUs."""
+    count = torch.cuda.device_count()
+    with pytest.raises(ColabUtilsError, match=f"there are {count}, found device 'cuda:{count}'"):
+        make_loader(ShardDataset(shards), batch_size=1, device=f"cuda:{count}")
+    monkeypatch.setenv("LOCAL_RANK", str(count))
+    with pytest.raises(ColabUtilsError, match="start no more processes by torchrun"):
+        train(shards, tmp_path / "run", steps=1, **QUICK)
+
+
 @pytest.mark.parametrize("deliver", ["packed", "dense"])
 @simulated
 def test_batches_arrive_without_waiting(shards, gpu, deliver):

@@ -1,0 +1,238 @@
+"""The plan of shards that any machine may write: a small file, and one of annotations a shard.
+
+``plan.json`` holds what all shards have in common. The folder ``plan-KEY`` beside it holds the
+annotations of each shard, and what goes as soon as the index is there: the arrays of shards without
+a usable image, and the files that stop a run.
+"""
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from threading import Event
+from time import monotonic
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+
+import colab_utils
+from colab_utils.data.coco import CocoDataset
+from colab_utils.errors import ColabUtilsError
+from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+
+PLAN_NAME = "plan.json"
+
+_FILES = re.compile(r"plan-[0-9a-f]{16}")
+# What reading a damaged file raises.
+_DAMAGE = (AttributeError, KeyError, TypeError, ValueError, RecursionError, BadZipFile)
+# So often a job looks whether it is to stop.
+_LOOK_S = 1.0
+
+
+class ShardJob(NamedTuple):
+    """One shard to write, as it is sent to any machine that sees the folder."""
+
+    shards: str
+    """The folder of the shards."""
+    number: int
+    run: str
+    """Key of the plan, and what is new in each run and try: an engine that keeps the outcome of
+    equal calls has none of this one.
+    """
+
+    @property
+    def stop_file(self) -> Path:
+        """Return the file that makes every job of the run give up at its next image."""
+        key, _, rest = self.run.partition("-")
+        token, _, _ = rest.partition("-")
+        return Path(self.shards, f"plan-{key}", f"stop-{token}")
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Shards to write, made by `plan_jobs`; ``jobs`` has one job for each."""
+
+    shards: str
+    """The folder of the shards, an absolute path, as each machine that writes sees it."""
+    image_folder: str
+    """The folder of the images, in the same way."""
+    fingerprint: str
+    """XXH3-128 of the annotations file."""
+    recipe: dict[str, Any]
+    """How images are stored; see `ShardIndex`."""
+    categories: list[dict[str, Any]]
+    images: int
+    """Of all shards, and so the two below."""
+    annotations: int
+    crowds: int
+    version: str
+    """Of the package: one version writes all shards."""
+    count: int = 0
+    """How many shards are to be written; 0 where the folder is finished."""
+
+    @property
+    def key(self) -> str:
+        """Return what all plans of the same shards have in common."""
+        return hash_bytes(json.dumps(_describe(self), sort_keys=True).encode())
+
+    @property
+    def files(self) -> Path:
+        """Return the folder of the files that belong to this plan."""
+        return Path(self.shards, f"plan-{self.key}")
+
+    @property
+    def jobs(self) -> list[ShardJob]:
+        """Return the jobs of a new run, one for each shard; any machine may do any of them."""
+        run = f"{self.key}-{token_hex(4)}"
+        return [ShardJob(self.shards, number, run) for number in range(self.count)]
+
+
+class RunStop(Event):
+    """Whether a job is to give up: an event that is a file in the folder of the shards.
+
+    Args:
+        job: Any one of the run.
+    """
+
+    def __init__(self, job: ShardJob) -> None:
+        super().__init__()
+        self._file = job.stop_file
+        self._next_look_s = 0.0
+
+    def is_set(self) -> bool:
+        """Return whether the run was stopped, as it was a second ago."""
+        if monotonic() >= self._next_look_s:
+            self._next_look_s = monotonic() + _LOOK_S
+            if self._file.exists():
+                self.set()
+        return super().is_set()
+
+
+def make_plan(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> JobPlan:
+    """Return the plan of a dataset's shards, which is not saved yet."""
+    return JobPlan(
+        shards=str(folder.absolute()),
+        image_folder=str(images.absolute()),
+        fingerprint=dataset.fingerprint,
+        recipe=recipe,
+        categories=list(dataset.categories),
+        images=len(dataset),
+        annotations=len(dataset.ids),
+        crowds=dataset.crowds,
+        version=colab_utils.__version__,
+    )
+
+
+def read_plan(folder: Path) -> JobPlan | None:
+    """Read the plan of a folder of shards; None if there is none.
+
+    Raises:
+        ColabUtilsError: if it is not what was written.
+        DriveLostError: if Drive went away.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return _read(folder / PLAN_NAME, partial(_parse_plan, folder))
+    return None
+
+
+def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> JobPlan:
+    """Write a plan, and the annotations of each of its shards, which ``cut`` gives; return it with
+    their number.
+
+    Machines that do it at the same time write the same.
+    """
+    plan = replace(plan, count=sum(1 for _ in cut()))
+    plan.files.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate(cut()):
+        write_file(_name_part(plan, number), _dump_part(part))
+    content = {"key": plan.key, "plan": _describe(plan)}
+    write_file(Path(plan.shards, PLAN_NAME), json.dumps(content, indent=1).encode())
+    return plan
+
+
+def remove_plan(folder: Path) -> None:
+    """Remove the plan of a folder, with all its files."""
+    (folder / PLAN_NAME).unlink(missing_ok=True)
+    for files in folder.glob("plan-*"):
+        if _FILES.fullmatch(files.name):
+            shutil.rmtree(files, ignore_errors=True)
+
+
+def load_part(plan: JobPlan, number: int) -> CocoDataset:
+    """Load the annotations of one shard.
+
+    Raises:
+        ColabUtilsError: if they are missing or damaged.
+        DriveLostError: if Drive went away.
+    """
+    path = _name_part(plan, number)
+    try:
+        return _read(path, _parse_part)
+    except FileNotFoundError:
+        raise _explain_damage(path, "it is missing") from None
+
+
+def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse_file(path, partial(read_file, path), parse)
+    except _DAMAGE as error:
+        raise _explain_damage(path, error) from None
+
+
+def _explain_damage(path: Path, reason: object) -> ColabUtilsError:
+    return ColabUtilsError(
+        f"The plan of shards cannot be read in {path} ({reason!s:.100}). Delete {PLAN_NAME} in the "
+        "folder of the shards and run the same again: finished shards stay."
+    )
+
+
+def _describe(plan: JobPlan) -> dict[str, Any]:
+    content = asdict(plan)
+    # The folder may lie elsewhere later.
+    del content["shards"]
+    return content
+
+
+def _parse_plan(folder: Path, content: bytes) -> JobPlan:
+    raw = json.loads(content)
+    plan = JobPlan(shards=str(folder.absolute()), **raw["plan"])
+    if plan.key != raw["key"]:
+        raise ValueError("another checksum")
+    return plan
+
+
+def _name_part(plan: JobPlan, number: int) -> Path:
+    return plan.files / f"{number:06d}.npz"
+
+
+def _dump_part(part: CocoDataset) -> bytes:
+    """Return the content of the file that holds a shard's annotations."""
+    tables = {name: value for name, value in vars(part).items() if isinstance(value, np.ndarray)}
+    head = [part.fingerprint, part.categories, sorted(part.shared_names)]
+    texts = {"head": json.dumps(head).encode(), "names": part.names, "texts": part.texts}
+    for name, text in texts.items():
+        tables[name] = np.frombuffer(text, np.uint8)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **tables)
+    return file.getvalue()
+
+
+def _parse_part(content: bytes) -> CocoDataset:
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        tables = dict(file)
+    texts = {name: tables.pop(name).tobytes() for name in ("head", "names", "texts")}
+    fingerprint, categories, shared_names = json.loads(texts.pop("head"))
+    return CocoDataset(
+        fingerprint=fingerprint,
+        categories=tuple(categories),
+        shared_names=frozenset(shared_names),
+        **texts,
+        **tables,
+    )

@@ -1,0 +1,196 @@
+"""Shards written in parts by any machines: plan them, write each anywhere, and finish."""
+
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import colab_utils
+from colab_utils.data.coco_json import read_fingerprint
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.processes import ThreadPool
+from colab_utils.require import require_local_path, require_number
+from colab_utils.shards.copy import COPY_STREAMS
+from colab_utils.shards.index import ShardIndex, read_index, write_index
+from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, remove_plan, save_plan
+from colab_utils.shards.jobs import find_shard, name_shard, write_shard
+from colab_utils.shards.lock import remove_leftovers
+from colab_utils.shards.plan import count_processes, make_recipe, open_annotations
+from colab_utils.shards.running import run_here
+from colab_utils.shards.stored_images import Storage
+from colab_utils.shards.write import (
+    ShardReport,
+    begin_folder,
+    check_bad,
+    cut_datasets,
+    find_finished,
+    join_index,
+    make_report,
+    write_all,
+)
+from colab_utils.streams import require_streams
+
+# Shards that a message names.
+_NAMED = 100
+
+
+def plan_jobs(
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    shards: str | Path,
+    shard_mb: float = 128,
+    min_size: int = 800,
+    max_size: int = 1333,
+    storage: Storage = "shrink",
+) -> JobPlan:
+    """Plan the shards that `write_shards` would write, so that any machines write them in parts.
+
+    Every machine must see the folders at the same paths. Each job is two short texts and a number:
+    send it wherever you like, and call `write_shard` there. A job that was killed, or was done
+    twice, does no harm. When all are done, `finish` writes the index. The plan lies in the folder
+    of the shards until then; a second call finds it there.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        shards: the folder to write to; made if need be.
+        shard_mb: size to aim at for each shard, in MB.
+        min_size: the shorter side that training needs, in pixels.
+        max_size: the longer side that training needs, in pixels.
+        storage: how images are stored, see `write_shards`.
+
+    Returns:
+        The plan, whose ``jobs`` has one for each shard; none where the folder is finished.
+
+    Raises:
+        ColabUtilsError: if the input is missing or not COCO, the disk is too small, or the folder
+            holds other data or cannot be written to.
+
+    Example:
+        >>> import tempfile
+        >>> from colab_utils.sample_data import make_dataset
+        >>> from colab_utils.shards import finish, plan_jobs, write_shard
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = make_dataset(folder + "/data", n=3, width=64, height=64, workers=1)
+        ...     plan = plan_jobs(made.images, made.annotations, shards=folder + "/shards")
+        ...     for job in plan.jobs:
+        ...         _ = write_shard(job)
+        ...     print(finish(folder + "/shards").images)
+        3
+    """
+    images = require_local_path(images)
+    folder = require_local_path(shards)
+    recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
+    patience = Retries()
+    plan = patience.write(folder, read_plan, folder)
+    if plan is not None and _fits(plan, images, annotations, recipe):
+        return plan
+    dataset = open_annotations(images, annotations)
+    index = patience.write(folder, find_finished, folder, images, dataset, recipe)
+    if index is not None:
+        return make_plan(folder, images, dataset, index.recipe)
+    recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
+    plan = make_plan(folder, images, dataset, recipe)
+    return patience.write(folder, save_plan, plan, partial(cut_datasets, dataset, recipe))
+
+
+def write_part(
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    part: tuple[int, int],
+    workers: int | Literal["auto"] = "auto",
+    streams: int | Literal["auto"] = "auto",
+    max_bad: float = 0.01,
+    **settings: Any,
+) -> ShardReport:
+    """Write one part of the shards with processes of this machine, planned if need be.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        part: its number, from 1, and of how many; part 0 is the last one, too.
+        workers: processes; "auto" is one for each core.
+        streams: files that each process reads at the same time; "auto" measures.
+        max_bad: the share of all images, and of all objects, that may be bad in this part.
+        **settings: those of `plan_jobs`.
+
+    Raises:
+        ColabUtilsError: as `plan_jobs` and `write_shards`.
+    """
+    started_s = perf_counter()
+    processes = count_processes(workers)
+    require_number("max_bad", max_bad, least=0, most=1)
+    require_streams(streams)
+    plan = plan_jobs(images, annotations, **settings)
+    if not plan.count:
+        return finish(plan.shards)
+    number, parts = part
+    jobs = plan.jobs[(number - 1) % parts :: parts]
+    run = partial(run_here, partial(write_shard, streams=streams), jobs, processes)
+    return _report_shards(join_index(plan, write_all(plan, run, max_bad)), started_s)
+
+
+def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
+    """Write the index of shards that were written in parts, from what lies there.
+
+    It waits for nobody, and may be called again.
+
+    Args:
+        shards: the folder of the shards.
+        max_bad: the share of bad images, and of bad objects, that is allowed.
+
+    Raises:
+        ColabUtilsError: if shards are missing, which it names, or too much is bad, or there are no
+            shards.
+
+    Example:
+        See `plan_jobs`.
+    """
+    started_s = perf_counter()
+    folder = require_local_path(shards)
+    require_number("max_bad", max_bad, least=0, most=1)
+    patience = Retries()
+    plan = patience.write(folder, read_plan, folder)
+    if plan is None:
+        return _report_shards(read_index(folder, patience), started_s)
+    with ThreadPool(COPY_STREAMS) as pool:
+        indexes = list(pool.map(partial(_find, folder, plan), range(plan.count)))
+    missing = [str(number) for number, index in enumerate(indexes) if index is None]
+    if missing:
+        raise ColabUtilsError(
+            f"{len(missing):,} of {plan.count:,} shards are missing in {folder}: number "
+            f"{', '.join(missing[:_NAMED])}. Run their parts, or all parts, again: what is there "
+            "is left as it is. Then finish."
+        )
+    done = [index for index in indexes if index is not None]
+    check_bad(plan, done, max_bad)
+    index = join_index(plan, done)
+    patience.write(folder, write_index, folder, index)
+    patience.write(folder, remove_plan, folder)
+    patience.write(folder, remove_leftovers, folder)
+    return make_report(index, started_s, annotations=plan.annotations, crowds=plan.crowds)
+
+
+def _fits(plan: JobPlan, images: Path, annotations: str | Path, recipe: dict[str, Any]) -> bool:
+    """Return whether a plan is one of these data and settings, and of this version."""
+    fingerprint = Retries().run(partial(read_fingerprint, require_local_path(annotations)))
+    return (
+        plan.fingerprint == fingerprint
+        and plan.recipe.items() >= recipe.items()
+        and plan.image_folder == str(images.absolute())
+        and plan.version == colab_utils.__version__
+    )
+
+
+def _find(folder: Path, plan: JobPlan, number: int) -> ShardIndex | None:
+    path = name_shard(folder, number)
+    return Retries().run(partial(find_shard, path, plan.fingerprint, plan.recipe, plan.files))
+
+
+def _report_shards(index: ShardIndex, started_s: float) -> ShardReport:
+    """Return the report of shards alone, which do not tell what else the annotations have."""
+    annotations = sum(shard.annotations for shard in index.shards)
+    return make_report(index, started_s, annotations=annotations, crowds=0)

@@ -1,0 +1,129 @@
+"""The heartbeat of processes that train together: the others notice one that falls silent."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from time import monotonic
+
+from torch import distributed
+
+from colab_utils.training.ranks import Ranks
+
+# Seconds between two beats, and without one after which a process is lost. What is left of a minute
+# is for the last checkpoint.
+_BEAT_S = 5.0
+_SILENCE_S = 40.0
+
+
+@contextmanager
+def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator[None]:
+    """Call ``on_silence`` in a thread where a process has not been heard for 40 seconds.
+
+    A link that is cut closes no connection: without a heartbeat, all processes wait for the next
+    gradients until torch's timeout, of half an hour. Each writes a beat into the store of
+    ``torchrun`` and reads those of the others. A process that evaluates goes on beating, since the
+    beats have a thread.
+
+    Args:
+        ranks: Which process this is.
+        on_silence: Gets the sentence that names the lost processes and their machines.
+    """
+    store = _open_store(ranks)
+    if store is None:
+        yield
+        return
+    heartbeat = _Heartbeat(ranks, store)
+    threads = [
+        threading.Thread(target=heartbeat.beat, daemon=True),
+        threading.Thread(target=heartbeat.watch, args=(on_silence,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        heartbeat.stopped.set()
+        # A thread that is inside torch when Python ends would abort the process.
+        for thread in threads:
+            thread.join()
+
+
+def _open_store(ranks: Ranks) -> distributed.TCPStore | None:
+    """Return a client of the store of ``torchrun``, where all processes reach it.
+
+    A group of the user's own may have none.
+    """
+    store = None
+    if ranks.count > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        # A client of its own: the one of the group may wait for something else.
+        with suppress(RuntimeError, ValueError):
+            store = distributed.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=timedelta(seconds=_BEAT_S),
+            )
+    return store if all(ranks.gather(store is not None)) else None
+
+
+class _Heartbeat:
+    """The beats of all processes, as this one has heard them.
+
+    Attributes:
+        stopped: Set when training is over.
+    """
+
+    def __init__(self, ranks: Ranks, store: distributed.TCPStore) -> None:
+        self._ranks = ranks
+        self._store = store
+        self.stopped = threading.Event()
+        self._heard_s = [monotonic()] * ranks.count
+        self._hosts = ranks.gather(socket.gethostname())
+
+    def beat(self) -> None:
+        """Write this process's beats and read the others', until training is over."""
+        last = [b""] * self._ranks.count
+        number = 0
+        while not self.stopped.wait(_BEAT_S):
+            number += 1
+            try:
+                self._store.set(_name_key(self._ranks.rank), str(number))
+                for rank in range(self._ranks.count):
+                    value = self._store.get(_name_key(rank))
+                    if value != last[rank]:
+                        last[rank] = value
+                        self._heard_s[rank] = monotonic()
+            # The store is gone, or its machine: then nobody is heard.
+            except RuntimeError:
+                continue
+
+    def watch(self, on_silence: Callable[[str], object]) -> None:
+        """Look for processes that have fallen silent, until training is over."""
+        looked_s = monotonic()
+        while not self.stopped.wait(_BEAT_S):
+            now_s = monotonic()
+            if now_s - looked_s > _SILENCE_S / 2:
+                # This process itself was stopped, and could not hear.
+                self._heard_s = [now_s] * self._ranks.count
+            looked_s = now_s
+            silent = [
+                rank for rank, heard_s in enumerate(self._heard_s) if now_s - heard_s > _SILENCE_S
+            ]
+            if silent:
+                self.stopped.set()
+                on_silence(self._describe(silent))
+
+    def _describe(self, silent: list[int]) -> str:
+        """Return the sentence that names the lost processes."""
+        if self._ranks.rank in silent:
+            store = os.environ["MASTER_ADDR"]
+            return f"The machine of torchrun's store, {store}, was not heard for {_SILENCE_S:.0f} s"
+        lost = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in silent)
+        return f"No sign of life came from {lost} for {_SILENCE_S:.0f} s"
+
+
+def _name_key(rank: int) -> str:
+    return f"colab_utils/heartbeat/{rank}"
