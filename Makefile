@@ -1,4 +1,4 @@
-# make setup | demo | slides | workshop | badges | setup-cells
+# make setup | demo | slides | site | workshop | badges | setup-cells
 # make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | test-engines | stress
 # make peers | benchmark | gpu
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo slides workshop badges setup-cells test fuse fuzz lint test-browser test-colab
+.PHONY: setup demo slides site workshop badges setup-cells test fuse fuzz lint test-browser test-colab
 .PHONY: test-formats test-engines stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
@@ -29,6 +29,12 @@ demo: setup
 slides: setup
 	$(RUN) -m tools.slides
 
+# The site, from the notebooks of the demo, which runs first where it has not: runs/site/index.html.
+# A warning of Sphinx is an error, and so is a link within the site that leads nowhere
+site: setup
+	@$(RUN) -c 'import furo, myst_nb, sphinx' 2>/dev/null || $(RUN) -m pip install -e '.[site]'
+	$(RUN) -m tools.build_site
+
 # Five notebooks with the package inside, to hand out: runs/workshop
 workshop: setup
 	$(RUN) -m tools.workshop
@@ -40,11 +46,13 @@ test: lint fuse
 	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser"
 	$(RUN) -m pytest -m "clock and not browser"
 
-# The notebooks in JupyterLab, in a browser: needs Chromium or Chrome; screenshots are left in
-# runs/browser
+# The notebooks in JupyterLab and the first page of the site, in a browser: needs Chromium or Chrome;
+# screenshots are left in runs/browser. axe-core, which judges the page's accessibility, comes by npm
 test-browser: setup
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install playwright
-	$(RUN) -m pytest -m browser tests/notebooks/test_browser.py
+	@command -v npm >/dev/null && npm install --silent --prefix runs/npm axe-core || \
+		echo "note: no npm: the site's accessibility is not judged"
+	$(RUN) -m pytest -m browser tests/site tests/notebooks/test_browser.py
 
 # The notebooks with the versions that Colab has; downloads them once, about 3 GB, to runs/colab
 test-colab: setup
@@ -100,8 +108,8 @@ benchmark: setup
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json
 
-# After a fork or a rename: make badges REPO=owner/name; with REF=tag, badges and install lines name
-# that tag
+# Badges and install lines name the repository of the git remote, or, after a fork or a rename,
+# that of make badges REPO=owner/name; with REF=tag they name that tag
 badges:
 	@$(PYTHON) tools/set_badges.py "$(REPO)"$(if $(REF), "$(REF)")
 

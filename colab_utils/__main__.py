@@ -25,6 +25,7 @@ from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
 
 _JSON_START = b'{\n "command": '
+_SCRIPT = "colab-utils"
 _STEP = "training step, ms a batch of 4: emulated (100), or yours"
 
 
@@ -539,8 +540,11 @@ def _add_number(command: _Parser, option: str, meaning: str, **settings: Any) ->
 
 def _make_parser() -> argparse.ArgumentParser:
     """An option that is not given is left to the default of the command's function."""
+    # Help names the program as it was started: where the script is, `python` may be another one.
+    script = Path(sys.argv[0]).name
     parser = _Parser(
-        prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN."
+        prog=script if script == _SCRIPT else "python -m colab_utils",
+        description="Find and cure data-loading stalls of Mask R-CNN.",
     )
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import colab_utils
 from colab_utils.__main__ import main
 from colab_utils.comparison import compare as comparison
 from colab_utils.diagnosis import diagnose as layers
@@ -25,6 +26,7 @@ from colab_utils.shards.index import read_index
 from colab_utils.show.questions import collect_answers
 from colab_utils.training import train as loop
 from tests.tiny_model import TINY_MODEL
+from tools.workshop import build_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare")
@@ -373,6 +375,32 @@ def test_help_works_and_loads_nothing_heavy(arguments):
     assert {"torch", "numpy", "PIL", "matplotlib"} & loaded == set()
     if not arguments:
         assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_the_installed_script_is_the_same_command_line(tmp_path):
+    place = tmp_path / "installed"
+    offline = ["--no-deps", "--no-index", "--disable-pip-version-check", "--quiet"]
+    wheel = build_wheel(tmp_path)
+    install = [sys.executable, "-m", "pip", "install", *offline, "--target", str(place), str(wheel)]
+    subprocess.run(install, check=True, timeout=120)
+
+    def call(*arguments):
+        return subprocess.run(
+            [place / "bin" / "colab-utils", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(place)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    version = call("--version")
+    assert (version.returncode, version.stdout.strip()) == (0, colab_utils.__version__)
+    assert call("--help").stdout.startswith("usage: colab-utils ")
+    refused = call("verify", "--shards", "nope")
+    assert_one_error(refused.returncode, refused.stderr, contains="nope")
+    unknown = call("bake")
+    assert_one_error(unknown.returncode, unknown.stderr, contains="See colab-utils --help.")
 
 
 def test_version(run):

@@ -14,27 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 from colab_utils.files import write_file
 from colab_utils.show import render
-from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
+from colab_utils.show.charts import format_figure
+from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison, read_comparison
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
 if TYPE_CHECKING:
     from colab_utils.show.pictures import DescribedFigure
 
-__all__ = ["PageLink", "write_demo_index", "write_notebook_page"]
+__all__ = ["PageLink", "collapse_progress", "write_demo_index", "write_notebook_page"]
 
-_WIDGET = "application/vnd.jupyter.widget-view+json"
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 _CELLS = """
 body { max-width: 62rem; }
 .cell { margin: 1em 0; }
-.input_area { background: #f6f7f9; border-radius: 6px; padding: .1em 1em; overflow-x: auto;
+.input_area { background: var(--soft); border-radius: 6px; padding: .1em 1em; overflow-x: auto;
   font-size: 14px; }
 .output_area { overflow-x: auto; margin: .4em 0; }
 .output_area pre { padding: 0 1em; font-size: 14px; white-space: pre-wrap; margin: .3em 0; }
 .output_error pre { border-left: 4px solid #D55E00; }
-.output_stderr pre { color: #666; }
+.output_stderr pre, details { color: var(--quiet); }
+.output_area img { background: #fff; }
 .anchor-link { display: none; }
-details { color: #555; }
 details summary { cursor: pointer; font-size: 15px; }
 """
 
@@ -45,6 +46,9 @@ h1 { font-size: 1.7rem; margin: 0 0 .3em; }
 .first h2, .first p { margin: .3em 0; } .first li { line-height: 1.4; }
 .first h2 { font-size: 1.15rem; margin: .4em 0 .2em; }
 @media (max-width: 60rem) { .first { display: block; } }
+.phone { display: none; padding: 0; list-style: none; } .phone li { margin: .5em 0; }
+.phone span { display: block; height: 12px; min-width: 2px; background: #0072B2; }
+@media (max-width: 45rem) { .wide { display: none; } .phone { display: block; } }
 """
 
 
@@ -82,9 +86,15 @@ def write_notebook_page(notebook: Any, path: Path) -> Path:
         ),
         "",
     )
-    style = _CELLS + HtmlFormatter(style="default").get_style_defs(".highlight").replace(
-        "background: #f8f8f8", ""
+    light = HtmlFormatter(style="default").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    # The cell has the ground, in both colour schemes.
+    colours = re.sub(
+        r"background(-color)?: #(f8f8f8|0d1117);?",
+        "",
+        f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}",
     )
+    style = f"{_CELLS}{colours}"
     write_file(
         path,
         render("page", title=heading or path.stem, body="\n".join(parts), style=style).encode(),
@@ -139,18 +149,58 @@ def _show_comparison(
     """Return the first screen: the finding, its bars and first seconds, and beside them a good day
     and the notebooks.
     """
-
-    def show(figure: DescribedFigure, heading: str) -> str:
-        figure.set_size_inches(9, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
-        return show_chart(figure, heading)
-
     bars = plot_comparison(comparison)
     finding = bars.get_suptitle().replace("\n", " ")
-    parts = [f"<h1>{escape(finding)}</h1>", '<div class="first"><div>', show(bars, "")]
-    parts += [show(plot_cold_start(comparison), "h2"), "</div><div>"]
+    parts = [f"<h1>{escape(finding)}</h1>", '<div class="first"><div>']
+    parts.append(_show_chart(bars, "", _list_rates(comparison)))
+    cold = plot_cold_start(comparison)
+    parts += [_show_chart(cold, "h2", _list_cold_starts(comparison, cold)), "</div><div>"]
     if good_day:
-        parts += ["<h2>And on a good day</h2>", show(plot_comparison(good_day), "p")]
+        parts.append("<h2>And on a good day</h2>")
+        parts.append(_show_chart(plot_comparison(good_day), "p", _list_rates(good_day)))
     return [*parts, *notebooks, "</div></div>"]
+
+
+def _show_chart(figure: DescribedFigure, heading: str, bars: str) -> str:
+    """Return a chart under its title, and the same as bars of HTML, which fit on a phone."""
+    figure.set_size_inches(9, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
+    title = figure.get_suptitle().replace("\n", " ")
+    heading_html = f"<{heading}>{escape(title)}</{heading}>" if heading else ""
+    return f'{heading_html}<div class="wide">{show_chart(figure, "")}</div>{bars}'
+
+
+def _list_rates(comparison: Mapping[str, Any]) -> str:
+    content = read_comparison(comparison)
+    bars = []
+    for row in content["timed"].values():
+        rate = row["images_per_second"]
+        text = f"{format_figure(rate)} images/s, waits {row['wait_share']:.0%}"
+        bars.append((row["label"], rate, text))
+    return _draw_bars(bars)
+
+
+def _list_cold_starts(comparison: Mapping[str, Any], figure: DescribedFigure) -> str:
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    seconds = figure.axes[0].get_xlim()[1]
+    bars = []
+    for row in read_comparison(comparison)["timed"].values():
+        if row["label"] in labels:
+            count = sum(end_s <= seconds for _, end_s in row["timeline"])
+            unit = "batch" if count == 1 else "batches"
+            bars.append((row["label"], float(count), f"{count} {unit}"))
+    return _draw_bars(bars)
+
+
+def _draw_bars(bars: Sequence[tuple[str, float, str]]) -> str:
+    """Return bars of HTML: a name, a length and a text for each."""
+    longest = max((length for _, length, _ in bars), default=0.0) or 1.0
+    parts = ['<ul class="phone">']
+    for name, length, text in bars:
+        parts.append(
+            f"<li>{escape(name)}: <b>{escape(text)}</b>"
+            f'<span style="width: {100 * length / longest:.1f}%"></span></li>'
+        )
+    return "".join([*parts, "</ul>"])
 
 
 def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
@@ -158,9 +208,9 @@ def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
 
     # every cell would carry the state of all widgets, which do nothing offline
     metadata = {name: value for name, value in notebook.metadata.items() if name != "widgets"}
-    cell = _collapse_progress(cell)
+    cell = collapse_progress(cell)
     if "outputs" in cell:
-        cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
+        cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
     shown = v4.new_notebook(cells=[cell], metadata=metadata)
     body, _ = exporter.from_notebook_node(shown)
     # the badge is not for offline
@@ -176,7 +226,7 @@ def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
     return str(body)
 
 
-def _collapse_progress(cell: Any) -> Any:
+def collapse_progress(cell: Any) -> Any:
     """Return the cell as a terminal would leave it: of a progress bar that was redrawn, only the
     last line stays.
     """

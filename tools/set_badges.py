@@ -1,17 +1,19 @@
-"""Point the Colab badges and install lines of the notebooks and texts at another GitHub repository,
-and at one tag.
+"""Point the badges and install lines of the notebooks and texts at another GitHub repository, and
+at one tag. Until a repository is set, words stand where its badges would lead nowhere.
 
-Usage: python tools/set_badges.py OWNER/NAME [TAG]
+Usage: python tools/set_badges.py [OWNER/NAME [TAG]]; without a name, that of the git remote
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PLACEHOLDER = "OWNER/REPO"
 SLUG = r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}/[A-Za-z0-9._-]{1,100}"
 REF = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 END = r"(?=/blob/|@|\.git\b|[\s\"'`\\)])"
@@ -19,6 +21,18 @@ MARKS = re.compile(
     rf"(?:colab\.research\.google\.com/github/|git\+https://github\.com/)({SLUG}?){END}"
 )
 """The two places that name our repository: a badge, and an install line."""
+
+UPLOAD = "On Colab, *File > Upload notebook* opens the file that `make workshop` writes."
+BADGE = re.compile(
+    rf"^(?:\[!\[Open In Colab\].*|{re.escape(UPLOAD)})$",
+    re.MULTILINE,
+)
+"""The line below a notebook's title: badges, or words until there is a repository."""
+_ROW = re.compile(r"^(\| \[[^\]|]*\]\(notebooks/(\w+)\.ipynb\) \|.*\| )([^|]*)( \|)$", re.MULTILINE)
+_TITLE_LINE = re.compile(
+    rf'"((?:\[!\[Open In Colab\]|{re.escape(UPLOAD)})[^"\n]*?)((?:\\n)?")',
+)
+_REMOTE = re.compile(rf"github\.com[:/]({SLUG}?)(?:\.git)?/?")
 
 
 def list_files(root: Path) -> list[Path]:
@@ -37,6 +51,61 @@ def find_slugs(text: str) -> set[str]:
         {'me/fast'}
     """
     return set(MARKS.findall(text))
+
+
+def write_badges(name: str, slug: str, ref: str = "main") -> str:
+    """Return the badges that open a notebook on Colab and on Kaggle, or words where no repository
+    is set.
+
+    Args:
+        name: of the notebook's file, without ending.
+        slug: the repository, as ``owner/name``, or the placeholder.
+        ref: the branch or tag.
+    """
+    if slug == PLACEHOLDER:
+        return UPLOAD
+    path = f"{slug}/blob/{ref}/notebooks/{name}.ipynb"
+    colab = "https://colab.research.google.com/"
+    kaggle = "https://kaggle.com/"
+    return (
+        f"[![Open In Colab]({colab}assets/colab-badge.svg)]({colab}github/{path}) "
+        f"[![Open in Kaggle]({kaggle}static/images/open-in-kaggle.svg)]"
+        f"({kaggle}kernels/welcome?src=https://github.com/{path})"
+    )
+
+
+def read_slug(root: Path) -> str:
+    """Return the repository that the README's install line names, or the placeholder."""
+    slugs = find_slugs((root / "README.md").read_text(encoding="utf-8"))
+    return slugs.pop() if len(slugs) == 1 else PLACEHOLDER
+
+
+def read_remote(root: Path) -> str:
+    """Return the repository of the git remote ``origin``, as ``owner/name``.
+
+    Raises:
+        ValueError: there is no such remote, or it is not on GitHub.
+    """
+    command = ["git", "-C", str(root), "remote", "get-url", "origin"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        raise ValueError(
+            "There is no git. Name your repository: make badges REPO=owner/name"
+        ) from None
+    if done.returncode:
+        raise ValueError(
+            "This checkout has no git remote called origin. "
+            "Name your repository: make badges REPO=owner/name"
+        )
+    address = done.stdout.strip()
+    match = re.search(rf"{_REMOTE.pattern}$", address)
+    if match is None:
+        raise ValueError(
+            f"The git remote origin is {address}, which is not on GitHub. "
+            "Name a repository there: make badges REPO=owner/name"
+        )
+    return match[1]
 
 
 def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
@@ -65,6 +134,7 @@ def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
     for path, text in texts.items():
         new = link.sub(rf"\g<1>{slug}", text) if old else text
         new = _set_ref(new, slug, ref)
+        new = _set_rows(new, path.stem, slug, ref)
         if new != text:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
             temporary.write_text(new, encoding="utf-8")
@@ -87,14 +157,43 @@ def _set_ref(text: str, slug: str, ref: str) -> str:
     )
 
 
-if __name__ == "__main__":
+def _set_rows(text: str, name: str, slug: str, ref: str) -> str:
+    """Write the badges below the title of a notebook, and in the last column of the README's
+    table.
+    """
+
+    def choose_ref(old: str) -> str:
+        match = re.search(rf"/blob/({REF})/", old)
+        return ref or (match[1] if match else "main")
+
+    def write_row(row: re.Match[str]) -> str:
+        badges = write_badges(row[2], slug, choose_ref(row[3]))
+        if slug == PLACEHOLDER:
+            badges = f"[read it](notebooks/{row[2]}.ipynb), or upload it: `make workshop`"
+        return f"{row[1]}{badges}{row[4]}"
+
+    def write_line(line: re.Match[str]) -> str:
+        return f'"{write_badges(name, slug, choose_ref(line[1]))}{line[2]}'
+
+    return _TITLE_LINE.sub(write_line, _ROW.sub(write_row, text))
+
+
+def main(arguments: list[str]) -> int:
+    """Set the badges from a terminal; returns the exit status."""
+    slug = arguments[0] if arguments else ""
+    ref = arguments[1] if len(arguments) > 1 else ""
     try:
-        files = set_badges(ROOT, *(sys.argv[1:3] or [""]))
+        files = set_badges(ROOT, slug or read_remote(ROOT), ref)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     lines = [f"changed {path.relative_to(ROOT)}" for path in files]
     print("\n".join(lines) or "nothing to change")
-    tag = sys.argv[2] if len(sys.argv) > 2 else ""
-    if tag:
+    if ref:
         print("Now commit, and push the commit with its tag:")
-        print(f"git tag {tag}; git push origin HEAD {tag}")
+        print(f"git tag {ref}; git push origin HEAD {ref}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

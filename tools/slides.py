@@ -1,22 +1,44 @@
-"""Slides of an executed demo: each figure as a PNG file, and one PDF with a figure on each page."""
+"""Slides of an executed demo: each figure on a page of its own, as a PNG file and in one PDF. The
+animations stand on pages as three moments each, and move in ``animations.html``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import base64
 import io
+import itertools
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import write_file
+from colab_utils.show import render
+from tools.stills import draw_stills
 
-__all__ = ["Slide", "find_slides", "main", "write_slides"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Slide", "find_animations", "find_slides", "main", "write_slides"]
 
 _PAGE_INCHES = (13.333, 7.5)  # 16:9, as a projector has it
+_PNG_DPI = 120
+# A chart of receipts joins what was measured in different scenes.
+_LEFT_OUT = {"receipt"}
+# Height over width: what is taller is cut into pages, what is flatter has words below.
+_TALLEST = 1.1
+_FLATTEST = 0.36
+_PART = 0.85
+_LINES = 7
 
 
 @dataclass(frozen=True)
@@ -28,43 +50,106 @@ class Slide:
     title: str
     """The notebook's title and the section that the figure stands in."""
     png: bytes
+    words: tuple[str, ...] = ()
+    """What the figure says, a line each: its alternative text, or what its cell printed."""
 
 
-def find_slides(notebook: Path) -> list[Slide]:
-    """Return the figures of an executed notebook, in order.
+@dataclass(frozen=True)
+class _Output:
+    """What one cell shows, and where."""
 
-    Args:
-        notebook: an ``.ipynb`` file with outputs.
-    """
-    slides: list[Slide] = []
+    title: str
+    section: str
+    cell: Mapping[str, Any]
+    content: Mapping[str, Any]
+
+
+def _list_outputs(notebook: Path) -> Iterator[_Output]:
+    """Yield what the cells of a notebook show, in order."""
     title = ""
     section = ""
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
-        source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             for marks, heading in re.findall(
-                r"^(#{1,2}) +(.+?)(?: *[(][0-9]+ minutes?[)])?$", source, re.MULTILINE
+                r"^(#{1,2}) +(.+?)(?: *[(][0-9]+ minutes?[)])?$",
+                "".join(cell["source"]),
+                re.MULTILINE,
             ):
                 if marks == "#":
                     title = heading
                     section = ""
                 else:
                     section = heading
-        for output in cell.get("outputs", ()):
-            picture = output.get("data", {}).get("image/png")
-            if picture:
-                slug = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")[:48]
-                name = "-".join(
-                    part for part in (notebook.stem, f"{len(slides) + 1:02d}", slug) if part
-                )
-                heading = " · ".join(part for part in (title, section) if part)
-                slides.append(Slide(name, heading, base64.b64decode("".join(picture))))
+        if cell.get("id") not in _LEFT_OUT:
+            for output in cell.get("outputs", ()):
+                yield _Output(title, section, cell, output)
+
+
+def find_slides(notebook: Path) -> list[Slide]:
+    """Return the figures of an executed notebook, in order; of an animation, three moments.
+
+    Args:
+        notebook: an ``.ipynb`` file with outputs.
+    """
+    slides: list[Slide] = []
+    for output in _list_outputs(notebook):
+        data = output.content.get("data", {})
+        animation = _read_animation(data)
+        if "image/png" in data:
+            png = base64.b64decode("".join(data["image/png"]))
+            words = _find_words(output)
+        elif animation is not None:
+            png = draw_stills(*animation)
+            words = ()
+        else:
+            continue
+        slug = re.sub(r"[^a-z0-9]+", "-", output.section.lower()).strip("-")[:48]
+        parts = (notebook.stem, f"{len(slides) + 1:02d}", slug)
+        name = "-".join(part for part in parts if part)
+        heading = " · ".join(part for part in (output.title, output.section) if part)
+        slides.append(Slide(name, heading, png, words))
     return slides
+
+
+def find_animations(notebook: Path) -> list[tuple[str, str]]:
+    """Return the animations of an executed notebook: the section of each, and its HTML.
+
+    Args:
+        notebook: an ``.ipynb`` file with outputs.
+    """
+    animations = []
+    for output in _list_outputs(notebook):
+        data = output.content.get("data", {})
+        if _read_animation(data) is not None:
+            animations.append((output.section, "".join(data["text/html"])))
+    return animations
+
+
+def _read_animation(data: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """Return the spans of an animation, and its sentence; None where the output is none."""
+    html = "".join(data.get("text/html", ""))
+    match = re.search(r"class=\"colab-sim\" data-spans='([^']*)'", html)
+    if match is None:
+        return None
+    sentence = re.search(r"<p><b>(.*?)</b></p>", html, re.DOTALL)
+    return json.loads(match[1]), sentence[1] if sentence else ""
+
+
+def _find_words(output: _Output) -> tuple[str, ...]:
+    """Return the alternative text of a figure in lines, or what its cell printed."""
+    known = output.content.get("metadata", {}).get("image/png", {}).get("alt", "")
+    if known:
+        return tuple(part.strip() for part in re.split(r"; |(?<=[.]) ", known) if part.strip())
+    printed = []
+    for each in output.cell["outputs"]:
+        if each.get("name") == "stdout":
+            printed += "".join(each["text"]).splitlines()
+    return tuple(line.strip() for line in printed if line.strip())
 
 
 def write_slides(demo: Path, output: Path) -> list[Path]:
     """Write the figures of a demo as PNG files and as ``slides.pdf``; those of an earlier call are
-    replaced.
+    replaced. Its animations go into ``animations.html``, where they move without a network.
 
     Args:
         demo: the folder with the executed notebooks, as `make demo` leaves it.
@@ -76,9 +161,11 @@ def write_slides(demo: Path, output: Path) -> list[Path]:
     Raises:
         ColabUtilsError: there is no executed notebook with a figure.
     """
-    slides = [
-        slide for path in sorted(demo.glob("[0-9][0-9]_*.ipynb")) for slide in find_slides(path)
-    ]
+    notebooks = sorted(demo.glob("[0-9][0-9]_*.ipynb"))
+    slides = []
+    for path in notebooks:
+        for slide in find_slides(path):
+            slides += _split_tall(slide)
     if not slides:
         raise ColabUtilsError(
             f"expected executed notebooks with figures in {demo}, found none: run make demo first"
@@ -86,30 +173,101 @@ def write_slides(demo: Path, output: Path) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     for old in output.glob("[0-9][0-9]_*-[0-9][0-9]*.png"):
         old.unlink()
-    paths = [output / f"{slide.name}.png" for slide in slides]
-    for path, slide in zip(paths, slides, strict=True):
-        path.write_bytes(slide.png)
-    _write_pdf(slides, output / "slides.pdf")
-    return [*paths, output / "slides.pdf"]
+    paths = _write_pages(slides, output)
+    animations = [animation for path in notebooks for animation in find_animations(path)]
+    if animations:
+        parts = [f"<h2>{section}</h2>{html}" for section, html in animations]
+        page = render("page", title="The animations", body="\n".join(parts))
+        write_file(output / "animations.html", page.encode())
+    return paths
 
 
-def _write_pdf(slides: Sequence[Slide], path: Path) -> None:
+def _split_tall(slide: Slide) -> list[Slide]:
+    """Return a figure that is taller than a page as several, cut where it is emptiest."""
+    with Image.open(io.BytesIO(slide.png)) as picture:
+        whole = _flatten(picture)
+    width, height = whole.size
+    if height <= _TALLEST * width:
+        return [slide]
+    cuts = _find_cuts(whole)
+    count = len(cuts) - 1
+    parts = []
+    for number, (top, bottom) in enumerate(itertools.pairwise(cuts), start=1):
+        data = io.BytesIO()
+        whole.crop((0, top, width, bottom)).save(data, "png")
+        title = f"{slide.title} ({number} of {count})"
+        parts.append(
+            replace(slide, name=f"{slide.name}-{number}", title=title, png=data.getvalue())
+        )
+    return parts
+
+
+def _find_cuts(picture: Image.Image) -> list[int]:
+    """Return the rows at which a tall figure is cut: in its widest white bands, as late as a page
+    allows.
+    """
+    width, height = picture.size
+    has_ink = (np.asarray(picture.convert("L")) < 250).any(1)
+    edges = np.flatnonzero(np.diff(has_ink, prepend=True, append=True))
+    bands = []
+    for start, end in edges.reshape(-1, 2).tolist():
+        # The margins are no place to cut.
+        if start > 0 and end < height:
+            bands.append((end - start, (start + end) // 2))
+    widest = max((size for size, _ in bands), default=0)
+    candidates = [middle for size, middle in bands if 2 * size > widest]
+    cuts = [0]
+    for place, middle in enumerate(candidates):
+        following = [*candidates, height][place + 1]
+        if following - cuts[-1] > _PART * width:
+            cuts.append(middle)
+    return [*cuts, height]
+
+
+def _flatten(picture: Image.Image) -> Image.Image:
+    """Return a picture on white, where it is transparent."""
+    white = Image.new("RGBA", picture.size, "white")
+    white.alpha_composite(picture.convert("RGBA"))
+    return white.convert("RGB")
+
+
+def _write_pages(slides: Sequence[Slide], output: Path) -> list[Path]:
     from matplotlib.backends.backend_pdf import PdfPages
-    from matplotlib.figure import Figure
-    from PIL import Image
 
-    with PdfPages(path, metadata={"Title": "Data loading for Mask R-CNN: the figures"}) as pages:
+    pdf = output / "slides.pdf"
+    paths = []
+    with PdfPages(pdf, metadata={"Title": "Data loading for Mask R-CNN: the figures"}) as pages:
         for slide in slides:
-            page = Figure(figsize=_PAGE_INCHES, facecolor="white")
-            page.text(0.04, 0.94, slide.title, fontsize=24, va="center", parse_math=False)
-            axes = page.add_axes((0.04, 0.04, 0.92, 0.84))
-            axes.set_axis_off()
-            with Image.open(io.BytesIO(slide.png)) as picture:
-                white = Image.new("RGBA", picture.size, "white")
-                white.alpha_composite(picture.convert("RGBA"))
-                # its own pixels, not the page's
-                axes.imshow(white.convert("RGB"), interpolation="none")
+            page = _draw_page(slide)
             pages.savefig(page)
+            paths.append(output / f"{slide.name}.png")
+            page.savefig(paths[-1], dpi=_PNG_DPI)
+    return [*paths, pdf]
+
+
+def _draw_page(slide: Slide) -> Figure:
+    from matplotlib.figure import Figure
+
+    page = Figure(figsize=_PAGE_INCHES, facecolor="white")
+    page.text(0.04, 0.94, slide.title, fontsize=24, va="center", parse_math=False)
+    with Image.open(io.BytesIO(slide.png)) as opened:
+        picture = _flatten(opened)
+    share = 0.84
+    if picture.height < _FLATTEST * picture.width:
+        # The figure takes the width, and what it says in words the rest.
+        share = 0.92 * picture.height / picture.width * _PAGE_INCHES[0] / _PAGE_INCHES[1]
+        lines = []
+        for word in slide.words:
+            lines += textwrap.wrap(word, 88, subsequent_indent="   ")
+        room = 0.84 - share
+        for number, line in enumerate(lines[:_LINES]):
+            height = 0.85 - share - (number + 1) * room / (_LINES + 1)
+            page.text(0.05, height, line, fontsize=18, va="center", parse_math=False)
+    axes = page.add_axes((0.04, 0.88 - share, 0.92, share))
+    axes.set_axis_off()
+    # Its own pixels, not the page's.
+    axes.imshow(picture, interpolation="none")
+    return page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{len(pictures)} figures in {options.output}, a page for each in {pdf}")
+    print(f"{len(pictures)} slides in {options.output}, a page for each in {pdf}")
     return 0
 
 

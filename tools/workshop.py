@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
+from tools.set_badges import BADGE
 from tools.setup_cell import ROOT, read_setup_cell, write_notebook
 
 __all__ = ["build_wheel", "carry_wheel", "main", "write_workshop"]
 
-MOST_BYTES = 400_000
+MOST_BYTES = 450_000
 """What a notebook may weigh: mail and learning platforms take it, and Colab opens it at once."""
-_BADGE = re.compile(r"^\[!\[Open In Colab\].*$", re.MULTILINE)
 _SOURCE = re.compile(r"^SOURCE = .*$", re.MULTILINE)
 _PARTS = ("pyproject.toml", "README.md", "LICENSE", "requirements.txt")
 
@@ -134,7 +134,7 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
             title = notebook["cells"][0]
             setup = next(cell for cell in notebook["cells"] if cell["id"] == "setup")
             hint = "You have this notebook as a file. On Colab, *File > Upload notebook* opens it."
-            title["source"] = _BADGE.sub(hint, "".join(title["source"])).splitlines(keepends=True)
+            title["source"] = BADGE.sub(hint, "".join(title["source"])).splitlines(keepends=True)
             setup["source"] = carry_wheel(read_setup_cell(), wheel).splitlines(keepends=True)
             # Colab folds the cell, and Jupyter hides it
             setup["metadata"]["jupyter"] = {"source_hidden": True}

@@ -36,18 +36,20 @@ from colab_utils.show.table import make_table
 
 __all__ = ["main", "try_cause", "try_healthy"]
 
-TIMEOUT_S = 3.0  # for a batch that hangs
+# For a batch that hangs, and for one of a healthy loop, whose workers may have to import torch.
+TIMEOUT_S = 3.0
+PATIENCE_S = 60.0
 
 
 def watch_loop(
-    make_loop: Callable[[Path], Any], folder: Path, seconds: float
+    make_loop: Callable[[Path], Any], folder: Path, seconds: float, timeout_s: float = TIMEOUT_S
 ) -> tuple[list[Cause], str]:
     """Return the causes that a summary of the running loop names, and the truth by its clocks."""
     watched: list[WatchedLoader] = []
 
     def around(loader: Any) -> WatchedLoader:
         if not watched:
-            watched.append(WatchedLoader(loader, TIMEOUT_S, "raise"))
+            watched.append(WatchedLoader(loader, timeout_s, "raise"))
         return watched[0]
 
     truth = "the loop hung"
@@ -86,7 +88,7 @@ def try_cause(name: str, *, seconds: float) -> dict[str, Any]:
 def try_healthy(name: str, *, seconds: float) -> dict[str, Any]:
     """Run a healthy loop: any cause is a false alarm."""
     with TemporaryDirectory() as folder:
-        seen, truth = watch_loop(HEALTHY[name], Path(folder), seconds)
+        seen, truth = watch_loop(HEALTHY[name], Path(folder), seconds, PATIENCE_S)
     return {
         "planted": f"healthy: {name}",
         "truth": truth,
@@ -148,15 +150,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=12,
         help="of each loop, and of each diagnosis (%(default)s)",
     )
-    parser.add_argument("--names", nargs="+", help="only these (all of them)")
+    parser.add_argument("--names", nargs="+", help="only these, or healthy (all of them)")
     parser.add_argument("--load", type=int, default=0, help="other busy processes (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
+    names = options.names or [*CAUSES, *HEALTHY]
+    if names == ["healthy"]:
+        names = [*HEALTHY]
 
     def measure() -> None:
         torch.set_num_threads(1)
         with load_cores(options.load):
-            for name in options.names or [*CAUSES, *HEALTHY]:
+            for name in names:
                 row = (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)
                 print(row, file=sys.stderr, flush=True)
                 rows.append(row)

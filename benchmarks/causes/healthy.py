@@ -21,6 +21,7 @@ from benchmarks.causes.other_process import Asking
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
+from colab_utils.machine import count_cores
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 
@@ -155,6 +156,40 @@ def make_quick_process(folder: Path) -> Loop:
     return make_plain_loader(dataset), Step(2 * STEP_MS), None
 
 
+def make_many_workers(folder: Path) -> Loop:
+    """Four workers for each core, which have little to do."""
+    return make_plain_loader(Photos(folder), workers=4 * count_cores()), Step(2 * STEP_MS), None
+
+
+class Uneven(Photos):
+    """Every tenth sample takes twenty times as long as the others."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        sleep(0.02 if index % 10 == 0 else 0.001)
+        return super().__getitem__(index)
+
+
+def make_uneven_samples(folder: Path) -> Loop:
+    """Samples of 1 and of 20 ms."""
+    return make_plain_loader(Uneven(folder)), Step(2 * STEP_MS), None
+
+
+def make_spawned(folder: Path) -> Loop:
+    """Workers that are not forked: they import torch anew when they start."""
+    loader = make_plain_loader(Photos(folder), workers=1, multiprocessing_context="spawn")
+    return loader, Step(STEP_MS), None
+
+
+def collate_lists(samples: list[Any]) -> tuple[Any, ...]:
+    """Put samples side by side, as torchvision's references do."""
+    return tuple(zip(*samples, strict=True))
+
+
+def make_lists(folder: Path) -> Loop:
+    """Batches are tuples of single images, and of their labels."""
+    return make_plain_loader(Photos(folder), collate_fn=collate_lists), Step(STEP_MS), None
+
+
 HEALTHY: dict[str, Callable[[Path], Loop]] = {
     "in_memory": make_in_memory,
     "one_worker": make_one_worker,
@@ -172,5 +207,9 @@ HEALTHY: dict[str, Callable[[Path], Loop]] = {
     "quick_files": make_quick_files,
     "quick_threads": make_quick_threads,
     "quick_process": make_quick_process,
+    "many_workers": make_many_workers,
+    "uneven_samples": make_uneven_samples,
+    "spawned": make_spawned,
+    "lists": make_lists,
 }
 """The loops by name."""

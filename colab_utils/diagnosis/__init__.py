@@ -6,5 +6,5 @@ an earlier run. `watch` looks on at a run: `passes` follows the batches, and a b
 come becomes one of the `stalls`. `summary` says where the time went, and `causes` why: by `waits`
 for batches, what was seen in `looks`, and the table of `cures`. `processes` looks into the workers,
 by what `system_calls` reads of Linux, and `memory_growth` at the memory.
-`simulator` needs no data at all.
+`ranks` names the process that the others wait for. `simulator` needs no data at all.
 """

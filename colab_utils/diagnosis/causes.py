@@ -9,7 +9,14 @@ import numpy as np
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import OTHER_LOADER
 from colab_utils.diagnosis.stages import Stage
-from colab_utils.diagnosis.waits import Array, LoopFacts, explain_starts, explain_waits, find_rare
+from colab_utils.diagnosis.waits import (
+    Array,
+    LoopFacts,
+    explain_starts,
+    explain_waits,
+    find_rare,
+    weigh_evidence,
+)
 from colab_utils.machine import count_cores
 
 # A share of the loop, and seconds of all of it, below which a cause is not worth a cure.
@@ -17,10 +24,10 @@ _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
 # Of the cores are busy.
 _ALL_CORES = 0.85
+# Of the time of samples that crowd the cores.
+_ON_CORES = 0.75
 # Times, for a step beside a loader.
 _SLOWER = 1.3
-# Stages of loading that are causes of another name.
-_STAGES = {"sample": "work", "collate and hand-off": "hand-off"}
 
 
 def find_causes(
@@ -82,27 +89,32 @@ def refine_causes(
     """
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory")]
-    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     refined = []
-    works = False
     for cause in causes:
-        # A diagnosis copies batches there.
-        if cause.id in ("between", "periodic"):
-            continue
-        # Of a sample as a whole, the watch knows more.
-        is_known = cause.id in ("work", "collate") and largest is not None
-        if largest and is_known and (largest.name != "sample" or cause.id == "collate"):
-            works = True
-            id = _STAGES.get(largest.name, largest.name)
-            whole_ms = sum(stage.mean_ms for stage in stages)
-            part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
-            cause = make_cause(id, cause.share, f"{cause.why} {part}")
-        refined.append(cause)
+        if cause.id in ("work", "collate"):
+            cause = _name_stage(cause, stages)
+        # After its steps, a diagnosis copies batches.
+        if cause.id not in ("between", "periodic"):
+            refined.append(cause)
+    has_stage = not {stage.name for stage in stages}.isdisjoint(cause.id for cause in refined)
     if slower > _SLOWER:
         why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
         refined.append(make_cause("contention", (1 - 1 / slower) * step_share, why))
-    # loading that takes the cores from the step is cured by cheaper loading: it comes first
-    return sorted(refined, key=lambda cause: (works and cause.id == "contention", -cause.share))
+    # Loading that takes the cores from the step is cured by cheaper loading: it comes first.
+    return sorted(refined, key=lambda cause: (has_stage and cause.id == "contention", -cause.share))
+
+
+def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
+    """Return the cause by the stage that takes most of the time, of those that it may be."""
+    if cause.id == "collate":
+        stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
+    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
+    # Of a sample as a whole, the watch knows more.
+    if largest is None or largest.name == "sample":
+        return cause
+    whole_ms = sum(stage.mean_ms for stage in stages)
+    part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
+    return make_cause(largest.name, cause.share, f"{cause.why} {part}")
 
 
 def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -126,10 +138,15 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
 def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
     """More workers than cores, which wait for one another, at the start of a pass most of all."""
     cores = count_cores()
-    times = facts.times
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
-    waits_for_cores = times.queued_s >= max(times.cpu_s, times.blocked_s)
-    if facts.workers <= cores or not (is_busy or waits_for_cores):
+    evidence = weigh_evidence(facts.times, facts.looks)
+    whole_s = sum(evidence.values())
+    waits_for_cores = evidence.get("queue", 0.0) >= whole_s / 2
+    # Workers that mostly wait for something else do not crowd the cores.
+    on_cores_s = sum(evidence.get(name, 0.0) for name in ("work", "collate", "queue"))
+    if facts.workers <= cores or on_cores_s < _ON_CORES * whole_s:
+        return None
+    if not (is_busy or waits_for_cores):
         return None
     why = f"{facts.workers} workers share {cores} cores, and wait for one another."
     return make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)

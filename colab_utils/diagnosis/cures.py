@@ -32,8 +32,6 @@ CURES = {
     "restarts": "Make the loader once, with persistent_workers=True.",
     "starts": "Workers stay already, and have nothing ready when a pass begins: make passes "
     "longer, or use make_loader, whose workers go on to the next pass.",
-    "first_samples": "Leave these samples as they are: each worker opens or fills something once. "
-    "Do less there, or keep the workers for longer.",
     "too_many_workers": "Use fewer workers: num_workers={cores}. Make a sample cheaper: more "
     "workers only take turns.",
     "slow_sample": "Look at sample {sample}: make it smaller, store it on the local disk, or leave "

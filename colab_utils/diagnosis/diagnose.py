@@ -36,6 +36,10 @@ _SAMPLED = 16
 _VERIFIED = 64
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
 
+# Of what a step takes longer beside its loader, the share that its threads wait for a core, from
+# which on the lack of cores is the cause.
+_QUEUED_SHARE = 0.4
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -52,8 +56,7 @@ class Diagnosis:
     stall_share: float
     """Wait / (wait + step), 0 to 1."""
     stages: tuple[Stage, ...]
-    """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*; *collate
-    and hand-off* is what the others leave of a `Loader`'s time, where it is waited for."""
+    """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*."""
     fixes: tuple[Fix, ...]
     """What would help, forecast by trials: the best first, and of equally good ones that which
     costs you least; empty where the loader is fine."""
@@ -208,8 +211,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         cached = time_batches(
             [*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds
         )
-        slower = fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9)
-        slower = max(1.0, slower)
+        slower = _find_slowdown(now, cached, [*kept])
         ceiling = slower * now.images / sum(now.step_s)
     found = time_stages(loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds)
     kept.clear()
@@ -233,8 +235,6 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
                 ceiling if step is not None else inf,
             )
         )
-    if waits and loading and isinstance(loader, Loader):
-        loading.append(_estimate_handoff(now, loading, loader.workers))
     causes = refine_causes(
         watched.summary().causes,
         [] if found.unseen else loading,
@@ -260,6 +260,27 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         now.error,
         causes=tuple(causes),
     )
+
+
+def _find_slowdown(now: BatchTimes, cached: BatchTimes, numbers: Sequence[int]) -> float:
+    """Return how many times as long the step takes beside the loader, for want of a core; 1 where
+    its threads did not wait for one.
+
+    A step is slower beside its loader for other reasons, too: a GPU prepares itself for each new
+    size of image, so that the first batches of a run take twice as long. No loader cures that.
+
+    Args:
+        now: Of the loop.
+        cached: Of the same batches again, without the loader.
+        numbers: Which batches of the loop these were.
+    """
+    beside_s = fmean(now.step_s[number] for number in numbers)
+    slower = beside_s / max(fmean(cached.step_s), 1e-9)
+    if slower <= 1:
+        return 1.0
+    longer_s = sum(now.step_s) * (1 - 1 / slower)
+    queued_s = now.step_queued_s - cached.step_queued_s * len(now.step_s) / len(cached.step_s)
+    return slower if queued_s >= _QUEUED_SHARE * longer_s else 1.0
 
 
 def _name_step(step: Any) -> str:
@@ -324,15 +345,6 @@ def describe_verdict(
         basis = "measured" if best.measured_images_per_second else "forecast"
         verdict += f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({basis})."
     return verdict
-
-
-def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) -> Stage:
-    """What is left of a worker's time for one image: collate, the way between processes, and
-    waiting for a core.
-    """
-    wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages)
-    cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages)
-    return Stage.from_calls("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 
 def _describe_confidence(now: BatchTimes) -> str:

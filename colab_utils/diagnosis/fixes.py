@@ -287,14 +287,14 @@ def _make_fix(id: str, more: str = "") -> Fix:
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """The best first; those within 5 % are one group, in the order of what they cost you."""
-    rest = sorted(fixes, key=lambda fix: -fix.images_per_second)
-    ranked: list[Fix] = []
-    while rest:
-        group = [fix for fix in rest if fix.images_per_second >= _SAME * rest[0].images_per_second]
-        ranked += sorted(group, key=lambda fix: [*FIXES].index(fix.id))
-        rest = rest[len(group) :]
-    return ranked
+    """The best first; of those within 5 % of it, the one that costs you least."""
+    least = _SAME * max((fix.images_per_second for fix in fixes), default=0.0)
+    costs = [*FIXES]
+
+    def order(fix: Fix) -> tuple[float, int]:
+        return -min(fix.images_per_second, least), costs.index(fix.id)
+
+    return sorted(fixes, key=order)
 
 
 def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:

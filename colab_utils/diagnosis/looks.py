@@ -12,6 +12,8 @@ _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:
 # What a process is in that waits for what its workers send, and that takes it in.
 _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
 _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
+# What calls a dataset and collate_fn, where torch's loader has no workers.
+_FETCH = "/torch/utils/data/_utils/fetch.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
@@ -35,12 +37,25 @@ class Looks:
         self._monitor = monitor
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
+        self._busy_count = 0
 
     def take(self, phase: str, thread: threading.Thread) -> None:
         """Look at the thread that runs the loop, in this phase of it, and at the workers."""
         place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
-        self.waits.update(self._monitor.list_waits())
+        pids = self._monitor.list_samples()
+        if phase == "wait":
+            is_idle = all(self._monitor.inspect_worker(pid).idle for pid in pids)
+            self._busy_count += not is_idle
+        # Workers that were not forked import their modules when they start: that is no sample.
+        if pids or not phase.endswith("start"):
+            self.waits.update(self._monitor.list_waits())
+
+    @property
+    def has_busy_workers(self) -> bool:
+        """Whether a worker was at work in most of the looks at a wait."""
+        count = self._places.get("wait", Counter()).total()
+        return count >= _LEAST_LOOKS and 2 * self._busy_count > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return where the loop was in half of the looks at a phase, and these looks in words; ""
@@ -65,7 +80,7 @@ class Looks:
             takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
             takes_in |= any(name in stack for name in _TAKES_IN)
             return HANDOFF if takes_in else WORKERS
-        if activity.sample is not None:
+        if activity.sample is not None or _FETCH in stack:
             return SAMPLE
         line = activity.stack[0] if activity.stack else ""
         folder, _, file = line.rpartition("/")

@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 
 from colab_utils.diagnosis.system_calls import measure_memory_part
 from colab_utils.machine import find_free_memory
@@ -17,7 +15,7 @@ from colab_utils.processes import list_processes
 # Seconds between two readings; or this part of the time so far, if that is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
-# Between two readings of shared memory lies at least so many times what one takes.
+# Between two readings lies at least so many times what one takes.
 _PAUSE_TIMES = 25
 _LEAST_READINGS = 5
 # A slope counts if it is so many standard errors over 0.
@@ -34,7 +32,9 @@ class Reading(NamedTuple):
 
     batches: int
     own_bytes: Mapping[int, int]
-    """Bytes of each process, by its pid, that it does not share by way of a file or /dev/shm."""
+    """Bytes of each process, by its pid, that it does not share by way of a file or /dev/shm. Of
+    pages that a worker has in common with others it has a part: one that it writes to, or looks at
+    as a Python object, is copied, and counts more."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,16 @@ class Growth:
     """The batch at which memory is full if it goes on to grow."""
     by_process: Mapping[str, float]
     """MB a batch of each process that grows."""
-    copied: bool = False
-    """Whether workers copy what they shared with the process that forked them."""
 
     @property
     def cure(self) -> str:
         """What to do about it."""
-        if self.copied:
-            return (
-                "Keep numpy arrays in place of lists of Python objects in the dataset: each worker "
-                "copies the objects that it only reads."
-            )
         if list(self.by_process) == [_OWN_NAME]:
             return "Keep no losses with their graphs (.item()), and no batches."
-        return "Keep no samples in the dataset: look at what it or its libraries store."
+        return (
+            "Keep no samples in the dataset, and numpy arrays in place of lists of Python objects: "
+            "each worker copies the objects that it only reads."
+        )
 
     def __str__(self) -> str:
         who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
@@ -81,8 +77,6 @@ class MemoryLog:
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
-        self._shared_readings: list[Reading] = []
-        self._shared_due_s = 0.0
         self._began_s = perf_counter()
         self._due_s = self._began_s
 
@@ -91,24 +85,10 @@ class MemoryLog:
         now_s = perf_counter()
         if now_s < self._due_s:
             return
-        pause_s = max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
-        self._due_s = now_s + pause_s
+        cpu_began_s = thread_time()
         self.readings.append(Reading(batches, _measure_own()))
-        if now_s >= self._shared_due_s:
-            cpu_began_s = thread_time()
-            self._shared_readings.append(Reading(batches, _measure_parts()))
-            self._shared_due_s = now_s + _PAUSE_TIMES * (thread_time() - cpu_began_s)
-
-    def find_growth(self) -> Growth | None:
-        """Return by how much memory grows, by what processes have of their own; else by what
-        workers copy of what they shared.
-        """
-        growth = find_growth(self.readings)
-        if growth is None:
-            growth = find_growth(self._shared_readings)
-            if growth is not None:
-                growth = replace(growth, copied=True)
-        return growth
+        least_s = _PAUSE_TIMES * (thread_time() - cpu_began_s)
+        self._due_s = now_s + max(_PAUSE_S, least_s, (now_s - self._began_s) * _PAUSE_SHARE)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
@@ -154,17 +134,9 @@ def _find_slope(batches: np.ndarray, own: np.ndarray) -> float:
 
 
 def _measure_own() -> dict[int, int]:
-    """Return the memory of this process and of each one below it, less what it shares."""
-    own_bytes = {}
-    # A process may have ended.
-    with suppress(psutil.Error):
-        for process in list_processes():
-            memory = process.memory_info()
-            own_bytes[process.pid] = memory.rss - memory.shared
+    """Return the memory of this process, less what it shares, and the part of each one below it."""
+    own, *others = list_processes()
+    memory = own.memory_info()
+    own_bytes = {process.pid: measure_memory_part(process.pid) for process in others}
+    own_bytes[own.pid] = memory.rss - memory.shared
     return own_bytes
-
-
-def _measure_parts() -> dict[int, int]:
-    """Return the memory of each process below this one, its part of what it shares included."""
-    pids = [process.pid for process in list_processes()[1:]]
-    return {pid: measure_memory_part(pid) for pid in pids}

@@ -30,9 +30,6 @@ _TICK_S = 0.1
 _BUSY_S = 0.025
 # Seconds of a wait after which the samples that are being loaded are noted.
 _LATE_S = 0.1
-# Seconds between two explanations of one wait: at least, and at most.
-_LEAST_AGAIN_S = 1.0
-_MOST_AGAIN_S = 30.0
 # This signal interrupts a system call that the main thread waits in. By default it is ignored: a
 # late one does no harm. Windows has none.
 INTERRUPT = getattr(signal, "SIGURG", 0)
@@ -62,8 +59,10 @@ class Pass:
         self._asked_s: float | None = None
         # the beginning of a wait that is to end, and why
         self._given_up: tuple[float, Stall] | None = None
+        # seconds of this wait after which it is explained next, and the verdicts so far
+        self._due_s = 0.0
+        self._verdicts = set[str]()
         self._can_interrupt = False
-        self._outer_handler: Any = None
 
     def run(self) -> Iterator[Any]:
         """Yield the batches."""
@@ -91,19 +90,16 @@ class Pass:
         Raises:
             ColabUtilsError: why it does not come, where a worker ended or the wait was given up.
         """
-        batch = None
         try:
             batch = self._wait(asked_s)
         except _StallInterrupt:
-            if self._find_reason(asked_s) is None:
-                # it is for a watch around this one
-                raise
+            # An interrupt is no part of the error, which is raised outside of this handler.
+            batch = None
         except Exception as error:
             stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
             if stall is None:
                 raise
             raise ColabUtilsError(str(stall)) from error
-        # An interrupt is no part of the error: this is outside of its handler.
         stall = self._find_reason(asked_s)
         if stall is not None:
             raise ColabUtilsError(str(stall))
@@ -111,14 +107,12 @@ class Pass:
 
     def _wait(self, asked_s: float) -> Any:
         """Return the next batch, or `_END`; meanwhile the workers that it forks are seen."""
-        # one watch may be inside of another
-        outer_monitor = getattr(waiting, "monitor", None)
         waiting.monitor = self._monitor
         self._thread = threading.current_thread()
         is_main = self._thread is threading.main_thread()
         self._can_interrupt = self._raises and is_main and INTERRUPT > 0
         if self._can_interrupt:
-            self._outer_handler = signal.signal(INTERRUPT, self._interrupt)
+            outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._asked_s = asked_s
         try:
             if self._batches is not None:
@@ -129,16 +123,14 @@ class Pass:
                 return next(self._batches, _END)
         finally:
             self._asked_s = None
-            waiting.monitor = outer_monitor
+            waiting.monitor = None
             if self._can_interrupt:
-                signal.signal(INTERRUPT, self._outer_handler)
+                signal.signal(INTERRUPT, outer_handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        """End the wait, unless the signal comes after the batch, or for somebody else."""
+        """End the wait, unless the signal comes after the batch."""
         if self._asked_s is not None and self._find_reason(self._asked_s) is not None:
             raise _StallInterrupt
-        if callable(self._outer_handler):
-            self._outer_handler(number, frame)
 
     def _find_reason(self, asked_s: float) -> Stall | None:
         """Return why the wait that began then is to end; None where it is not."""
@@ -150,6 +142,11 @@ class Pass:
     def _explain_end(self, error: Exception, asked_s: float) -> Stall | None:
         """Return which worker ended, and how, where that is why the loader failed."""
         dead = self._find_dead(error)
+        if dead is None and isinstance(error, EOFError | ConnectionError):
+            # A worker closes its pipes before it has ended. torch may raise an error when it has.
+            with suppress(RuntimeError):
+                sleep(_TICK_S)
+            dead = self._find_dead(error)
         if dead is None:
             return None
         job, ending = dead
@@ -162,46 +159,37 @@ class Pass:
     def _watch(self) -> None:
         """Look at each wait again and again, until the pass is over."""
         asked_s: float | None = None
-        due_s = 0.0
-        verdicts: set[str] = set()
         while not self._over.wait(min(_PAUSE_S, self._timeout_s / 10)):
             if self._asked_s != asked_s:
                 asked_s = self._asked_s
-                due_s = self._timeout_s
-                verdicts = set()
+                self._due_s = self._timeout_s
+                self._verdicts = set()
             # What is looked at may go away meanwhile. Then it is looked at again.
             with suppress(Exception):
-                self._record.memory.look(self._record.clock.count)
-            with suppress(Exception):
+                if asked_s is not None:
+                    self._look(asked_s)
                 self._record.looks.take(self._record.phase, self._thread)
-            if asked_s is not None:
-                with suppress(Exception):
-                    due_s = self._look(asked_s, due_s, verdicts)
+                self._record.memory.look(self._record.clock.count)
 
-    def _look(self, asked_s: float, due_s: float, verdicts: set[str]) -> float:
-        """Look at a wait; return when it is to be explained next, in seconds since its
-        beginning.
-        """
+    def _look(self, asked_s: float) -> None:
+        """Look at a wait, and explain it each time that it has lasted for ``timeout_s`` more."""
         waited_s = perf_counter() - asked_s
         if waited_s <= _LATE_S:
-            return due_s
+            return
         blamed = self._find_blamed()
         self._record.note_samples(blamed.indices)
-        # explaining takes a while itself
-        if waited_s <= due_s - min(_LOOK_S, due_s / 2):
-            return due_s
-        stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
-        if self._asked_s == asked_s:
-            self._act(asked_s, stall, verdicts)
-        waited_s = perf_counter() - asked_s
-        late_s = waited_s - self._timeout_s
-        return waited_s + min(max(late_s, _LEAST_AGAIN_S), _MOST_AGAIN_S)
+        # Explaining takes a while itself.
+        if waited_s > self._due_s - min(_LOOK_S, self._due_s / 2):
+            self._due_s += self._timeout_s
+            stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
+            if self._asked_s == asked_s:
+                self._act(asked_s, stall)
 
-    def _act(self, asked_s: float, stall: Stall, verdicts: set[str]) -> None:
+    def _act(self, asked_s: float, stall: Stall) -> None:
         """Report a stall whose verdict is new, and end the wait if that is asked for."""
-        is_new = stall.verdict not in verdicts and self._find_reason(asked_s) is None
+        is_new = stall.verdict not in self._verdicts and self._find_reason(asked_s) is None
         if is_new:
-            verdicts.add(stall.verdict)
+            self._verdicts.add(stall.verdict)
             self._record.stalls.append(stall)
         if self._raises and self._find_reason(asked_s) is None:
             self._given_up = (asked_s, stall)

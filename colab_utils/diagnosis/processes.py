@@ -10,7 +10,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from time import monotonic_ns, process_time
@@ -28,8 +28,6 @@ from colab_utils.processes import list_processes
 # Workers that are remembered, and threads of each that can be at a sample.
 _ROWS = 128
 _THREADS = 16
-# Bits of the longest time in ns: 39 hours.
-_BITS = 48
 _HERE = os.path.dirname(__file__)
 # Methods of a dataset that give a sample.
 _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
@@ -40,13 +38,11 @@ _ROW = np.dtype(
     [
         ("pid", np.int64),
         ("at", _AT, _THREADS),
-        # the first five fields of SampleTimes
-        ("sums", np.float64, 5),
-        # for samples whose time in ns has so many bits: how many there were, their seconds, and
-        # how many samples their worker had loaded before each, in sum
-        ("spread", np.float64, (_BITS, 3)),
-        # seconds and index of the slowest sample
-        ("slowest", np.float64, 2),
+        # the first four fields of SampleTimes
+        ("sums", np.float64, 4),
+        # the slowest sample: its index, how often it was loaded, and the seconds of these, in sum;
+        # and seconds of the slowest time
+        ("slowest", np.float64, 4),
         # CPU seconds of earlier processes with this row, and of this process
         ("cpu", np.float64, 2),
     ]
@@ -88,56 +84,30 @@ class SampleTimes(NamedTuple):
     """Seconds that all samples took, in sum."""
     cpu_s: float = 0.0
     """CPU seconds in that time."""
-    queued_s: float = 0.0
-    """Seconds in that time that samples waited for a CPU core."""
     bytes_read: float = 0
     """Bytes that all samples read, in sum; 0 where Linux does not say."""
-    slowest: tuple[float, int] = (0.0, -1)
-    """Seconds and index of the slowest sample."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
-    spread: Sequence[tuple[float, float, float]] = ()
-    """How many samples took 2**(n - 1) to 2**n ns, their seconds in sum, and how many samples
-    their worker had loaded before each, in sum; by n."""
-    worst: Sequence[int] = ()
-    """The slowest sample of each worker that met one nearly as slow as the slowest of all."""
+    slowest: tuple[int, float, float] = (-1, 0, 0.0)
+    """The sample that took most of the time in sum, of the slowest of each worker: its index, how
+    often it was loaded, and their seconds. The first sample of a process is none of them: it may
+    open what all others need."""
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that samples neither ran nor waited for a core."""
-        return max(0.0, self.wall_s - self.cpu_s - self.queued_s)
+        """Seconds that samples did not run."""
+        return max(0.0, self.wall_s - self.cpu_s)
 
 
-class _ThreadCounts(threading.local):
-    """What Linux counts of this process, and of the calling thread in ``/proc``; 0 where it does
-    not. psutil has none of it.
+class _ThreadIo(threading.local):
+    """What Linux counts of the bytes that a thread reads. The file stays open: opening it for each
+    sample would take longer than to read it.
     """
 
     def __init__(self) -> None:
-        self._schedule = self._open("schedstat")
-        self._io = self._open("io")
-
-    def read(self) -> NDArray[np.float64]:
-        """Return seconds of CPU time, of all threads, and of waiting for a core, and bytes that
-        were read, so far.
-        """
-        queued_s = self._read_second_word(self._schedule) / 1e9
-        bytes_read = self._read_second_word(self._io)
-        return np.array([process_time(), queued_s, bytes_read])
-
-    @staticmethod
-    def _open(name: str) -> int | None:
-        """Return a file that stays open: opening it for each sample would take longer than to read
-        it.
-        """
-        try:
-            return os.open(f"/proc/thread-self/{name}", os.O_RDONLY)
-        except OSError:
-            return None
-
-    @staticmethod
-    def _read_second_word(file: int | None) -> int:
-        return 0 if file is None else int(os.pread(file, 64, 0).split()[1])
+        self.file: int | None = None
+        with suppress(OSError):
+            self.file = os.open("/proc/thread-self/io", os.O_RDONLY)
 
 
 class _SampleNotes:
@@ -148,8 +118,8 @@ class _SampleNotes:
     def __init__(self, row: Any) -> None:
         self._row = row
         self._threads = row["at"]
-        self._counts = _ThreadCounts()
-        self._loaded = 0
+        self._has_loaded = False
+        self._io = _ThreadIo()
 
     def begin(self) -> None:
         """Take the row over from a worker that ended."""
@@ -164,7 +134,7 @@ class _SampleNotes:
         place = task % _THREADS
         outer = self._threads[place].item()
         began_ns = monotonic_ns()
-        counts = self._counts.read()
+        counts = self._count()
         self._threads[place] = (sample, began_ns, task)
         try:
             yield
@@ -173,20 +143,28 @@ class _SampleNotes:
             self._threads[place] = outer
             # A method may call another one of them. The outer one counts.
             if outer[0] < 0:
-                self._add_to_totals(sample, count, wall_ns, self._counts.read() - counts)
+                self._add_to_totals(sample, count, wall_ns / 1e9, self._count() - counts)
+
+    def _count(self) -> NDArray[np.float64]:
+        """Return CPU seconds of this process, and bytes that this thread read, so far."""
+        bytes_read = 0
+        if self._io.file is not None:
+            bytes_read = int(os.pread(self._io.file, 64, 0).split()[1])
+        return np.array([process_time(), bytes_read])
 
     def _add_to_totals(
-        self, sample: int, count: int, wall_ns: int, used: NDArray[np.float64]
+        self, sample: int, count: int, wall_s: float, used: NDArray[np.float64]
     ) -> None:
-        """Add ``count`` samples; ``used`` is what `_ThreadCounts` counted meanwhile."""
-        wall_s = wall_ns / 1e9
+        """Add ``count`` samples; ``used`` is what `_count` counted meanwhile."""
         self._row["sums"] += (count, wall_s, *used)
         self._row["cpu"][1] = process_time()
-        if wall_s / count > self._row["slowest"][0]:
-            self._row["slowest"] = (wall_s / count, sample)
-        bits = min((wall_ns // count).bit_length(), _BITS - 1)
-        self._row["spread"][bits] += (count, wall_s, count * self._loaded)
-        self._loaded += count
+        if self._has_loaded and count == 1:
+            index, _, _, slowest_s = self._row["slowest"]
+            if index == sample:
+                self._row["slowest"] += (0, 1, wall_s, 0)
+            elif wall_s > slowest_s:
+                self._row["slowest"] = (sample, 1, wall_s, wall_s)
+        self._has_loaded = True
 
 
 # Its `monitor` sees the workers that this thread forks, while it waits for a watched loader.
@@ -243,17 +221,18 @@ class WorkerMonitor:
 
     def read_times(self) -> SampleTimes:
         """Return how long samples took so far."""
-        slowest = self._rows["slowest"].tolist()
-        slowest_s, index = max(slowest)
+        totals = dict[int, tuple[float, float]]()
+        for index, count, seconds, _ in self._rows["slowest"].tolist():
+            earlier_count, earlier_s = totals.get(int(index), (0.0, 0.0))
+            totals[int(index)] = (earlier_count + count, earlier_s + seconds)
+        slowest = max(totals, key=lambda index: totals[index][1])
         worker_cpu_s = float(self._rows["cpu"].sum())
         times = SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
         return times._replace(
             # Samples that threads load at the same time have each counted the whole process.
             cpu_s=min(times.cpu_s, worker_cpu_s),
-            slowest=(slowest_s, int(index)),
             worker_cpu_s=worker_cpu_s,
-            spread=self._rows["spread"].sum(axis=0).tolist(),
-            worst=[int(worst) for seconds, worst in slowest if 0 < slowest_s <= 2 * seconds],
+            slowest=(slowest, *totals[slowest]),
         )
 
     def list_waits(self) -> list[str]:

@@ -74,10 +74,7 @@ def time_calls(
     cpu_began_s = thread_time()
     for argument in arguments:
         call_began_s = perf_counter()
-        try:
-            call(argument)
-        except StopIteration:  # of a stream that is over
-            break
+        call(argument)
         ended_s = perf_counter()
         wall_ms.append((ended_s - call_began_s) * 1000 / images)
         if ended_s - began_s > max_s:
@@ -111,24 +108,19 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     stages: dict[str, Stage] = {}
     indices: list[int] = []
     unseen = ""
-    streams = isinstance(dataset, IterableDataset)
-    if streams:
-        has_samples = isinstance(loader, DataLoader)
-    elif isinstance(dataset, CocoFolder | ShardDataset):
+    if isinstance(dataset, CocoFolder | ShardDataset):
         has_samples = True
     else:
         is_sampled = getattr(loader, "batch_sampler", None) is not None
-        has_samples = is_sampled and hasattr(dataset, "__len__")
+        is_stream = isinstance(dataset, IterableDataset)
+        has_samples = is_sampled and hasattr(dataset, "__len__") and not is_stream
     if has_samples:
-        if not streams:
-            order = np.random.default_rng(0).permutation(len(dataset))
-            indices = order[:_IMAGES].tolist()
-        # an item of a stream may be a batch
-        count = 1 if streams and loader.batch_size is not None else images
+        order = np.random.default_rng(0).permutation(len(dataset))
+        indices = order[:_IMAGES].tolist()
         in_worker = partial(
             _time_in_worker,
             indices,
-            images=count,
+            images=images,
             dense=not isinstance(loader, Loader),
             collate=getattr(loader, "collate_fn", None),
             seconds=seconds,
@@ -137,7 +129,7 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
             dataset,
             collate_fn=in_worker,
             num_workers=1,
-            batch_sampler=None if streams else [indices[-1:]],
+            batch_sampler=[indices[-1:]],
             timeout=_TIMEOUT_S + 3 * seconds,
             worker_init_fn=getattr(loader, "worker_init_fn", None),
             multiprocessing_context=getattr(loader, "multiprocessing_context", None),
@@ -167,10 +159,6 @@ def _time_in_worker(
     this.
     """
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
-    if isinstance(dataset, IterableDataset):
-        stream = repeat(iter(dataset))
-        sample = time_calls("sample", next, stream, max_s=seconds / 2, images=images)
-        return {"sample": sample}
     if isinstance(dataset, CocoFolder | ShardDataset):
         stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
     else:

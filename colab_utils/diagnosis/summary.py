@@ -6,21 +6,22 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from colab_utils.diagnosis.causes import find_causes
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import Looks
-from colab_utils.diagnosis.memory_growth import Growth, MemoryLog
+from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
+from colab_utils.diagnosis.ranks import compare_ranks, find_rank
 from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
 from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
@@ -99,6 +100,8 @@ class Summary:
     unseen: tuple[str, ...]
     rank: int | None
     """Of this process, where several train together."""
+    slower_rank: str = ""
+    """Which rank the others wait for, in words; only the last rank of a pass knows it."""
 
     @property
     def wait_share(self) -> float:
@@ -125,6 +128,8 @@ class Summary:
             f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
         )
         lines.append(f"{starts}; {self.batches:,} batches, {self.images_per_second:,.1f} images/s")
+        if self.slower_rank:
+            lines.append(self.slower_rank)
         return "\n".join([*lines, *map(str, self.causes), *self.unseen])
 
     def save(self, path: str | Path) -> None:
@@ -155,7 +160,10 @@ class LoopRecord:
         stalls: every `Stall`.
     """
 
+    _numbers = count()
+
     def __init__(self, loader: Any) -> None:
+        self._number = next(self._numbers)
         self.clock = LoopClock()
         self.monitor = WorkerMonitor(getattr(loader, "dataset", None))
         self.memory = MemoryLog()
@@ -216,7 +224,7 @@ class LoopRecord:
         if not len(parts_s):
             return None
         self.times = self.monitor.read_times()
-        self.growth = self.memory.find_growth()
+        self.growth = find_growth(self.memory.readings)
         every = count_batches_per_step(parts_s)
         parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
@@ -231,7 +239,7 @@ class LoopRecord:
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
         later_s = parts_s.sum(axis=1) - np.where(is_first, waits, 0.0)
-        return Summary(
+        summary = Summary(
             _describe(causes, parts, start_s / whole_s),
             tuple(causes),
             parts,
@@ -249,8 +257,12 @@ class LoopRecord:
             ),
             self.growth,
             self._list_unseen(every),
-            _find_rank(),
+            find_rank(),
         )
+        if summary.rank is None:
+            return summary
+        slower_rank = compare_ranks(self._number, summary.wait_share)
+        return replace(summary, slower_rank=slower_rank)
 
     def _list_unseen(self, every: float) -> tuple[str, ...]:
         """Return what could not be seen of the loop, in sentences; ``every`` so many batches the
@@ -343,12 +355,6 @@ def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
     ended_s = np.cumsum(parts_s.sum(axis=1)) - between
     spans_s = np.stack([ended_s - steps, ended_s], axis=1)
     return tuple((began, ended) for began, ended in spans_s.tolist() if began < _SHOWN_S)
-
-
-def _find_rank() -> int | None:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return None
 
 
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> str:

@@ -1,5 +1,7 @@
 """The clocks: what batches of a loader and their steps cost, in wall time and in CPU time."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.processes import list_processes, quiet_fork
 
 _ROUNDS = 3  # of a batch from each worker
+_THREADS = "/proc/self/task"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class BatchTimes:
     step_cpu_s: float
     """CPU seconds of this process in steps: of all threads, as a GPU's backward pass is launched by
     another one.
+    """
+    step_queued_s: float = 0.0
+    """Seconds in steps in which a thread of this process could have run and had no core: of the
+    thread that waited longest.
     """
 
     @property
@@ -120,7 +127,7 @@ def time_batches(
     waits: list[float] = []
     steps: list[float] = []
     images = 0
-    step_cpu_s = 0.0
+    costs = _StepCosts()
     lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     cpu_began_s = measure_tree_cpu()
@@ -131,12 +138,12 @@ def time_batches(
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
             got_s = perf_counter()
-            got_cpu_s = process_time()
+            costs.begin()
             if step is not None:
                 _run_step(step, batch, seen)
             ended_s = perf_counter()
             if seen > untimed:
-                step_cpu_s += process_time() - got_cpu_s
+                costs.end()
                 waits.append(got_s - asked_s)
                 steps.append(ended_s - got_s)
                 images += count_images(batch)
@@ -160,7 +167,55 @@ def time_batches(
             f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: "
             "pass a loader that can be iterated again, or warmup=0"
         )
-    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), cpu_s, step_cpu_s)
+    return BatchTimes(
+        tuple(waits),
+        tuple(steps),
+        max(images, 1),
+        cpu_s,
+        costs.cpu_s,
+        max(costs.queued_s.values(), default=0.0),
+    )
+
+
+class _StepCosts:
+    """What steps cost this process beside their time.
+
+    Attributes:
+        cpu_s: CPU seconds of all threads.
+        queued_s: Seconds in which each thread could have run and had no core.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self.queued_s: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Read the clocks before a step."""
+        self._cpu_began_s = process_time()
+        self._queues_began_s = measure_queues()
+
+    def end(self) -> None:
+        """Add what the step cost."""
+        self.cpu_s += process_time() - self._cpu_began_s
+        self.queued_s.update(measure_queues() - self._queues_began_s)
+
+
+def measure_queues() -> Counter[str]:
+    """Return how long each thread of this process could have run and had no core, in seconds.
+
+    Linux counts it in ``/proc/self/task/ID/schedstat``; elsewhere nothing is counted.
+    """
+    queued_s: Counter[str] = Counter()
+    # A system without this folder counts nothing.
+    with suppress(OSError):
+        for thread in os.listdir(_THREADS):
+            # A thread may end meanwhile, and not every kernel counts.
+            with (
+                suppress(OSError, ValueError, IndexError),
+                open(f"{_THREADS}/{thread}/schedstat") as file,
+            ):
+                queued_s[thread] = int(file.read().split()[1]) / 1e9
+    return queued_s
 
 
 def _run_step(step: Callable[..., Any], batch: Any, number: int) -> None:

@@ -20,9 +20,11 @@ Array = NDArray[Any]
 _RARE = 0.25
 # Of what a part of the loop takes, by rare batches.
 _HOLDS = 0.6
-# A slow sample takes so many times as long as the mean of the others, and seconds.
-_TIMES_SLOWER = 8
+# Seconds from which a batch or a sample may be called slow.
 _LEAST_SLOW_S = 0.05
+# A slow sample takes so many times as long as the mean of the others, and this share of all.
+_TIMES_SLOWER = 8
+_SLOW_SHARE = 0.4
 # A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`).
 _SENDS_MB_PER_S = 20
 # Bytes of a sample that reads a file: noting a sample reads a hundred.
@@ -33,8 +35,8 @@ _LEAST_LOOKS = 5
 _WORTH_A_WORD = 0.1
 # Of the cores are busy with a loop that waits for one: other programs have them.
 _LITTLE = 0.5
-# Of the time that workers would wait for a lock if they did nothing but take turns.
-_IN_TURN = 0.6
+# Of the time of samples. Two workers that only take turns wait for half of it.
+_IN_TURN = 0.3
 # Workers that were at work for less than this part of the waits were idle.
 _IDLE = 0.5
 # What takes the time of samples, by the names of `find_wait`: the cause, and its words.
@@ -62,8 +64,6 @@ class LoopFacts(Protocol):
     """CPU seconds of this process and its children in all passes."""
     times: SampleTimes
     looks: Looks
-    seen: dict[int, tuple[int, ...]]
-    """The samples that were loaded while a batch was waited for, by its number."""
     stalls: list[Any]
     growth: Growth | None
 
@@ -96,37 +96,36 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """
     share = float(waits.sum()) / loop_s
     times = facts.times
-    if not (facts.workers or times.samples):
-        slow = _explain_rare_batches(waits, share, facts)
-        why = "This process loads the samples itself, between its steps."
-        return slow or make_cause("work", share, why, cure="alone")
     place, looks = facts.looks.find_place("wait")
-    if place not in ("", WORKERS, HANDOFF):
+    if place not in ("", WORKERS, HANDOFF, SAMPLE):
         why = f"Before it takes a batch, this process is at {place} ({looks})."
         return make_cause("main_process", share, why)
+    if not (facts.workers or times.samples):
+        why = "This process loads the samples itself, between its steps."
+        return make_cause("work", share, why, cure="alone")
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    if is_idle and times.samples:
+    # On a busy machine, workers that get little of a core are no idle ones.
+    if is_idle and times.samples and not facts.looks.has_busy_workers:
         why = "Workers are idle while a batch is waited for: what it waits for was not seen."
         return make_cause("wait", share, why, cure="idle")
-    return _explain_slow_samples(waits, share, times) or _explain_samples(share, loop_s, facts)
+    return _explain_slow_sample(waits, share, times) or _explain_samples(share, loop_s, facts)
 
 
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     """Name what takes most of the time of samples, by the evidence for each."""
     times = facts.times
-    evidence = _weigh_evidence(times, facts.looks)
+    evidence = weigh_evidence(times, facts.looks)
     # Where a worker waits for a core, others may wait for what it holds.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
     if evidence.get("queue", 0.0) > sum(rest.values()):
         largest = "queue"
-    # Workers that only take turns wait for all others: two of them for half of the time.
-    in_turn = 1 - 1 / max(1, facts.workers)
-    if evidence.get("lock", 0.0) > _IN_TURN * in_turn * sum(evidence.values()) > 0:
+    takes_turns = evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values())
+    if takes_turns and largest in ("work", "queue"):
         largest = "lock"
     id, _ = _EVIDENCE[largest]
     cure = id
@@ -147,31 +146,34 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     return make_cause(id, share, why, cure=cure)
 
 
-def _weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
+def weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
     """Return seconds of samples by what takes them, a key of `_EVIDENCE`; where no samples were
     seen, looks.
     """
-    seen = dict(looks.waits)
-    at_work = seen.pop("", 0)
-    count = sum(seen.values())
+    count = looks.waits.total()
+    is_seen = count >= _LEAST_LOOKS
+    wall_s = times.wall_s
+    cpu_s = times.cpu_s
     if not times.samples:
-        if at_work + count < _LEAST_LOOKS:
+        if not is_seen:
             return {"unseen": 1.0}
-        return {"work": at_work, **seen}
-    outside_s = max(0.0, times.worker_cpu_s - times.cpu_s)
-    evidence = {"work": times.cpu_s, "queue": times.queued_s, "collate": outside_s}
-    left_s = times.blocked_s
-    if at_work + count < _LEAST_LOOKS:
+        wall_s = float(count)
+        cpu_s = float(looks.waits[""])
+    evidence = {"work": cpu_s, "collate": max(0.0, times.worker_cpu_s - times.cpu_s)}
+    left_s = max(0.0, wall_s - cpu_s)
+    if not is_seen:
         return {**evidence, "unseen": left_s}
-    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples
-    for name, number in seen.items():
+    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples > 0
+    for name, number in looks.waits.items():
+        if not name:
+            continue
         # A stand-in for a slow disk sleeps.
         name = "read" if name == "sleep" and reads_files else name
-        seconds = min(left_s, times.wall_s * number / (at_work + count))
+        seconds = min(left_s, wall_s * number / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds
     # In the other looks a thread of the worker could run, and had no core.
-    evidence["queue"] += left_s
+    evidence["queue"] = left_s
     return evidence
 
 
@@ -192,60 +194,16 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     return f"{start}: {', '.join(parts)}."
 
 
-def _explain_rare_batches(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
-    """Name the sample of the slowest batch, where this process loads them and few are slow."""
-    rare = [number for number in find_rare(waits).tolist() if facts.seen.get(number)]
-    if not rare:
+def _explain_slow_sample(waits: Array, share: float, times: SampleTimes) -> Cause | None:
+    """Name the sample that was slow again and again, where it holds much of the time of all."""
+    index, count, slow_s = times.slowest
+    if count < 2:
         return None
-    worst = max(rare, key=lambda number: waits[number])
-    index = facts.seen[worst][0]
-    why = (
-        f"Sample {index} takes {waits[worst]:.2g} s: {len(rare)} of {len(waits)} batches are so "
-        "slow."
-    )
-    return make_cause("slow_sample", share, why, sample=index)
-
-
-def _explain_slow_samples(waits: Array, share: float, times: SampleTimes) -> Cause | None:
-    """Name the slowest sample, where a few hold much of the time of all; or say that they are the
-    first ones of their workers.
-    """
-    count, slow_s, rank = _count_slow(times, float(waits.sum()))
-    if not count:
+    each_s = slow_s / count
+    usual_s = (times.wall_s - slow_s) / max(times.samples - count, 1)
+    is_slow = each_s > max(_TIMES_SLOWER * usual_s, _LEAST_SLOW_S)
+    if not is_slow or slow_s < _SLOW_SHARE * max(times.wall_s, float(waits.sum())):
         return None
-    seconds, index = times.slowest
-    evidence = (
-        f"({count:,.0f} of {times.samples:,.0f}) hold {slow_s / times.wall_s:.0%} of the time of "
-        "all samples"
-    )
-    is_same = len(times.worst) > 1 and len(set(times.worst)) == 1
-    usual_rank = sum(row[2] for row in times.spread) / times.samples
-    if count > 1 and rank < usual_rank / 2 and not is_same:
-        why = (
-            f"Slow samples {evidence}. They are no samples of their own kind, but early ones: a "
-            f"worker had loaded {rank:.0f} before, and {usual_rank:.0f} before the others."
-        )
-        return make_cause("first_samples", share, why)
-    why = f"Sample {index} takes {seconds:.2g} s: loads as slow {evidence}."
+    part = slow_s / times.wall_s
+    why = f"Sample {index} took {each_s:.2g} s {count:.0f} times: {part:.0%} of all samples' time."
     return make_cause("slow_sample", share, why, sample=index)
-
-
-def _count_slow(times: SampleTimes, waits_s: float) -> tuple[float, float, float]:
-    """Return how many samples are slow, their seconds, and how many their workers had loaded before
-    each; 0 where these are not few, or do not hold much of the time.
-    """
-    slow = (0.0, 0.0, 0.0)
-    count = 0.0
-    slow_s = 0.0
-    ranks = 0.0
-    for bits in reversed(range(len(times.spread))):
-        count += times.spread[bits][0]
-        slow_s += times.spread[bits][1]
-        ranks += times.spread[bits][2]
-        least_s = 2**bits * 0.5e-9
-        rest_s = (times.wall_s - slow_s) / max(times.samples - count, 1)
-        is_rare = 0 < count <= _RARE * times.samples
-        is_slow = least_s > max(_TIMES_SLOWER * rest_s, _LEAST_SLOW_S)
-        if is_rare and is_slow and slow_s > (1 - _HOLDS) * max(times.wall_s, waits_s):
-            slow = (count, slow_s, ranks / count)
-    return slow

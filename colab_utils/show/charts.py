@@ -20,6 +20,8 @@ INK = "#1a1a1a"
 _RED = PALETTE[3]
 # Fewer streams that reach so much of the best rate are enough.
 _NEAR_MOST = 0.9
+# A bar of so much of the axis is thinner than white edges on both its sides.
+_THIN = 0.004
 # A chart has room for so many classes.
 _CLASSES = 20
 
@@ -91,6 +93,8 @@ def plot_first_seconds(
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
         bars = axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour)
         bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
+        if any(length_s < _THIN * shown_s for _, length_s in lengths):
+            bars.set(edgecolor=colour)
     axis.set_xlim(0, shown_s)
     return figure
 

@@ -1,6 +1,6 @@
 """What a learner guessed, beside what was measured."""
 
-import math
+from math import isfinite
 
 from colab_utils.show.charts import format_figure
 
@@ -11,9 +11,6 @@ _CLOSE = 1.25
 def read_guess(guess: object) -> float | None:
     """Return the number in a form's field, and None where there is none.
 
-    Args:
-        guess: a number, or a text such as "50" or "50 %".
-
     Example:
         >>> read_guess("50 %"), read_guess("many"), read_guess("")
         (50.0, None, None)
@@ -22,7 +19,7 @@ def read_guess(guess: object) -> float | None:
         number = float(str(guess).replace("%", ""))
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    return number if isfinite(number) else None
 
 
 def compare_guess(guess: object, measured: float, unit: str = "") -> str:
@@ -31,26 +28,25 @@ def compare_guess(guess: object, measured: float, unit: str = "") -> str:
     A field that is empty, or holds no number, is named: it is no wrong guess.
 
     Args:
-        guess: as in `read_guess`.
+        guess: what a form's field holds: a number, or a text such as "50" or "50 %".
         measured: the number that was asked for.
-        unit: stands after both numbers.
+        unit: stands after it.
 
     Example:
         >>> compare_guess("50", 96, "%")
-        'You guessed 50 %, it was 96 %: more than you thought.'
+        'You guessed 50, it was 96 %: more than you thought.'
         >>> compare_guess("half", 96, "%")
         "'half' is no number. Type digits, such as 50. It was 96 %."
     """
-    number = read_guess(guess)
     truth = f"{format_figure(measured)} {unit}".rstrip()
-    if guess is None or str(guess).strip() == "":
+    if guess in (None, ""):
         return f"You made no guess. It was {truth}."
+    number = read_guess(guess)
     if number is None:
         return f"{str(guess)!r} is no number. Type digits, such as 50. It was {truth}."
-    yours = f"{format_figure(number)} {unit}".rstrip()
     verdict = "more than you thought"
-    if number > measured:
-        verdict = "less than you thought"
     if measured / _CLOSE <= number <= measured * _CLOSE:
         verdict = "close"
-    return f"You guessed {yours}, it was {truth}: {verdict}."
+    elif number > measured:
+        verdict = "less than you thought"
+    return f"You guessed {format_figure(number)}, it was {truth}: {verdict}."

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -43,18 +43,16 @@ class DescribedFigure(Figure):
         words: what is drawn, a line for each bar, row or curve, with its numbers.
     """
 
-    def __init__(self, *sizes: Any, **settings: Any) -> None:
-        super().__init__(*sizes, **settings)
-        self.words: list[str] = []
+    words: list[str]
 
     @property
     def alternative_text(self) -> str:
         """Return the title and the words; where there are none, the headings of the panels."""
         title = self.get_suptitle().replace("\n", " ")
         words = self.words or [axis.get_title("left") for axis in self.axes]
-        return f"{title}. {'; '.join(words)}".rstrip(". ")
+        return ". ".join([title, *words]).rstrip(". ")
 
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    def _repr_mimebundle_(self, **_: Any) -> tuple[Any, Any]:
         """Return no picture, which matplotlib gives a notebook, but the words for it."""
         return {}, {"image/png": {"alt": self.alternative_text}}
 
@@ -214,7 +212,7 @@ def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
     """
     title = textwrap.fill(title, int(width * 5.8))
     size = (width, height + 0.35 * title.count("\n"))
-    figure = plt.figure(
+    figure: Any = plt.figure(
         figsize=size,
         layout="constrained",
         facecolor="white",
@@ -224,7 +222,8 @@ def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
     figure.suptitle(
         title, x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a", parse_math=False
     )
-    return cast(DescribedFigure, figure)
+    figure.words = []
+    return figure
 
 
 def embed_figure(figure: DescribedFigure) -> Markup:

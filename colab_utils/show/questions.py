@@ -103,7 +103,7 @@ def describe_answers(answers: Mapping[str, Any]) -> str:
     Example:
         >>> answers = collect_answers({"waits_percent": "50"}, {"waits_percent": 96.0})
         >>> print(describe_answers(answers).splitlines()[1])
-            You guessed 50 %, it was 96 %: more than you thought.
+            You guessed 50, it was 96 %: more than you thought.
     """
     lines = []
     for answer in answers.values():

@@ -34,10 +34,8 @@ def detect(
 
     Returns:
         For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D],
-            ``scores`` float32 [D],
-        and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than a Mask R-CNN bool [D, H,
-        W].
-
+            ``scores`` float32 [D], and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than
+            a Mask R-CNN bool [D, H, W].
     """
     precision = choose_precision(device)
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import causes
 from benchmarks.causes import CAUSES, get_cause
+from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import Step, Truth, run_loop
 from colab_utils.diagnosis.cures import CURES
 from colab_utils.diagnosis.watch import watch
@@ -83,6 +84,10 @@ def test_the_step_trains():
     assert any(not torch.equal(*pair) for pair in zip(before, step.model.parameters(), strict=True))
     again = Step()
     assert all(torch.equal(*pair) for pair in zip(before, again.model.parameters(), strict=True))
+
+
+def test_twenty_healthy_loops_are_there():
+    assert len(HEALTHY) >= 20
 
 
 def test_the_hang_never_ends(tmp_path):

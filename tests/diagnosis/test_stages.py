@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from colab_utils import CocoFolder, ShardDataset
 from colab_utils.diagnosis import stages as module
@@ -196,41 +196,6 @@ def test_a_transform_is_not_called_where_later_workers_would_inherit_it():
     )
     assert "transform" in times.stages
     assert dataset.transforms.threads == 0
-
-
-class _Slow(IterableDataset):
-    """Samples that wait for their data; a stream that ends soon."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        for number in range(self.count):
-            time.sleep(0.02)
-            yield torch.full((3, 8, 8), number), number
-
-
-@pytest.mark.parametrize(
-    ("count", "batch_size", "expected_ms"), [(500, 4, 20), (6, 4, 20), (500, None, 5)]
-)
-def test_the_samples_of_a_stream_are_timed_in_a_worker(count, batch_size, expected_ms):
-    loader = DataLoader(_Slow(count), batch_size=batch_size, num_workers=1)
-    found = time_stages(loader, torch.zeros(4, 3, 8, 8), images=4, seconds=1)
-    assert found.unseen == ""
-    stage = found.stages["sample"]
-    assert stage.median_ms >= expected_ms
-    assert stage.cpu_ms < stage.mean_ms / 2
-
-
-def test_a_stream_that_fails_a_second_time_is_told():
-    class Once(_Slow):
-        def __iter__(self):
-            raise OSError("the stream is used up")
-
-    found = time_stages(
-        DataLoader(Once(3), batch_size=2, num_workers=1), torch.zeros(2), images=2, seconds=0.5
-    )
-    assert "the stream is used up" in found.unseen
 
 
 def _burn(seconds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import sys
 import time
 import weakref
@@ -192,13 +193,34 @@ def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
         gc.enable()
 
 
-def test_of_several_processes_each_says_its_rank(monkeypatch):
-    watched = watch([torch.zeros(2, 3)])
-    list(watched)
-    assert watched.summary().rank is None
-    monkeypatch.setattr(module.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(module.distributed, "get_rank", lambda: 3)
-    assert str(watched.summary()).startswith("Rank 3: ")
+def _train_as_rank(rank, folder):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    watched = watch(DataLoader(_Items(8, wait_s=0.1 * rank), batch_size=2))
+    for _ in watched:
+        torch.distributed.barrier()
+    torch.distributed.barrier()
+    summary = watched.summary()
+    (folder / f"{rank}.json").write_text(json.dumps([str(summary), summary.slower_rank]))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_of_several_processes_each_says_its_rank_and_the_slow_one_is_named(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_train_as_rank, args=(rank, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
+        assert process.exitcode == 0
+    for rank in range(2):
+        text, slower = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert text.startswith(f"Rank {rank}: ")
+        assert slower in text
+        assert slower.startswith("The other ranks wait for rank 1: it waits ")
 
 
 def test_micro_batches_without_a_step_have_the_parts_of_those_with_one(capsys):

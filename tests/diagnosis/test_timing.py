@@ -2,8 +2,10 @@
 
 import collections
 import itertools
+import multiprocessing
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from colab_utils.diagnosis.timing import time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
+from colab_utils.machine import count_cores
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -43,6 +46,26 @@ class _Samples(Dataset):
         time.sleep(self.sleep_s)
         _burn(self.burn_s)
         return torch.zeros(3, 4, 4), index
+
+
+def test_a_step_without_a_core_has_waited_for_one():
+    """Six busy processes on few cores: the step's thread waits in line."""
+    context = multiprocessing.get_context("fork")
+    crowd = 3 * count_cores()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        rivals = [context.Process(target=_burn, args=(60,), daemon=True) for _ in range(crowd)]
+        for rival in rivals:
+            rival.start()
+    try:
+        times = time_batches([("image", "target")], EmulatedStep(20), batches=10)
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.join()
+    # It burns 0.9 of a core: what it took beyond that was spent in line.
+    longer_s = sum(times.step_s) - times.step_cpu_s
+    assert times.step_queued_s == pytest.approx(longer_s, rel=0.3)
 
 
 class TestTimeBatches:

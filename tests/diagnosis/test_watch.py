@@ -204,28 +204,6 @@ def test_raise_is_no_ctrl_c(tmp_path):
     assert not pressed
 
 
-def test_an_interrupt_that_is_not_ours_goes_to_its_own_handler():
-    """Of two watches, one around the other, the outer one ends the waiting; a program's own handler
-    is called.
-    """
-    pressed = []
-    before = signal.signal(passes.INTERRUPT, lambda *_: pressed.append(1))
-
-    def interrupt_and_wait():
-        signal.raise_signal(passes.INTERRUPT)
-        yield time.sleep(30)
-
-    inner = watch(interrupt_and_wait(), timeout_s=30, on_stall="raise")
-    outer = watch(inner, timeout_s=TIMEOUT_S, on_stall="raise")
-    try:
-        with pytest.raises(ColabUtilsError, match="this process waits in clock_nanosleep"):
-            list(outer)
-    finally:
-        signal.signal(passes.INTERRUPT, before)
-    assert pressed == [1]
-    assert (len(outer.stalls), inner.stalls) == (1, [])
-
-
 def test_raise_is_no_part_of_what_the_loader_catches():
     def wait():
         with suppress(Exception):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.density import count_nodes, find_packed_lines
+from tools.set_badges import UPLOAD
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = [
@@ -23,7 +24,7 @@ NAMES = [
 ]
 # 01 measures each term of the law in a cell of its own, and 02 each kind of work.
 MOST_CELLS = {
-    "01_detect_bottleneck": 112,
+    "01_detect_bottleneck": 114,
     "02_preprocess_to_shards": 76,
     # Each of twelve pieces of advice has a text and one or two cells.
     "05_compare_timings": 92,
@@ -120,29 +121,30 @@ def test_one_heading_of_the_first_level_in_the_first_cell(sources):
     assert len(re.findall(r"^# ", sources[0][1], re.M)) == 1
 
 
-def test_the_badge_opens_this_very_notebook(name, sources):
+def test_the_title_has_a_badge_for_this_very_notebook_or_says_how_to_upload_it(name, sources):
     match = BADGE.search(sources[0][1])
-    assert match
-    assert match[3] == f"notebooks/{name}.ipynb"
+    assert match or UPLOAD in sources[0][1]
+    if match:
+        assert match[3] == f"notebooks/{name}.ipynb"
 
 
 def test_the_badge_opens_what_is_installed(sources):
     text = "\n".join(source for _, source, _ in sources)
-    [badge] = BADGE.finditer(text)
     [install] = INSTALL.finditer(text)
-    assert badge[1] == install[1]
-    # An install line without a tag takes the branch that a badge names by default.
-    assert badge[2] == (install[2] or "main")
+    for badge in BADGE.finditer(text):
+        assert badge[1] == install[1]
+        # An install line without a tag takes the branch that a badge names by default.
+        assert badge[2] == (install[2] or "main")
 
 
 def test_all_badges_and_installs_name_one_repository_and_one_tag():
     texts = [(FOLDER / f"{name}.ipynb").read_text(encoding="utf-8") for name in NAMES]
     badges = [match for text in texts for match in BADGE.finditer(text)]
     installs = [match for text in texts for match in INSTALL.finditer(text)]
-    assert len(badges) == len(NAMES)
+    assert len(badges) in {0, len(NAMES)}
     assert len(installs) == len(NAMES)
     assert len({match[1] for match in badges + installs}) == 1
-    assert len({match[2] for match in badges}) == 1
+    assert len({match[2] for match in badges}) <= 1
 
 
 def test_the_order_of_the_parts(sources):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -87,13 +88,49 @@ def test_01_measures_the_plain_loop_by_hand(results):
     assert found["verdict"]
 
 
+def test_01_measures_each_term_of_the_law(results):
+    found = results["01"]
+    assert found["read_s"] >= 0.059  # Drive's 59 ms a file, at least
+    assert found["work_s"] > 0
+    assert found["photo_work_s"] > 0
+    assert set(found["files_per_second"]) == {"8", "24", "48", "128", "256"}
+    assert found["files_per_second"]["48"] > found["files_per_second"]["8"]
+    assert {"plain loop", "8 workers", "48 threads"} <= set(found["images_per_second"])
+
+
+def test_01_answers_its_five_questions_by_measurements(results):
+    questions = results["01"]["questions"]
+    assert len(questions) == 5
+    for question in questions.values():
+        assert question["question"].endswith("?")
+        assert question["guess"] == ""  # nobody was at the keyboard
+        assert question["measured"] > 0
+    assert questions["waits_percent"]["measured"] == 100 * results["01"]["wait_share"]
+
+
 def test_02_packs_and_loses_nothing_on_the_way_to_shards(results):
     found = results["02"]
     assert (found["images"], found["skipped"], found["bad"]) == (26, 0, 0)
     assert found["tar_s"] < found["files_s"]
+    assert found["readers_s"] < found["files_s"]
     assert found["shards"] >= 2
-    assert found["same_samples"] == 4
+    # The largest of the four samples is a photo.
+    assert found["shrunk_samples"] >= 1
+    assert found["same_samples"] + found["shrunk_samples"] == 4
+    assert found["other_samples"] == 0
     assert found["storage"] == "shrink"  # of 26 images, 2 are photos of 12 megapixels
+
+
+def test_figures_of_01_and_02_have_their_numbers_as_alternative_text(demo):
+    import nbformat
+
+    for run in demo.notebooks[:2]:
+        for cell in nbformat.read(run.notebook, as_version=4).cells:
+            for output in cell.get("outputs", ()):
+                if "image/png" in output.get("data", {}):
+                    text = output.metadata["image/png"]["alt"]
+                    assert re.search("[0-9]", text)
+                    assert escape(text) in run.page.read_text(encoding="utf-8")
 
 
 def test_03_copies_once_and_reads_faster(results):

@@ -136,6 +136,14 @@ def test_a_failed_install_is_one_sentence(run_cell, tmp_path):
     assert "run this cell again" in printed
 
 
+def test_kaggle_without_internet_is_told_where_to_switch_it_on(run_cell, tmp_path, monkeypatch):
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    status, printed = run_cell(set_source(tmp_path / "no-such-0.1-py3-none-any.whl"))
+    assert status == 1
+    assert printed.count("\n") == 0, printed
+    assert "Settings > Turn on internet" in printed
+
+
 @pytest.mark.parametrize("name", ["pycocotools", "torch"])
 def test_a_missing_package_is_one_sentence(run_cell, wheel, name):
     status, printed = run_cell(carry_wheel(read_setup_cell(), wheel), missing=[name])

@@ -6,11 +6,14 @@ import base64
 import io
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
-from tools.slides import find_slides, main, write_slides
+from colab_utils.show.live import animate_simulation
+from tools.slides import find_animations, find_slides, main, write_slides
 
 
 def draw_png(colour):
@@ -68,12 +71,19 @@ def test_figures_are_named_by_notebook_and_section(demo):
     ]
 
 
-def test_slides_are_pictures_and_one_pdf(demo, tmp_path):
+def count_pages(pdf):
+    return pdf.read_bytes().count(b"/Type /Page\n") + pdf.read_bytes().count(b"/Type /Page ")
+
+
+def test_slides_are_pictures_of_a_page_and_one_pdf(demo, tmp_path):
     output = tmp_path / "slides"
     *pictures, pdf = write_slides(demo, output)
-    assert [path.read_bytes() for path in pictures] == [CLEAR, RED, RED]
+    assert len(pictures) == 3
+    for path in pictures:
+        with Image.open(path) as picture:
+            assert picture.width / picture.height == pytest.approx(16 / 9, abs=0.01)
     assert pdf.read_bytes().startswith(b"%PDF")
-    assert pdf.read_bytes().count(b"/Type /Page\n") + pdf.read_bytes().count(b"/Type /Page ") == 3
+    assert count_pages(pdf) == 3
     (output / "mine.png").touch()
     (demo / "02_b.ipynb").unlink()
     write_slides(demo, output)
@@ -83,6 +93,76 @@ def test_slides_are_pictures_and_one_pdf(demo, tmp_path):
         "mine.png",
         "slides.pdf",
     ]
+
+
+def write_notebook(path, *outputs, cell_id="figure", metadata=None):
+    """A notebook with one cell that shows these outputs."""
+    import nbformat
+    import nbformat.v4 as v4
+
+    made = [v4.new_output("display_data", data=data, metadata=metadata or {}) for data in outputs]
+    cell = v4.new_code_cell("show()", outputs=made, id=cell_id)
+    nbformat.write(v4.new_notebook(cells=[v4.new_markdown_cell("# 1. A"), cell]), path)
+    return path
+
+
+def test_an_animation_is_a_slide_of_three_moments_and_moves_in_a_page(tmp_path):
+    run = simulate(workers=7, load_s=2.0, step_s=0.1)
+    html = animate_simulation(run).data
+    notebook = write_notebook(tmp_path / "01_a.ipynb", {"text/html": html})
+    [slide] = find_slides(notebook)
+    with Image.open(io.BytesIO(slide.png)) as picture:
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
+    assert (230, 159, 0) in colours  # the steps
+    assert find_animations(notebook) == [("", html)]
+    write_slides(tmp_path, tmp_path / "slides")
+    page = (tmp_path / "slides" / "animations.html").read_text(encoding="utf-8")
+    assert html in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_tall_figure_is_cut_between_its_rows(tmp_path):
+    tall = Image.new("RGB", (200, 900), "white")
+    rows = (10, 240, 470, 700)
+    for top in rows:
+        tall.paste("red", (0, top, 200, top + 150))
+    data = io.BytesIO()
+    tall.save(data, "png")
+    picture = {"image/png": base64.b64encode(data.getvalue()).decode()}
+    write_notebook(tmp_path / "01_a.ipynb", picture)
+    *pictures, pdf = write_slides(tmp_path, tmp_path / "slides")
+    assert len(pictures) == len(rows)
+    assert count_pages(pdf) == len(rows)
+    for path in pictures:
+        with Image.open(path) as page:
+            is_red = (np.asarray(page.convert("RGB")) == (255, 0, 0)).all(2)
+        height = is_red.any(1).sum()
+        # One row of the figure, whole: no more of the page is red, and no less.
+        assert np.diff(np.flatnonzero(is_red.any(1))).max() == 1
+        assert is_red.any(0).sum() / height == pytest.approx(200 / 150, abs=0.03)
+
+
+def test_a_flat_figure_has_what_it_says_below_it(tmp_path):
+    data = io.BytesIO()
+    Image.new("RGB", (600, 60), "red").save(data, "png")
+    picture = {"image/png": base64.b64encode(data.getvalue()).decode()}
+    path = tmp_path / "01_a.ipynb"
+    words = {"image/png": {"alt": "The step waits. plain loop, 96 %; make_loader, 4 %"}}
+    [slide] = find_slides(write_notebook(path, picture, metadata=words))
+    assert slide.words == ("The step waits.", "plain loop, 96 %", "make_loader, 4 %")
+    [with_words, _] = write_slides(tmp_path, tmp_path / "with")
+    write_notebook(path, picture)
+    [without, _] = write_slides(tmp_path, tmp_path / "without")
+    below = (0, 400, 1500, 800)
+    with Image.open(with_words) as told, Image.open(without) as silent:
+        assert told.convert("L").crop(below).getextrema()[0] < 100
+        assert silent.convert("L").crop(below).getextrema()[0] == 255
+
+
+def test_the_chart_of_receipts_is_on_no_slide(tmp_path):
+    picture = {"image/png": base64.b64encode(RED).decode()}
+    assert find_slides(write_notebook(tmp_path / "05_a.ipynb", picture, cell_id="receipt")) == []
+    assert len(find_slides(write_notebook(tmp_path / "05_a.ipynb", picture, cell_id="bars"))) == 1
 
 
 def test_no_demo_is_said(tmp_path, capsys):

@@ -232,7 +232,7 @@ def test_no_streams_are_refused():
     [
         (
             lambda: plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD wins", unit="images/s"),
-            "SSD wins. Drive: 16; SSD: 480",
+            "SSD wins. Drive: 16. SSD: 480",
         ),
         (
             lambda: charts.plot_first_seconds({"copy": [(0, 1)], "loop": [(1, 2)]}),

@@ -95,7 +95,7 @@ def test_a_long_simulation_stays_small():
     assert f"in the first {data['seconds']:.3g} s" in animation.data
     assert len(animation.data) < 150_000
     assert animation.data.count('class="load"') == 16
-    assert "16 of 40 at work" in animation.data
+    assert "16 of 40 workers" in animation.data
     assert animation.data.count('class="place"') == 16
 
 

@@ -74,6 +74,28 @@ def test_long_notes_leave_room_for_the_bars(write, make_timing, make_comparison)
     assert "<h1>This machine is busy with other work" in page
 
 
+def test_on_a_phone_bars_of_text_say_what_the_charts_say(write, course, make_comparison):
+    page = write(comparison=make_comparison(*course))
+    lists = re.findall(r'<ul class="phone">(.*?)</ul>', page, re.DOTALL)
+    assert len(lists) == 2
+    for name, share in (("plain loop", "96%"), ("make_loader", "4%")):
+        assert re.search(rf"{name}: <b>[0-9.]+ images/s, waits {share}</b>", lists[0]), name
+        assert re.search(rf"{name}: <b>[0-9]+ batch(es)?</b>", lists[1]), name
+    widths = [float(width) for width in re.findall(r"width: ([0-9.]+)%", lists[0])]
+    assert max(widths) == 100
+    assert min(widths) < 10
+
+
+def test_pages_follow_the_colour_scheme_of_the_reader(write):
+    page = write()
+    assert "color-scheme: light dark" in page
+    assert "@media (prefers-color-scheme: dark)" in page
+    # A page that is not asked for its colours has no fixed ones for text and ground.
+    body = re.search(r"\nbody \{(.*?)\}", page, re.DOTALL)[1]
+    assert "color: var(--text)" in body
+    assert "background: var(--ground)" in body
+
+
 def test_without_a_good_day_or_a_comparison_the_pages_are_still_found(
     write, course, make_comparison
 ):

@@ -44,7 +44,7 @@ def test_a_measurement_of_this_notebook_counts_before_an_earlier_one(tmp_path):
 @pytest.mark.parametrize(
     ("guess", "sentence"),
     [
-        ("48", "You guessed 48 times, it was 5 times: less than you thought."),
+        ("48", "You guessed 48, it was 5 times: less than you thought."),
         ("", "You made no guess. It was 5 times."),
         ("many", "'many' is no number. Type digits, such as 50. It was 5 times."),
     ],
@@ -62,7 +62,7 @@ def test_what_nobody_measured_is_said_to_be_unmeasured():
 def test_the_guess_from_before_the_course_stands_beside():
     before = collect_answers({"waits_percent": "30 %"}, {"waits_percent": 96.0})
     text = describe_answers(collect_answers({"waits_percent": "95"}, {}, before=before))
-    assert "You guessed 95 %, it was 96 %: close." in text
+    assert "You guessed 95, it was 96 %: close." in text
     assert "Before the course you guessed 30." in text
 
 
@@ -110,7 +110,7 @@ def test_a_class_is_drawn_as_a_histogram(tmp_path):
     ]
     assert figure.alternative_text.startswith(
         "What 3 people guessed before the course and after it. "
-        f"{QUESTIONS['waits_percent'].text} {', '.join(labels)}; "
+        f"{QUESTIONS['waits_percent'].text} {', '.join(labels)}. "
     )
     assert "before: nobody" in figure.alternative_text
 

@@ -1,0 +1,140 @@
+"""The site around Sphinx: what its notebooks become, the doors of its first page, its links."""
+
+import base64
+import re
+
+import pytest
+
+from colab_utils.errors import ColabUtilsError
+from tools.build_site import build_site, find_broken_links, prepare_notebook, write_first_page
+from tools.set_badges import PLACEHOLDER, UPLOAD, write_badges
+from tools.setup_cell import ROOT
+
+BADGE = (
+    "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb)"
+)
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def make_notebook(*outputs):
+    """An executed notebook: a title with its badge, a section, and one folded cell."""
+    import nbformat.v4 as v4
+
+    cell = v4.new_code_cell("# @title Setup", outputs=list(outputs), metadata={"cellView": "form"})
+    cells = [
+        v4.new_markdown_cell(f"# 1. A\n\n{BADGE}"),
+        v4.new_markdown_cell("## Two clocks"),
+        cell,
+    ]
+    return v4.new_notebook(cells=cells)
+
+
+def show(data, **metadata):
+    import nbformat.v4 as v4
+
+    return v4.new_output("display_data", data=data, metadata=metadata)
+
+
+def read_html(notebook):
+    return [output["data"]["text/html"] for output in notebook.cells[-1].outputs]
+
+
+def test_a_badge_becomes_words_until_there_is_a_repository():
+    notebook = make_notebook()
+    assert prepare_notebook(notebook, "01_a", PLACEHOLDER).cells[0].source == f"# 1. A\n\n{UPLOAD}"
+    set_source = prepare_notebook(notebook, "01_a", "me/fast").cells[0].source
+    assert set_source == f"# 1. A\n\n{write_badges('01_a', 'me/fast')}"
+    assert notebook.cells[0].source == f"# 1. A\n\n{BADGE}"
+
+
+def test_each_figure_has_its_alternative_text():
+    picture = {"image/png": base64.b64encode(b"png").decode()}
+    notebook = make_notebook(
+        show(picture, **{"image/png": {"alt": 'waits 96 % & "more"'}}), show(picture)
+    )
+    known, unknown = read_html(prepare_notebook(notebook, "01_a", PLACEHOLDER))
+    assert 'alt="waits 96 % &amp; &quot;more&quot;"' in known
+    assert "Figure of the section “Two clocks”" in unknown
+    assert all('src="data:image/png;base64,cG5n"' in html for html in (known, unknown))
+
+
+def test_what_cannot_move_or_has_no_name_says_what_it_is():
+    frame = {"text/html": '<iframe srcdoc="x"></iframe>'}
+    named = {"text/html": '<iframe class="a" title="b"></iframe>'}
+    notebook = make_notebook(show({WIDGET: {}, "text/plain": "VBox()"}), show(frame), show(named))
+    sliders, framed, kept = read_html(prepare_notebook(notebook, "01_a", PLACEHOLDER))
+    assert '<a href="../index.html">' in sliders
+    assert framed.startswith('<iframe title="')
+    assert kept == named["text/html"]
+
+
+def test_the_cell_that_names_the_folders_of_the_demo_is_left_out():
+    notebook = make_notebook()
+    notebook.cells[-1].metadata["tags"] = ["injected-parameters"]
+    assert len(prepare_notebook(notebook, "01_a", PLACEHOLDER).cells) == 2
+
+
+def test_a_folded_cell_stays_folded():
+    cell = prepare_notebook(make_notebook(), "01_a", PLACEHOLDER).cells[-1]
+    assert cell.metadata["tags"] == ["hide-input"]
+
+
+@pytest.mark.parametrize("slug", [PLACEHOLDER, "me/fast"])
+def test_the_doors_of_the_first_page_lead_somewhere(tmp_path, slug):
+    page = write_first_page(tmp_path, slug).read_text(encoding="utf-8")
+    assert PLACEHOLDER not in page
+    assert "Upload notebook" in page or "colab.research.google.com/github/me/fast/" in page
+    assert ("git clone https://github.com/me/fast" in page) == (slug == "me/fast")
+    assert ("git+https://github.com/me/fast" in page) == (slug == "me/fast")
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<p id="top"><a href="#top"></a><a href="#gone"></a><a href="sub/b.html#here"></a>'
+        '<a href="sub/b.html#there"></a><a href="sub/"></a><img src="gone.png">'
+        '<a href="https://example.org/x"></a><a href="https://github.com/OWNER/REPO"></a>'
+        '<img src="data:image/png;base64,xyz"><a href="#"></a><a href="with%20space.txt"></a>'
+    )
+    (tmp_path / "sub" / "b.html").write_text('<p id="here"><a href="../index.html"></a>')
+    (tmp_path / "with space.txt").touch()
+    assert find_broken_links(tmp_path) == [
+        "index.html: #gone",
+        "index.html: sub/b.html#there",
+        "index.html: sub/",
+        "index.html: gone.png",
+        "index.html: https://github.com/OWNER/REPO",
+    ]
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path):
+    demo = tmp_path / "demo"
+    demo.mkdir()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        (demo / path.name).write_bytes(path.read_bytes())
+    output = tmp_path / "site"
+    output.mkdir()
+    (output / "mine.html").write_text("mine")
+    with pytest.raises(ColabUtilsError, match=r"holds files that make site has not made"):
+        build_site(demo, output)
+    assert (output / "mine.html").read_text() == "mine"
+
+
+def test_the_site_has_every_notebook_and_every_text():
+    contents = (ROOT / "docs" / "site" / "contents.md").read_text(encoding="utf-8")
+    first = (ROOT / "docs" / "site" / "first" / "index.html").read_text(encoding="utf-8")
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"notebooks/{path.stem}\n" in contents
+        assert f'href="notebooks/{path.stem}.html"' in first
+    for path in (ROOT / "docs").glob("*.md"):
+        assert re.search(rf"^{path.stem}$", contents, re.MULTILINE), path.name
+
+
+def test_the_workflow_tests_before_it_publishes():
+    workflow = (ROOT / ".github" / "workflows" / "test-and-publish.yml").read_text("utf-8")
+    assert "run: make test" in workflow
+    assert "run: make site" in workflow
+    assert "needs: [test, site]" in workflow
+    for action in re.findall(r"uses: (\S+)", workflow):
+        assert re.fullmatch(r"actions/[a-z-]+@v[0-9]+", action), action

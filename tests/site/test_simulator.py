@@ -1,0 +1,92 @@
+"""The site simulates in JavaScript: same settings and seed, same batches as in Python."""
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from colab_utils.diagnosis.simulator import simulate
+
+SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "site" / "first" / "simulator.js"
+RUN_ALL = """
+const { simulate } = require(process.argv[1]);
+const settings = JSON.parse(require("fs").readFileSync(0, "utf8"));
+process.stdout.write(JSON.stringify(settings.map(simulate)));
+"""
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("node") is None,
+    reason="no node (apt-get install nodejs): the site's simulator is not tested",
+)
+
+
+def simulate_in_node(settings):
+    done = subprocess.run(
+        ["node", "-e", RUN_ALL, str(SCRIPT)],
+        input=json.dumps(settings),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def draw_setting(generator):
+    """A setting that a loader could have: many are round numbers, where ties decide."""
+    spread = generator.choice([0.0, 0.22, 0.5, generator.uniform(0, 2)])
+    return {
+        "workers": generator.randrange(0, 17),
+        "load_s": generator.choice([0.1, 0.4, 0.7, 2.0, 10 ** generator.uniform(-2, 1)]),
+        "step_s": generator.choice([0.1, 0.25, 10 ** generator.uniform(-2, 0.5)]),
+        "load_cv": spread,
+        "step_cv": generator.choice([0.0, spread, generator.uniform(0, 1)]),
+        "prefetch": generator.randrange(1, 9),
+        "seconds": generator.choice([10, 30, generator.uniform(1, 40)]),
+        "seed": generator.choice([0, 4, generator.randrange(2**32)]),
+    }
+
+
+def read_spans(spans):
+    """Batches, starts and ends of the spans of one lane, or of the steps."""
+    return np.array([[span["batch"], span["start"], span["end"]] for span in spans]).reshape(-1, 3)
+
+
+def assert_same_trace(spans, trace, seconds):
+    batches, starts, ends = read_spans(spans).T
+    np.testing.assert_array_equal(batches, trace.batch)
+    np.testing.assert_allclose(starts, trace.start_s, rtol=1e-9, atol=1e-9)
+    # A trace is cut at the end of the simulation; the site needs to know what has not ended.
+    np.testing.assert_allclose(np.minimum(ends, seconds), trace.end_s, rtol=1e-9, atol=1e-9)
+
+
+def test_a_thousand_random_settings_give_the_batches_of_python():
+    generator = random.Random(0)
+    settings = [draw_setting(generator) for _ in range(1000)]
+    runs = simulate_in_node(settings)
+    assert len(runs) == 1000
+    total = 0
+    for setting, run in zip(settings, runs, strict=True):
+        expected = simulate(**setting)
+        assert run["batches"] == expected.batches, setting
+        assert run["utilisation"] == pytest.approx(expected.utilisation, abs=1e-9), setting
+        assert len(run["loads"]) == len(expected.loads), setting
+        for spans, trace in zip(run["loads"], expected.loads, strict=True):
+            assert_same_trace(spans, trace, setting["seconds"])
+        assert_same_trace(run["steps"], expected.steps, setting["seconds"])
+        total += expected.batches
+    # Settings under which nothing is trained would prove nothing.
+    assert total > 20_000
+
+
+def test_the_settings_of_the_first_page_give_the_batches_that_it_tells():
+    cases = [(2.0, 0.0), (0.35, 0.0), (0.7, 0.22)]
+    settings = [
+        {"workers": 7, "load_s": load_s, "load_cv": spread, "step_s": 0.1, "seed": 4}
+        for load_s, spread in cases
+    ]
+    assert [run["batches"] for run in simulate_in_node(settings)] == [98, 296, 275]
