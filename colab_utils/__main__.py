@@ -434,6 +434,7 @@ def _compare(
 ) -> Any:
     """Time every way of loading, side by side, and write a receipt."""
     from colab_utils.loading.emulated_step import EmulatedStep
+    from colab_utils.show.questions import plot_guesses
     from colab_utils.show.receipts import plot_receipts, read_receipts
     from colab_utils.show.report import check_receipt_folder, write_receipt
     from colab_utils.show.table import make_table
@@ -442,6 +443,9 @@ def _compare(
         figure = plot_receipts(against)
         Path(report).mkdir(parents=True, exist_ok=True)
         figure.savefig(Path(report, "receipts.png"))
+        guesses = plot_guesses(against)
+        if guesses is not None:
+            guesses.savefig(Path(report, "guesses.png"))
         return make_table(read_receipts(against))
     if not (images and annotations):
         raise ColabUtilsError(
@@ -465,9 +469,7 @@ def _add_compare_options(command: _Parser) -> None:
     _add_dataset(command)
     _add_count(command, "--batch-size", "images in a batch (4)")
     _add_number(command, "--step-ms", _STEP)
-    command.add_argument(
-        "--strategies", metavar="A,B,C", help="names, separated by commas (13 of them)"
-    )
+    command.add_argument("--strategies", metavar="A,B,C", help="names, separated by commas (all)")
     command.add_argument(
         "--drive-profile",
         metavar="NAME",

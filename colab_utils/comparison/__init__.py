@@ -8,9 +8,8 @@ table of all strategies. `compare` checks the samples and times the strategies.
 from collections.abc import Sequence
 from statistics import median
 
-COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")
-"""The steps of the course in its order, each on top of the one before."""
-
+COURSE_STRATEGIES = ("sequential", "dataloader", "streams", "shards_on_ssd", "packed")
+"""The steps of the course in its order."""
 
 LEAST_NOISE = 0.05
 """Closer than this, or than the spread of their repeats, the order of two bars means nothing."""

@@ -329,7 +329,7 @@ class _Row:
     def run_warm(self) -> None:
         """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
         with self._open_slowly() as loader:
-            warmup = self._epoch if self.strategy.keeps else 2
+            warmup = self._epoch if self.strategy.keeps else 1
             self.times.append(
                 time_batches(
                     loader,

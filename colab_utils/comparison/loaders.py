@@ -4,8 +4,8 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch.utils.data import Dataset
 
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.data.decoding import guard_pillow
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.processes import ThreadPool, quiet_fork
 
+# Samples among which ``tf.data`` draws.
+_SHUFFLED = 1000
 # An image, uint8 [3, H, W], and torchvision's target.
 Sample = tuple[Tensor, dict[str, Any]]
 
@@ -123,27 +126,13 @@ def _move(target: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 class ThreadLoading:
-    """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to
-    wait.
+    """A thread loads ``ahead`` batches ahead."""
 
-    So many samples as ``cached`` stay in memory: those that were read last.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_sampler: Iterable[list[int]],
-        *,
-        threads: int,
-        ahead: int,
-        most: int,
-        cached: int = 0,
-    ) -> None:
-        self._load = lru_cache(cached)(dataset.__getitem__)
+    def __init__(self, dataset: Any, batch_sampler: Iterable[list[int]], *, ahead: int) -> None:
+        self._dataset = dataset
         self._order = batch_sampler
-        self._pool = ThreadPool(threads)
+        self._pool = ThreadPool(1)
         self._ahead = ahead
-        self._most = most
 
     def __iter__(self) -> Iterator[Any]:
         todo = iter(self._order)
@@ -153,14 +142,59 @@ class ThreadLoading:
                 pending.append(self._pool.submit(self._load_batch, indices))
             if not pending:
                 return
-            if not pending[0].done():
-                self._ahead = min(self._ahead + 1, self._most)
             yield pending.popleft().result()
 
     def _load_batch(self, indices: list[int]) -> tuple[Any, ...]:
-        return collate(map(self._load, indices))
+        return collate(map(self._dataset.__getitem__, indices))
 
     def close(self) -> None:
-        """Forget the samples; a thread that hangs in a read is not waited for."""
+        """End the thread; one that hangs in a read is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._load.cache_clear()
+
+
+class TensorFlowLoader:
+    """Epochs of a dataset by ``tf.data``: map, cache, shuffle, batch, prefetch, with AUTOTUNE.
+
+    A sample travels as bytes: images of a batch differ in shape.
+
+    Raises:
+        ColabUtilsError: TensorFlow is not installed.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        try:
+            import tensorflow as tf  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError:
+            raise ColabUtilsError(
+                "TensorFlow is not installed on this machine, so tf.data is left out. Colab has it."
+            ) from None
+        with suppress(RuntimeError):
+            # It would take all of the GPU's memory, for nothing.
+            tf.config.set_visible_devices([], "GPU")
+
+        def load(index: Any) -> bytes:
+            content = io.BytesIO()
+            torch.save(dataset[int(index)], content)
+            return content.getvalue()
+
+        def load_by_python(index: Any) -> Any:
+            return tf.numpy_function(load, [index], tf.string)
+
+        indices = tf.data.Dataset.range(len(dataset))
+        samples = indices.map(load_by_python, num_parallel_calls=tf.data.AUTOTUNE)
+        batches = samples.cache().shuffle(_SHUFFLED).batch(batch_size)
+        self._batches = batches.prefetch(tf.data.AUTOTUNE)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches.as_numpy_iterator():
+            yield collate(map(load_sample, batch))
+
+    def close(self) -> None:
+        """Let go of the pipeline; TensorFlow ends its threads."""
+        del self._batches
+
+
+def load_sample(content: bytes) -> Sample:
+    """Return what ``torch.save`` wrote of a sample."""
+    sample: Sample = torch.load(io.BytesIO(content), weights_only=True)
+    return sample

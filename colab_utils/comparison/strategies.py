@@ -2,7 +2,6 @@
 `make_loader`, and the table of them all.
 """
 
-import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -21,28 +20,29 @@ from colab_utils.comparison.loaders import (
     PillowFolder,
     Sample,
     Setting,
+    TensorFlowLoader,
     ThreadLoading,
     collate,
+    load_sample,
 )
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_choice
-from colab_utils.slow_drive import read_at_full_speed
 from colab_utils.units import format_bytes
 
 # So many threads read into memory.
 _THREADS = 8
-# All samples may take this share of the free memory, and the tuned pipeline's cache that one.
+# Of loose files on Drive so many are read at once, by all workers together.
+_STREAMS = 32
+# All samples may take this share of the free memory.
 _MEMORY_SHARE = 0.5
-_CACHE_SHARE = 0.25
-# A producer loads so many batches ahead, and the tuned pipeline so many at most.
+# A producer loads so many batches ahead.
 _QUEUED = 4
-_MOST_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Strategy:
 
 
 def _load_tensors(file: Path) -> Sample:
-    return torch.load(io.BytesIO(read_file(file)), weights_only=True)
+    return load_sample(read_file(file))
 
 
 def _count_bytes(sample: Sample) -> int:
@@ -106,25 +106,24 @@ def _by_workers(
 
 def _by_thread(setting: Setting, kind: str) -> EpochLoader:
     dataset = _open_dataset(setting, kind)
-    return EpochLoader(setting, dataset, ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED)
+    return EpochLoader(setting, dataset, ThreadLoading, ahead=_QUEUED)
 
 
-def _tuned(setting: Setting, kind: str) -> EpochLoader:
-    """Threads load ahead, and what they loaded last stays in a part of the memory."""
-    prepared = setting.prepared
-    # The comparison takes a share of the dataset, and so of the memory.
-    share = len(prepared) / prepared.total
-    with read_at_full_speed():
-        sample_bytes = _count_bytes(prepared.reference[0])
-    cached = int(_CACHE_SHARE * share * find_free_memory() / sample_bytes)
-    return EpochLoader(
-        setting,
-        _open_dataset(setting, kind),
-        ThreadLoading,
-        threads=_THREADS,
-        ahead=1,
-        most=_MOST_AHEAD,
-        cached=cached,
+def _by_tensorflow(setting: Setting, kind: str) -> TensorFlowLoader:
+    return TensorFlowLoader(_open_dataset(setting, kind), setting.batch_size)
+
+
+def _by_streams(setting: Setting, kind: str) -> Loader:
+    """`make_loader` over the files where they lie: its workers read those of later batches ahead,
+    many at once.
+    """
+    folder = setting.prepared.get(kind).folder
+    return make_loader(
+        CocoFolder(folder, setting.prepared.annotations),
+        batch_size=setting.batch_size,
+        workers=setting.workers,
+        streams=max(1, _STREAMS // max(1, setting.workers)),
+        deliver="packed",
     )
 
 
@@ -204,11 +203,18 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
         _ALONE,
     ),
     (
-        "autotuned",
-        "tuned pipeline",
-        "Cache, shuffle, batch, prefetch: sizes chosen on the way.",
+        "streams",
+        f"{_STREAMS} streams",
+        f"The files stay on Drive; make_loader's workers read {_STREAMS} of them at once.",
         _FILES,
-        _tuned,
+        _by_streams,
+    ),
+    (
+        "tensorflow",
+        "tf.data",
+        "TensorFlow's cache (all samples stay in memory), shuffle, batch, prefetch.",
+        _FILES,
+        _by_tensorflow,
     ),
     (
         "dataloader_on_ssd",
@@ -256,7 +262,12 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
 
 STRATEGIES = {
     name: Strategy(
-        name, idea, kind, partial(load, kind=kind), keeps=load in (_tuned, _in_memory), title=title
+        name,
+        idea,
+        kind,
+        partial(load, kind=kind),
+        keeps=load in (_by_tensorflow, _in_memory),
+        title=title,
     )
     for name, title, idea, kind, load in _TABLE
 }

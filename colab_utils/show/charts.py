@@ -163,8 +163,9 @@ def plot_bars(
         unit=unit,
         height=height + 0.72 * len(values),
     )
-    # A bar as long as the axis has room for so many letters.
-    letters = 80 - max(map(len, values))
+    # A bar as long as the axis has room for so many letters: names and long notes narrow it.
+    note = max(map(len, notes.values()), default=0)
+    letters = 80 - max(map(len, values)) - note // 3
     for row, (name, value) in enumerate(values.items()):
         colour = BLUE if name in lit else GREY
         low, high = spread.get(name, (value, value))

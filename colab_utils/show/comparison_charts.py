@@ -113,7 +113,9 @@ def plot_cold_start(
         batches[f"{count:,} with {row['title']}"] = None
     title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(batches)}"
     rows = {row["label"]: row["timeline"] for row in drawn}
-    return plot_first_seconds(rows, seconds=shown_s, title=_warn_of_busy(content, title))
+    title = _warn_of_busy(content, title)
+    unit = f"seconds, step {content['step']}"
+    return plot_first_seconds(rows, seconds=shown_s, title=title, unit=unit)
 
 
 def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
@@ -121,8 +123,8 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     epochs.
 
     What was measured is scaled to COCO's images. Converting counts once, copying in each session.
-    Drawn are the first way, the workers, and `make_loader`, or the way that ends first where it was
-    not timed.
+    Drawn are the first way, the one that needs no converting (streams, or else the workers), and
+    `make_loader`, or the way that ends first where it was not timed.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
@@ -133,12 +135,12 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     content = read_comparison(comparison)
     rows = content["fair"]
     lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
-    first = next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
-    drawn = [name for name in dict.fromkeys((first, "dataloader", best)) if name in total]
-    rivals = [name for name in drawn if name != best]
-    rival = min(rivals, key=lambda name: total[name], default=best)
+    unconverted = "streams" if "streams" in total else "dataloader"
+    names = dict.fromkeys((*list(total)[:1], unconverted, best))
+    drawn = [name for name in names if name in total]
+    rival = min(set(drawn) - {best}, key=lambda name: total[name], default=best)
     spent = {name: f"{format_figure(hours)} hours" for name, hours in total.items()}
     figure, axis = _make_epochs(
         _warn_of_busy(content, _describe_hours(rows[best], rows[rival], spent))
@@ -148,9 +150,10 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
         colour = ORANGE
         if name == best:
             colour = BLUE
-        elif name == first:
+        elif name == drawn[0]:
             colour = GREY
         axis.plot(*lines[name], color=colour, linewidth=4)
+        figure.words.append(f"{rows[name]['label']}: {spent[name]}")
         # Names do not overlap.
         label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))
         text = f" {rows[name]['label']}: {spent[name]}"
@@ -164,6 +167,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
             parse_math=False,
         )
     axis.set_ylim(0, None)
+    axis.set_ylabel(f"hours, step {content['step']}", fontsize=14, parse_math=False)
     return figure
 
 
@@ -188,7 +192,6 @@ def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
         )
     axis.set(xlim=(0, _EPOCHS), xticks=range(_EPOCHS + 1))
     axis.set_xlabel("epochs; at a dotted line a new session copies again", fontsize=14)
-    axis.set_ylabel("hours", fontsize=14)
     axis.tick_params(labelsize=12)
     axis.spines[["top", "right"]].set_visible(False)
     return figure, axis

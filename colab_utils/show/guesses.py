@@ -1,11 +1,25 @@
 """What a learner guessed, beside what was measured."""
 
-from math import isfinite, nan
+from math import isfinite
 
 from colab_utils.show.charts import format_figure
 
 # A guess within this factor of the measurement is close.
 _CLOSE = 1.25
+
+
+def read_guess(guess: object) -> float | None:
+    """Return the number in a form's field, and None where there is none.
+
+    Example:
+        >>> read_guess("50 %"), read_guess("many"), read_guess("")
+        (50.0, None, None)
+    """
+    try:
+        number = float(str(guess).replace("%", ""))
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
 
 
 def compare_guess(guess: object, measured: float, unit: str = "") -> str:
@@ -27,11 +41,8 @@ def compare_guess(guess: object, measured: float, unit: str = "") -> str:
     truth = f"{format_figure(measured)} {unit}".rstrip()
     if guess in (None, ""):
         return f"You made no guess. It was {truth}."
-    try:
-        number = float(str(guess).replace("%", ""))
-    except ValueError:
-        number = nan
-    if not isfinite(number):
+    number = read_guess(guess)
+    if number is None:
         return f"{str(guess)!r} is no number. Type digits, such as 50. It was {truth}."
     verdict = "more than you thought"
     if measured / _CLOSE <= number <= measured * _CLOSE:

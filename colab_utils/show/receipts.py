@@ -37,8 +37,9 @@ def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
         notes[name] = f"waits {line['waits before']:.0%} → {line['waits after']:.0%}"
     before = median(line["waits before"] for line in lines)
     after = median(line["waits after"] for line in lines)
+    noun = "receipt" if len(lines) == 1 else "receipts"
     title = (
-        f"{len(lines)} receipts: the step waits {before:.0%} → {after:.0%} of the time, "
+        f"{len(lines)} {noun}: the step waits {before:.0%} → {after:.0%} of the time, "
         f"and trains {format_figure(median(values.values()))} times as fast (medians)"
     )
     unit = "times as many images/s as before"

@@ -41,7 +41,9 @@ _TITLES = {
 }
 
 
-def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
+def write_receipt(
+    comparison: "Comparison", folder: str | Path, *, questions: Mapping[str, Any] | None = None
+) -> Path:
     """Write ``index.html`` and ``comparison.json`` into ``folder`` (made if need be); returns the
     page.
 
@@ -50,12 +52,16 @@ def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
     Args:
         comparison: from `compare`.
         folder: of the receipt.
+        questions: a learner's answers (`collect_answers`), which ``comparison.json`` carries to the
+            class sheet; the page does not show them.
 
     Raises:
         ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
     """
     folder = require_local_path(folder)
     content = json.loads(json.dumps(asdict(comparison)))
+    if questions:
+        content["questions"] = dict(questions)
     plots = (plot_comparison, plot_cold_start, plot_epochs)
     page = _write_page(
         folder / "index.html",

@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 from contextlib import nullcontext
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.sample_data import make_dataset
 from colab_utils.slow_drive import DriveProfile, find_profile, slow_down
 
+HAS_TENSORFLOW = find_spec("tensorflow") is not None
 QUICK = {
     "run_s": 0,
     "step": EmulatedStep(2),
@@ -102,8 +104,9 @@ class Batches(list):
 
 
 def test_every_strategy_gives_the_same_samples(race):
-    rows, found = race(*STRATEGIES)
-    assert list(rows) == list(STRATEGIES)
+    names = [name for name in STRATEGIES if name != "tensorflow" or HAS_TENSORFLOW]
+    rows, found = race(*names)
+    assert list(rows) == names
     for row in rows.values():
         assert (row.comparable, row.difference, row.note) == (True, "", "")
         assert row.images_per_second > 0
@@ -122,6 +125,24 @@ def test_every_strategy_gives_the_same_samples(race):
     assert set(json.loads(text)) >= {"machine", "dataset", "strategies"}
 
 
+@pytest.mark.skipif(HAS_TENSORFLOW, reason="TensorFlow is installed")
+def test_without_tensorflow_its_pipeline_is_left_out_in_words(race):
+    rows, _ = race("tensorflow", fake("other"))
+    assert rows["tensorflow"].images_per_second is None
+    assert "TensorFlow is not installed on this machine" in rows["tensorflow"].note
+    assert rows["other"].images_per_second > 0
+
+
+@pytest.mark.parametrize(("workers", "streams"), [(0, 32), (1, 32), (2, 16), (64, 1)])
+def test_many_streams_are_shared_by_the_workers(prepare, monkeypatch, workers, streams):
+    def take_settings(dataset, **settings):
+        return settings
+
+    monkeypatch.setattr(strategies_module, "make_loader", take_settings)
+    settings = STRATEGIES["streams"].open(Setting(prepare(), 1, workers, "cpu"))
+    assert (settings["workers"], settings["streams"]) == (workers, streams)
+
+
 def test_the_default_is_every_strategy_that_people_are_told_to_use():
     asked_for = {
         "sequential",
@@ -131,7 +152,8 @@ def test_the_default_is_every_strategy_that_people_are_told_to_use():
         "saved_tensors",
         "memory_mapped",
         "in_memory",
-        "autotuned",
+        "tensorflow",
+        "streams",
         "shards_on_drive",
         "shards_on_ssd",
         "packed",
@@ -149,7 +171,7 @@ def test_the_package_names_no_benchmarks():
     ]
 
 
-@pytest.mark.parametrize("name", ["thread_queue", "process_queue", "autotuned", "dataloader"])
+@pytest.mark.parametrize("name", ["thread_queue", "process_queue", "streams", "dataloader"])
 def test_an_epoch_that_is_broken_off_leaves_nothing_behind(prepare, name):
     before = set(threading.enumerate())
     loader = STRATEGIES[name].open(Setting(prepare(), 1, 1, "cpu"))

@@ -14,6 +14,7 @@ import pytest
 
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
+from colab_utils.show.questions import QUESTIONS
 from tools.run_notebooks import inject_parameters, run_demo
 
 TINY = {
@@ -153,12 +154,34 @@ def test_04_trains_loses_little_and_goes_on(results):
 def test_05_times_the_course_on_equal_samples(results):
     found = results["05"]
     assert found["comparable"]
-    assert tuple(found["images_per_second"]) == COURSE_STRATEGIES
+    others = ("dataloader_on_ssd", "shards_on_drive", "in_memory")
+    assert tuple(found["images_per_second"]) == (*COURSE_STRATEGIES, *others)
     assert tuple(found["good_day"]) == ("sequential", "dataloader", "packed")
     # nothing passes an emulated step of 20 ms for 4 images, and Drive's 59 ms a file cost what they
     # cost
     assert all(0 < rate <= 1.05 * 4 / 0.020 for rate in found["images_per_second"].values())
     assert found["images_per_second"]["sequential"] < 1 / 0.03
+
+
+def test_05_tests_twelve_pieces_of_advice(results):
+    rows = results["05"]["advice"]
+    assert len({row["advice"] for row in rows}) == 12
+    for row in rows:
+        assert row["your guess"] == ""
+        assert row["here"] in ("true here", "false here", "it depends")
+        assert re.search(r"\d", row["measured"])
+    verdicts = {row["advice"]: row["here"] for row in rows}
+    # These do not depend on a clock.
+    assert verdicts["shuffle buffers do not matter"] == "false here"
+    assert verdicts["EfficientDet-Lite as checkpoint"] == "false here"
+    assert verdicts["pruning saves memory"] == "false here"
+
+
+def test_05_answers_the_five_questions_from_the_measurements(results):
+    answers = results["05"]["questions"]
+    assert set(answers) == set(QUESTIONS)
+    assert 0 < answers["waits_percent"]["measured"] <= 100
+    assert 0 <= answers["faster_gpu_percent"]["measured"] <= 100
 
 
 def test_the_index_shows_the_result_first_and_leads_to_all_pages(demo):

@@ -20,7 +20,7 @@ from colab_utils.show.comparison_charts import (
     plot_epochs,
 )
 
-STEPS = ["plain loop", "+ thread ahead", "+ 2 workers", "+ shards on SSD", "+ make_loader"]
+STEPS = ["plain loop", "+ 2 workers", "+ 32 streams", "+ shards on SSD", "+ make_loader"]
 
 
 def read_bars(figure):
@@ -50,11 +50,11 @@ def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_com
     assert tuple(row.name for row in comparison.strategies) == COURSE_STRATEGIES
     figure = plot_comparison(comparison)
     figure.canvas.draw()
-    assert read_bars(figure) == dict(zip(STEPS, (1.6, 1.7, 3.2, 32, 38.4), strict=True))
+    assert read_bars(figure) == dict(zip(STEPS, (1.6, 3.2, 20, 32, 38.4), strict=True))
     assert [re.search(r"\d+%", text)[0] for text in read_texts(figure)[:5]] == [
         "96%",
-        "95%",
         "92%",
+        "50%",
         "20%",
         "4%",
     ]
@@ -143,7 +143,7 @@ def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_com
     plain = figure.axes[0].collections[0].get_paths()[0].get_extents()
     assert plain.intervalx.tolist() == pytest.approx([2.4, 2.5])
     more = plot_cold_start(make_comparison(*course, make_timing("saved_tensors")))
-    names = ["plain loop", "thread ahead", "2 workers", "shards on SSD", "make_loader"]
+    names = ["plain loop", "2 workers", "32 streams", "shards on SSD", "make_loader"]
     assert [label.get_text() for label in more.axes[0].get_yticklabels()] == names
     assert more.axes[0].get_xlim() == (0, 7)  # whole seconds that all of them ran
     with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
@@ -160,16 +160,16 @@ def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comp
     assert sorted(line.get_ydata()[-1] for line in lines.values()) == [
         # converted once, copied three times
         pytest.approx(9 * hours / 38.4 + (0.15 + 3 * 0.002) * hours),
-        pytest.approx(9 * hours / 3.2),
+        pytest.approx(9 * hours / 20),
         pytest.approx(9 * hours / 1.6),
     ]
     assert read_title(figure) == (
-        "Paid back in the first epoch. 9 epochs of 118,287 images: 13 hours with make_loader, 92 "
-        "hours with 2 workers"
+        "Paid back after 6.5 epochs. 9 epochs of 118,287 images: 13 hours with make_loader, 15 "
+        "hours with 32 streams"
     )
     assert read_texts(figure) == [
         " + make_loader: 13 hours",
-        " + 2 workers: 92 hours",
+        " + 32 streams: 15 hours",
         " plain loop: 185 hours",
     ]
     assert not figure.axes[0].get_legend()

@@ -16,7 +16,7 @@ def receipts(course, make_comparison, tmp_path):
     """Two machines: one where all steps helped, one where only workers were compared."""
     paths = [tmp_path / "anna.json", tmp_path / "ben" / "comparison.json"]
     paths[1].parent.mkdir()
-    for path, rows in zip(paths, (course, course[:3:2]), strict=True):
+    for path, rows in zip(paths, (course, course[:2]), strict=True):
         path.write_text(json.dumps(asdict(make_comparison(*rows))))
     return paths
 

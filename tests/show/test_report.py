@@ -11,6 +11,7 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import describe_busy
+from colab_utils.show.questions import collect_answers
 from colab_utils.show.report import tabulate_comparison, write_receipt
 
 
@@ -74,7 +75,7 @@ def test_titles_are_text_and_tables_scroll(tmp_path, course, make_comparison):
     page = write_receipt(make_comparison(*course), tmp_path).read_text(encoding="utf-8")
     assert page.count("<table") == len(re.findall(r"<div[^>]*overflow:auto[^>]*><table", page)) == 1
     assert page.count("<img") == page.count('<div class="scroll chart"><img') == 3
-    for title in ("The step waits 96%", "Paid back in the first epoch"):
+    for title in ("The step waits 96%", "Paid back after 6.5 epochs"):
         assert re.search(rf"<h[12][^>]*>{title}", page), title
 
 
@@ -114,8 +115,8 @@ def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
     assert [row[""] for row in rows] == [
         "plain loop",
-        "thread ahead",
         "2 workers",
+        "32 streams",
         "shards on SSD",
         "make_loader",
     ]
@@ -159,9 +160,16 @@ def test_all_text_is_escaped(tmp_path, make_timing, make_comparison):
 def test_the_json_has_the_same_numbers(tmp_path, course, make_comparison):
     write_receipt(make_comparison(*course), tmp_path)
     content = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
-    assert [row["images_per_second"] for row in content["strategies"]] == [1.6, 1.7, 3.2, 32, 38.4]
+    assert [row["images_per_second"] for row in content["strategies"]] == [1.6, 3.2, 20, 32, 38.4]
     assert content["machine"]["cores"] >= 1
     assert tabulate_comparison(content) == tabulate_comparison(asdict(make_comparison(*course)))
+
+
+def test_a_receipt_carries_the_answers_of_its_learner(tmp_path, course, make_comparison):
+    answers = collect_answers({"waits_percent": "90"}, {"waits_percent": 96.0})
+    write_receipt(make_comparison(*course), tmp_path, questions=answers)
+    content = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
+    assert content["questions"] == answers
 
 
 def test_writing_again_replaces_the_page(tmp_path, course, make_comparison):

@@ -1,0 +1,121 @@
+"""The five questions: guesses kept, answered by measurements, drawn for a class."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from colab_utils.show.questions import (
+    QUESTIONS,
+    collect_answers,
+    describe_answers,
+    plot_guesses,
+    read_answers,
+)
+
+
+def publish(drive, answers):
+    folder = drive / "results"
+    folder.mkdir()
+    (folder / "01.json").write_text(json.dumps({"questions": answers}))
+
+
+def test_guesses_survive_from_the_first_notebook_to_the_last(tmp_path):
+    publish(tmp_path, collect_answers({"waits_percent": "50"}, {"waits_percent": 96.0}))
+    before = read_answers(tmp_path)
+    answers = collect_answers({"waits_percent": "90"}, {}, before=before)
+    assert answers["waits_percent"] == {
+        "question": QUESTIONS["waits_percent"].text,
+        "unit": "%",
+        "guess": "90",
+        "guess_before": "50",
+        "measured": 96.0,
+    }
+    assert list(answers) == list(QUESTIONS)
+
+
+def test_a_measurement_of_this_notebook_counts_before_an_earlier_one(tmp_path):
+    publish(tmp_path, collect_answers({}, {"waits_percent": 96.0}))
+    answers = collect_answers({}, {"waits_percent": 80.0}, before=read_answers(tmp_path))
+    assert answers["waits_percent"]["measured"] == 80.0
+
+
+@pytest.mark.parametrize(
+    ("guess", "sentence"),
+    [
+        ("48", "You guessed 48, it was 5 times: less than you thought."),
+        ("", "You made no guess. It was 5 times."),
+        ("many", "'many' is no number. Type digits, such as 50. It was 5 times."),
+    ],
+)
+def test_each_guess_is_answered_in_words(guess, sentence):
+    answers = collect_answers({"times_8_workers": guess}, {"times_8_workers": 5.0})
+    assert sentence in describe_answers(answers)
+
+
+def test_what_nobody_measured_is_said_to_be_unmeasured():
+    text = describe_answers(collect_answers({"times_photos": "3"}, {}))
+    assert text.count("It was not measured on this machine") == len(QUESTIONS)
+
+
+def test_the_guess_from_before_the_course_stands_beside():
+    before = collect_answers({"waits_percent": "30 %"}, {"waits_percent": 96.0})
+    text = describe_answers(collect_answers({"waits_percent": "95"}, {}, before=before))
+    assert "You guessed 95, it was 96 %: close." in text
+    assert "Before the course you guessed 30." in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"questions": [1]}',
+        '{"questions": {"waits_percent": 3}}',
+        '{"questions": {"somebody": {"guess": "1"}}}',
+    ],
+)
+def test_a_notebook_that_stopped_half_way_leaves_no_answers(tmp_path, content):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "01.json").write_text(content)
+    assert read_answers(tmp_path) == {}
+
+
+def test_no_earlier_notebook_is_no_error(tmp_path):
+    assert read_answers(tmp_path) == {}
+
+
+def write_class(folder, *pairs):
+    paths = []
+    for number, (before, after) in enumerate(pairs):
+        earlier = collect_answers({"waits_percent": before}, {"waits_percent": 96.0})
+        answers = collect_answers({"waits_percent": after}, {}, before=earlier)
+        paths.append(folder / f"{number}.json")
+        paths[-1].write_text(json.dumps({"questions": answers}))
+    return paths
+
+
+def test_a_class_is_drawn_as_a_histogram(tmp_path):
+    figure = plot_guesses(write_class(tmp_path, ("20", "95"), ("50", "90"), ("no idea", "")))
+    assert len(figure.axes) == len(QUESTIONS)
+    counts = [sum(bar.get_height() for bar in bars) for bars in figure.axes[0].containers]
+    assert counts == [2, 2, 3]
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == [
+        "before: 2 people, median 35",
+        "after: 2 people, median 92",
+        "measured: 3 people, median 96",
+    ]
+    assert figure.alternative_text.startswith(
+        "What 3 people guessed before the course and after it. "
+        f"{QUESTIONS['waits_percent'].text} {', '.join(labels)}. "
+    )
+    assert "before: nobody" in figure.alternative_text
+
+
+def test_receipts_without_answers_draw_nothing(tmp_path):
+    receipt = tmp_path / "comparison.json"
+    receipt.write_text("{}")
+    assert plot_guesses([receipt]) is None
