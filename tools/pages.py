@@ -18,7 +18,7 @@ from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from colab_utils.show.pictures import DescribedFigure
 
 __all__ = ["PageLink", "write_demo_index", "write_notebook_page"]
 
@@ -140,7 +140,7 @@ def _show_comparison(
     and the notebooks.
     """
 
-    def show(figure: Figure, heading: str) -> str:
+    def show(figure: DescribedFigure, heading: str) -> str:
         figure.set_size_inches(9, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
         return show_chart(figure, heading)
 

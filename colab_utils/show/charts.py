@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from colab_utils.data.statistics import DatasetStatistics
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.pictures import PALETTE, make_figure
+from colab_utils.show.pictures import PALETTE, DescribedFigure, make_figure
 from colab_utils.streams import StreamTrial
 
 BLUE = PALETTE[0]
@@ -30,17 +29,20 @@ def plot_first_seconds(
     *,
     seconds: float | None = None,
     title: str = "",
+    unit: str = "seconds",
     blue: Collection[str] = ("copy",),
     white: str = "waits",
-) -> Figure:
-    """When the step ran since its first batch was asked for: orange steps, and the white gaps in
-    which it waited.
+) -> DescribedFigure:
+    """Draw when the step ran since its first batch was asked for.
+
+    Steps are orange; in the white gaps the step waited.
 
     Args:
         rows: when each step began and ended, in seconds since the first batch was asked for, by
             name; the first row stands on top.
         seconds: how much of it to draw; ``None`` draws all, as long as the longest row of steps.
             Each row's share is of the time that is drawn of it.
+        unit: stands under the axis: it may also say that the step is emulated.
         title: the finding; by default how long the step waits, in the first row and in the last.
         blue: names of rows that are no steps, but copies or workers.
         white: what the gaps are.
@@ -66,7 +68,7 @@ def plot_first_seconds(
     figure, axis = _make_rows(
         title,
         rows,
-        unit="seconds",
+        unit=unit,
         height=1.35 + 0.62 * len(rows),
     )
     for row, (name, spans) in enumerate(rows.items()):
@@ -83,7 +85,9 @@ def plot_first_seconds(
             )
             batches = sum(1 for _, end_s in spans if end_s <= shown_s)
             noun = "batch" if batches == 1 else "batches"
-            _write(axis, f"{white} {waits[name]}, {batches:,} {noun}", shown_s, row)
+            text = f"{white} {waits[name]}, {batches:,} {noun}"
+            _write(axis, text, shown_s, row)
+            figure.words.append(f"{name}: {text}")
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
         bars = axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour)
         bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
@@ -111,9 +115,10 @@ def plot_bars(
     highlight: Collection[str] = (),
     limit: tuple[float, str] | None = None,
     log: bool = False,
-) -> Figure:
-    """Horizontal bars, the first on top, each with its number in its end, or beside it where the
-    bar is short.
+) -> DescribedFigure:
+    """Draw horizontal bars, the first on top, each with its number.
+
+    It stands in the bar's end, or beside it where the bar is short.
 
     Args:
         values: length of each bar, by name.
@@ -168,6 +173,7 @@ def plot_bars(
                 markersize=9,
             )
         text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
+        figure.words.append(f"{name}: {text}")
         if not log and low * letters > longest * (len(text) + 5):
             ink = "white" if name in lit else INK
             _write(
@@ -182,6 +188,7 @@ def plot_bars(
             _write(axis, text, high, row)
     if limit is not None:
         _draw_limit(axis, *limit)
+        figure.words.append(f"{limit[1]}: {format_figure(limit[0])}")
     if log:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
@@ -205,7 +212,7 @@ def _draw_limit(axis: Axes, value: float, name: str) -> None:
     )
 
 
-def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Figure:
+def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> DescribedFigure:
     """Draw files a second over reads at once: how far more of them win something.
 
     Args:
@@ -235,6 +242,8 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Figur
         f"{enough} streams; {ending}"
     )
     figure = make_figure(title, width=12, height=5)
+    for streams, rate in medians.items():
+        figure.words.append(f"{streams} streams: {format_figure(rate)} files a second")
     axis = figure.add_subplot()
     axis.plot(list(medians), list(medians.values()), "o-", color=BLUE, linewidth=2, markersize=8)
     axis.plot(enough, medians[enough], "o", color=ORANGE, markersize=14)
@@ -249,8 +258,8 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Figur
     return figure
 
 
-def plot_statistics(statistics: DatasetStatistics) -> Figure:
-    """A dataset's objects by class, size and shape, and its images by their objects.
+def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
+    """Draw a dataset's objects by class, size and shape, and its images by their objects.
 
     Args:
         statistics: of the report of `check_dataset`.
@@ -322,8 +331,8 @@ def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
 
 def _make_rows(
     title: str, names: Collection[str], *, unit: str, height: float
-) -> tuple[Figure, Axes]:
-    """A figure with a row for each name."""
+) -> tuple[DescribedFigure, Axes]:
+    """Make a figure with a row for each name."""
     figure = make_figure(title, width=12, height=height)
     axis = figure.add_subplot()
     _lay_rows(axis, names, fontsize=15)

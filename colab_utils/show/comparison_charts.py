@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from colab_utils.comparison import COURSE_STRATEGIES, LEAST_NOISE, measure_spread
 from colab_utils.errors import ColabUtilsError
@@ -20,7 +19,7 @@ from colab_utils.show.charts import (
     plot_bars,
     plot_first_seconds,
 )
-from colab_utils.show.pictures import make_figure
+from colab_utils.show.pictures import DescribedFigure, make_figure
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
@@ -35,7 +34,7 @@ _EPOCHS = _SESSIONS * _SESSION_EPOCHS
 Content = Mapping[str, Any]
 
 
-def plot_comparison(comparison: "Comparison | Content") -> Figure:
+def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
     """Images per second of every strategy, how long its step waits, and the speed of the step
     itself as a line.
 
@@ -76,7 +75,9 @@ def plot_comparison(comparison: "Comparison | Content") -> Figure:
     return figure
 
 
-def plot_cold_start(comparison: "Comparison | Content", *, seconds: float | None = None) -> Figure:
+def plot_cold_start(
+    comparison: "Comparison | Content", *, seconds: float | None = None
+) -> DescribedFigure:
     """`plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of
     them ran.
 
@@ -102,7 +103,7 @@ def plot_cold_start(comparison: "Comparison | Content", *, seconds: float | None
     return plot_first_seconds(rows, seconds=shown_s, title=title)
 
 
-def plot_epochs(comparison: "Comparison | Content") -> Figure:
+def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     """Hours since the beginning over the epochs of a dataset as large as COCO, in sessions of three
     epochs.
 
@@ -154,7 +155,7 @@ def plot_epochs(comparison: "Comparison | Content") -> Figure:
     return figure
 
 
-def _make_epochs(title: str) -> tuple[Figure, Axes]:
+def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
     """Return a figure of hours over epochs, without lines."""
     figure = make_figure(title, width=12, height=5.5)
     axis = figure.add_subplot()

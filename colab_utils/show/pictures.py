@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -36,12 +36,35 @@ _UNKNOWN_SIDE = 480
 _Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
 
 
+class DescribedFigure(Figure):
+    """A figure that also says in words what it draws.
+
+    Attributes:
+        words: what is drawn, a line for each bar, row or curve, with its numbers.
+    """
+
+    def __init__(self, *sizes: Any, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.words: list[str] = []
+
+    @property
+    def alternative_text(self) -> str:
+        """Return the title and the words; where there are none, the headings of the panels."""
+        title = self.get_suptitle().replace("\n", " ")
+        words = self.words or [axis.get_title("left") for axis in self.axes]
+        return f"{title}. {'; '.join(words)}".rstrip(". ")
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+        """Return no picture, which matplotlib gives a notebook, but the words for it."""
+        return {}, {"image/png": {"alt": self.alternative_text}}
+
+
 def draw_pair(
     before: tuple[Any, Mapping[str, Any]],
     after: tuple[Any, Mapping[str, Any]],
     *,
     class_names: Mapping[int, str],
-) -> Figure:
+) -> DescribedFigure:
     """Draw a sample beside what became of it; the title says what differs.
 
     Args:
@@ -69,7 +92,7 @@ def draw_pair(
 
 def draw_predictions(
     dataset: Any, predictions: Sequence[Mapping[str, Any]], *, min_score: float = 0.5
-) -> Figure:
+) -> DescribedFigure:
     """Draw ground truth on the left, the model's prediction on the right, one sample a row, a
     colour for each class.
 
@@ -119,7 +142,7 @@ def draw_annotations(
     *,
     title: str,
     columns: int = 3,
-) -> Figure:
+) -> DescribedFigure:
     """Draw images with their annotations as they are in the JSON, however bad they are.
 
     Args:
@@ -182,33 +205,38 @@ def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, di
     return np.asarray(small).transpose(2, 0, 1), objects
 
 
-def make_figure(title: str, *, width: float, height: float) -> Figure:
-    """An empty figure, ``width`` x ``height`` inches, with a finding for a title; a notebook shows
-    it once.
+def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
+    """Make an empty figure, ``width`` x ``height`` inches, with a finding for a title; a notebook
+    shows it once.
 
     Names of users stand in titles and labels: ``parse_math=False`` keeps ``$`` from starting a
     formula.
     """
     title = textwrap.fill(title, int(width * 5.8))
     size = (width, height + 0.35 * title.count("\n"))
-    figure = plt.figure(figsize=size, layout="constrained", facecolor="white")
+    figure = plt.figure(
+        figsize=size,
+        layout="constrained",
+        facecolor="white",
+        FigureClass=DescribedFigure,
+    )
     plt.close(figure)  # pyplot would show it a second time at the end of the cell
     figure.suptitle(
         title, x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a", parse_math=False
     )
-    return figure
+    return cast(DescribedFigure, figure)
 
 
-def embed_figure(figure: Figure) -> Markup:
-    """The figure as an ``<img>`` that holds its own drawing (SVG), its title not drawn but for
-    screen readers.
+def embed_figure(figure: DescribedFigure) -> Markup:
+    """Return the figure as an ``<img>`` that holds its own drawing (SVG), its title not drawn but
+    for screen readers, with its numbers.
     """
-    title = figure.get_suptitle().replace("\n", " ")
+    text = figure.alternative_text
     drawing = io.BytesIO()
     figure.suptitle("")
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     data = base64.b64encode(drawing.getvalue()).decode("ascii")
-    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(title, data)
+    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(text, data)
 
 
 def _draw_grid(
@@ -218,7 +246,7 @@ def _draw_grid(
     *,
     columns: int = 2,
     inches: float = 5.2,
-) -> Figure:
+) -> DescribedFigure:
     """A grid of images, each ``inches`` wide: names stay readable from the back of a room."""
     rows = -(-len(panels) // columns)
     tallest = max(image.shape[1] / image.shape[2] for _, image, _ in panels)

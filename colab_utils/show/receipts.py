@@ -6,12 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.require import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
 from colab_utils.show.comparison_charts import Content, find_gain, read_comparison
+from colab_utils.show.pictures import DescribedFigure
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 _TIMES = "times as fast"
 
 
-def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
+def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
     """How many times as fast each machine trains, and how long its step waits before and after; the
     fastest first.
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from colab_utils.data.checks import DatasetReport, Problem
 from colab_utils.data.coco import CocoDataset, read_coco
@@ -27,7 +26,7 @@ from colab_utils.show.comparison_charts import (
     plot_comparison,
     plot_epochs,
 )
-from colab_utils.show.pictures import draw_annotations, embed_figure
+from colab_utils.show.pictures import DescribedFigure, draw_annotations, embed_figure
 from colab_utils.show.receipts import summarise_receipt
 from colab_utils.show.table import Table, make_table
 
@@ -251,7 +250,7 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
     return make_table(rows)
 
 
-def show_chart(figure: Figure, heading: str = "h2") -> Markup:
+def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
     """A chart as HTML under its title, which a page breaks where it must; on a narrow screen the
     chart scrolls.
     """
