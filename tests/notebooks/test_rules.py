@@ -27,7 +27,7 @@ MOST_CELLS = {
     "02_preprocess_to_shards": 76,
     # Each way to bring data near, and each measure against full memory, has a cell of its own.
     "03_copy_to_local_ssd": 70,
-    "04_train_mask_rcnn": 96,
+    "04_train_mask_rcnn": 98,
     # Each of twelve pieces of advice has a text and one or two cells.
     "05_compare_timings": 92,
 }
