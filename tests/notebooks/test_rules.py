@@ -39,7 +39,7 @@ MOST_NAMES = {
     "05_compare_timings": 17,
 }
 # Notebooks whose cells are plain: at most 12 lines, one statement a line.
-PLAIN = NAMES
+PLAIN = ("03_copy_to_local_ssd", "04_train_mask_rcnn")
 BADGE = re.compile(
     r"\[!\[Open In Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"
     r"\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)"
