@@ -406,6 +406,18 @@ class Loader:
         rate = sum(trial.files_per_s for trial in self.streams)
         return f"files come at {rate:.0f} a second with {count} streams; more win nothing"
 
+    def describe_workers(self) -> str:
+        """Say why so many workers load; empty where none was tried.
+
+        Example:
+            >>> make_loader(range(3), batch_size=1, workers=0).describe_workers()
+            ''
+        """
+        if not self.rates:
+            return ""
+        trials = [f"{rate:.0f} images/s with {workers}" for workers, rate in self.rates.items()]
+        return f"workers: {self.workers}, the fewest of about the best rate ({', '.join(trials)})"
+
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its
         worker.

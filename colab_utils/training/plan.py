@@ -8,6 +8,11 @@ from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.prepare import PreparedStep
 from colab_utils.training.settings import Settings
 
+# A GPU with less memory, such as a T4, is slow, too: smaller images help it most.
+_SMALL_GPU_BYTES = 20e9
+# The shorter side that the plan names first there, in pixels.
+_SMALL_SIZE = 640
+
 
 @dataclass(frozen=True)
 class TrainingPlan:
@@ -67,12 +72,23 @@ class TrainingPlan:
             )
         resumed = f", resumed after step {self.first_step}" if self.first_step else " of a new run"
         memory = f"\nmemory: {self.memory}" if self.memory else ""
+        memory += self._name_first_knob()
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} "
             f"in {self.precision}{together}: {self.num_classes - 1} classes, "
             f"{self.images} images{skipped}, batches of {self.batch_size}, "
             f"shorter side {self.min_size} px, augmentation {self.augment}, "
             f"learning rate {self.learning_rate:g}, {self.steps} steps{resumed}{memory}"
+        )
+
+    def _name_first_knob(self) -> str:
+        """Return what makes a step on a small GPU faster first; empty where that is done."""
+        is_small = self.memory is not None and self.memory.limit_bytes < _SMALL_GPU_BYTES
+        if not is_small or self.min_size <= _SMALL_SIZE:
+            return ""
+        return (
+            f"\nfaster: on a GPU this small, try min_size={_SMALL_SIZE} first. A step is then "
+            "about 1.4 times as fast as at 800 (by a roofline model, not measured)."
         )
 
 

@@ -62,6 +62,7 @@ def test_auto_tries_the_real_loader(many, monkeypatch):
     assert set(loader.rates) == {1, 2}
     assert all(rate > 0 for rate in loader.rates.values())
     assert loader.workers in loader.rates
+    assert loader.describe_workers().startswith(f"workers: {loader.workers}, the fewest of about")
     assert sum(len(batch) for batch in loader) == 320
     loader.close()
 
@@ -118,6 +119,7 @@ def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
     monkeypatch.setattr(loader_module, "tune_workers", None)
     few = make_loader(ShardDataset(tiny_shards), batch_size=4)
     assert (few.rates, few.prefetch) == ({}, 2)
+    assert few.describe_workers() == ""
     assert make_loader(Small(), batch_size=1, workers=2, prefetch=3).prefetch == 3
 
 

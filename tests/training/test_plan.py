@@ -1,0 +1,57 @@
+"""What a run says of its plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from colab_utils.training.memory import MemoryPlan
+from colab_utils.training.plan import TrainingPlan
+
+T4_BYTES = 15_000_000_000
+L4_BYTES = 22_000_000_000
+
+
+def make_plan(*, min_size, limit_bytes):
+    memory = None
+    if limit_bytes:
+        memory = MemoryPlan(batch_size=4, parts=1, peak_bytes=9_000_000, limit_bytes=limit_bytes)
+    return TrainingPlan(
+        dataset="fingerprint",
+        model="maskrcnn_resnet50_fpn_v2",
+        starts_from="coco",
+        device="cuda:0",
+        precision="float16",
+        num_classes=3,
+        images=100,
+        skipped_images=0,
+        objects=700,
+        skipped_objects=0,
+        batch_size=4,
+        min_size=min_size,
+        max_size=1333,
+        learning_rate=0.005,
+        steps=25,
+        seed=0,
+        memory=memory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("min_size", "limit_bytes", "is_named"),
+    [
+        # a T4 with the default size
+        (800, T4_BYTES, True),
+        # it was turned already
+        (640, T4_BYTES, False),
+        # smaller still
+        (480, T4_BYTES, False),
+        # enough memory
+        (800, L4_BYTES, False),
+        # no GPU
+        (800, None, False),
+    ],
+)
+def test_a_small_gpu_is_told_of_smaller_images(min_size, limit_bytes, is_named):
+    text = str(make_plan(min_size=min_size, limit_bytes=limit_bytes))
+    assert ("try min_size=640 first" in text) == is_named
+    assert ("roofline model, not measured" in text) == is_named
