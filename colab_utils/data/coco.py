@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from colab_utils.data.coco_json import UNREADABLE, Columns, read_columns
 from colab_utils.data.fields import FAULTS, read_annotation
 from colab_utils.data.image_paths import find_file, list_meanings, require_folder
+from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
 from colab_utils.require import require_local_path
@@ -167,27 +168,42 @@ class CocoDataset:
         return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
     def subset(self, start: int, stop: int) -> "CocoDataset":
-        """Return images ``start`` to ``stop`` alone, in arrays of their own (small to send to
+        """Return images ``start`` to ``stop`` alone; see :meth:`select`."""
+        return self.select(np.arange(start, stop))
+
+    def select(self, indices: NDArray[np.int64]) -> "CocoDataset":
+        """Return these images alone, in this order, in arrays of their own (small to send to
         another process).
         """
-        first = int(self.first[start])
-        end = int(self.first[stop])
+        counts = np.diff(self.first)[indices]
+        objects = np.repeat(self.first[indices], counts) + number_within(counts)
+        names, name_ends = _take_parts(self.names, self.name_ends, indices)
+        texts, text_ends = _take_parts(self.texts, self.text_ends, indices)
         return replace(
             self,
-            image_ids=self.image_ids[start:stop],
-            sizes=self.sizes[start:stop],
-            names=self.names[self.name_ends[start] : self.name_ends[stop]],
-            name_ends=self.name_ends[start : stop + 1] - self.name_ends[start],
-            first=self.first[start : stop + 1] - first,
-            ids=self.ids[first:end],
-            is_crowd=self.is_crowd[first:end],
-            texts=self.texts[self.text_ends[start] : self.text_ends[stop]],
-            text_ends=self.text_ends[start : stop + 1] - self.text_ends[start],
+            image_ids=self.image_ids[indices],
+            sizes=self.sizes[indices],
+            names=names,
+            name_ends=name_ends,
+            first=np.append(0, np.cumsum(counts)),
+            ids=self.ids[objects],
+            is_crowd=self.is_crowd[objects],
+            texts=texts,
+            text_ends=text_ends,
             shared_names=self.shared_names.intersection(
-                base for i in range(start, stop) for base in list_meanings(self.file_name(i))
+                base for i in indices.tolist() for base in list_meanings(self.file_name(i))
             ),
             text_ids=(),
         )
+
+
+def _take_parts(
+    content: bytes, ends: NDArray[np.int64], indices: NDArray[np.int64]
+) -> tuple[bytes, NDArray[np.int64]]:
+    """Return some parts of a text one after another, and where each starts and the last ends."""
+    parts = [content[ends[i] : ends[i + 1]] for i in indices.tolist()]
+    lengths = np.array([len(part) for part in parts], np.int64)
+    return b"".join(parts), np.append(0, np.cumsum(lengths))
 
 
 def read_coco(annotations: str | Path) -> CocoDataset:

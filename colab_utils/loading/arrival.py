@@ -13,7 +13,6 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-import numpy as np
 import psutil
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
@@ -23,6 +22,7 @@ from colab_utils.processes import ThreadPool, start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
 from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import remove_leftovers
+from colab_utils.shards.plan import order_shards
 from colab_utils.units import format_bytes
 
 # The file lies in the target: it marks the folder, and tells all processes what has arrived.
@@ -35,10 +35,10 @@ class Arrival:
     """A copy of shards under way in a thread: from ``source``, whose ``index`` this is, into
     ``target``.
 
-    The first shard comes alone, at all the speed that Drive has; then several at a time, in a
-    random order. What lies in ``target`` from an earlier copy is compared with its checksum in
-    place of a copy, and copied again where it is damaged. Where Drive fails, ``retries`` try again;
-    the index in ``target`` comes last.
+    The first shard comes alone, at all the speed that Drive has; then several at a time, the small
+    ones first, the others in a random order. What lies in ``target`` from an earlier copy is
+    compared with its checksum in place of a copy, and copied again where it is damaged. Where Drive
+    fails, ``retries`` try again; the index in ``target`` comes last.
 
     Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A
     shard is removed when another one is needed earlier, and Drive still has it. Then ``target`` is
@@ -67,7 +67,14 @@ class Arrival:
         limit_bytes: float = math.inf,
     ) -> None:
         sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
-        self._prepare(target, sizes, workers=workers, seed=seed, retries=retries)
+        self._prepare(
+            target,
+            sizes,
+            images=[shard.images for shard in index.shards],
+            order=order_shards(index.recipe, len(sizes), seed),
+            workers=workers,
+            retries=retries,
+        )
         self.source = source
         self.index = index
         self.rolls = limit_bytes < index.bytes
@@ -101,16 +108,24 @@ class Arrival:
         self._begin()
 
     def _prepare(
-        self, target: Path, sizes: list[int], *, workers: int, seed: int, retries: Retries
+        self,
+        target: Path,
+        sizes: list[int],
+        *,
+        images: list[int],
+        order: list[int],
+        workers: int,
+        retries: Retries,
     ) -> None:
-        """Note what there is to do: shards of these sizes, so many at a time, in a random order."""
+        """Note what there is to do: shards of so many bytes and images, in this order."""
         self.target = target
         self.retries = retries
         self.rolls = False
         self._limit = math.inf
         self._workers = workers
         self._sizes = sizes
-        self._order: list[int] = np.random.default_rng(seed).permutation(len(sizes)).tolist()
+        self._images = images
+        self._order = order
         self._wanted = self._order
         self._used: set[int] = set()
         self._moves: dict[int, Future[None]] = {}
@@ -160,9 +175,9 @@ class Arrival:
         """The shards in the order of their arrival, in windows that are trained on one after
         another.
 
-        A window holds as many shards as came before it, and at most as many as are copied at a
-        time. Where shards take turns, every second epoch begins with those that the one before left
-        on the disk.
+        A window holds at most as many images as came before it, or one shard, and at most as many
+        shards as are copied at a time. Where shards take turns, every second epoch begins with
+        those that the one before left on the disk.
         """
         order = self._order
         most = COPY_STREAMS
@@ -171,12 +186,18 @@ class Arrival:
             if epoch % 2:
                 order = order[::-1]
         windows: list[list[int]] = []
-        first = 0
-        while first < len(order):
-            window = order[first : first + min(most, max(1, first))]
-            windows.append(window)
-            first += len(window)
-        return windows
+        window: list[int] = []
+        before = 0
+        images = 0
+        for number in order:
+            if window and (len(window) == most or images + self._images[number] > before):
+                windows.append(window)
+                window = []
+                before += images
+                images = 0
+            window.append(number)
+            images += self._images[number]
+        return [*windows, window]
 
     def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
         """Give None again and again until the shards of a batch are there, in an epoch of these

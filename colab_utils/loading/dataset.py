@@ -236,9 +236,10 @@ def _load_shards(folder: Path, index: ShardIndex, retries: Retries) -> list[Shar
 class ShardDataset(CocoSamples):
     """A folder of shards as a map-style dataset with torchvision's detection contract.
 
-    Labels are the COCO category ids, as torchvision's own path gives them; with
-    ``contiguous_labels=True``, or where an id 0 would mean the background, they are 1 to K in the
-    order of the ids.
+    The images come in the order in which they lie in the shards, which `write_shards` draws:
+    ``image_ids`` tells which image is at which index. Labels are the COCO category ids, as
+    torchvision's own path gives them; with ``contiguous_labels=True``, or where an id 0 would mean
+    the background, they are 1 to K in the order of the ids.
 
     Args:
         folder: the shards.
@@ -391,6 +392,10 @@ class ShardDataset(CocoSamples):
             tables[name] = self._tables[name][objects]
         tables["iscrowd"] = np.zeros(len(objects), np.int64)
         return tables
+
+    def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Return what is known of some images now; see `describe`."""
+        return self.describe(indices)
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of

@@ -28,7 +28,7 @@ def open_dataset(
     *,
     drive: str | Path | None,
     ssd: str | Path,
-    shard_mb: float = 16,
+    shard_mb: float = 128,
     streams: int | Literal["auto"] = "auto",
     max_bad: float = 0.01,
     seed: int = 0,
@@ -51,7 +51,8 @@ def open_dataset(
         annotations: COCO instance JSON.
         drive: folder for the shards on Drive; None keeps them in ``ssd`` alone.
         ssd: folder for the shards on this machine's disk.
-        shard_mb: size to aim at for each shard, in MB: training begins with the first one.
+        shard_mb: size to aim at for each shard, in MB. The first ones are smaller: training begins
+            with one of 4 MB.
         streams: files that each process reads at the same time; "auto" measures.
         max_bad: the share of images that may turn out bad, 0 to 1, and of bad objects. A loader
             leaves such images out, with a warning.

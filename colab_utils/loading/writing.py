@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
 from colab_utils.processes import ThreadPool, fork_pool
+from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.copy import COPY_STREAMS, Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.job_plan import make_plan
@@ -34,6 +36,7 @@ from colab_utils.shards.jobs import (
     run_part,
 )
 from colab_utils.shards.lock import hold_folder
+from colab_utils.shards.plan import order_shards
 from colab_utils.shards.write import begin_folder, check_bad, cut_parts, join_index
 
 _LOWEST_PRIORITY = 19
@@ -81,7 +84,14 @@ class Writing(Arrival):
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
             self._plan = make_plan(ssd, images, dataset, recipe)
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
-            self._prepare(ssd, [0] * len(self.jobs), workers=workers, seed=seed, retries=retries)
+            self._prepare(
+                ssd,
+                [0] * len(self.jobs),
+                images=[len(job.dataset) for job in self.jobs],
+                order=order_shards(recipe, len(self.jobs), seed),
+                workers=workers,
+                retries=retries,
+            )
             self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
             progress = WorkerProgress(stop=retries.stop)
             self._pool = fork_pool(min(workers, len(self.jobs)), _join_writing, progress)
@@ -181,15 +191,58 @@ class WritingShards(ArrivingShards):
         shards = tuple(_foresee_shard(job) for job in writing.jobs)
         self.index = ShardIndex(dataset.fingerprint, recipe, dataset.categories, shards)
         # A shard has at most the objects that the annotations have.
-        self._make_tables([shard.images for shard in shards], dataset.count_objects())
+        parts = [job.dataset for job in writing.jobs]
+        counts = np.concatenate([part.count_objects() for part in parts])
+        self._make_tables([len(part) for part in parts], counts)
         self.left_out = dataset.crowds
         self._tables["counts"][:] = 0
-        self.image_ids = dataset.image_ids
+        self.image_ids = np.concatenate([part.image_ids for part in parts])
         # The order of an epoch depends on them, so they stay.
-        self.sizes = _plan_sizes(dataset, recipe)
+        self.sizes = np.concatenate([_plan_sizes(part, recipe) for part in parts])
 
     def __str__(self) -> str:
         return f"{super().__str__()}; {self.arrival}"
+
+    def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Describe images by their annotations, without waiting for a shard.
+
+        Masks fill their boxes. Images whose size the annotations do not give are waited for.
+        """
+        rows = np.array([range(len(self))[index] for index in indices], np.int64)
+        sizes = self.sizes[rows]
+        if not isinstance(self.arrival, Writing) or sizes.min() <= 1:
+            return self.describe(indices)
+        objects = [self._foresee_objects(self.arrival.jobs, row) for row in rows.tolist()]
+        boxes = np.concatenate([boxes for boxes, _ in objects])
+        crops = np.concatenate([np.floor(boxes[:, :2]), np.ceil(boxes[:, 2:])], 1).astype(np.int32)
+        areas = (crops[:, 2:] - crops[:, :2]).prod(1)
+        return {
+            "sizes": sizes,
+            "image_ids": self.image_ids[rows],
+            "counts": np.array([len(labels) for _, labels in objects], np.int64),
+            "boxes": boxes,
+            "labels": np.concatenate([labels for _, labels in objects]),
+            "areas": areas.astype(np.float32),
+            "crops": crops,
+            "mask_bytes": -(-areas // 8),
+            "iscrowd": np.zeros(len(boxes), np.int64),
+        }
+
+    def _foresee_objects(
+        self, jobs: list[ShardPart], row: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return boxes, float32 [N, 4], and labels of an image that is not written yet."""
+        shard = int(self.shard_of[row])
+        dataset = jobs[shard].dataset
+        place = row - int(np.searchsorted(self.shard_of, shard))
+        annotations, _ = dataset.read_annotations(place)
+        annotations = [entry for entry in annotations if not entry["iscrowd"]]
+        height, width = dataset.sizes[place].tolist()
+        boxes, keep = convert_boxes([entry["bbox"] for entry in annotations], height, width)
+        scale_y, scale_x = (self.sizes[row] / (height, width)).tolist()
+        scale = np.array([scale_x, scale_y, scale_x, scale_y], np.float32)
+        labels = self._map_labels([entry["category_id"] for entry in annotations])
+        return boxes[keep] * scale, labels[keep]
 
     def _check(self, index: int) -> int:
         """Return the number of an image, once its shard is there."""

@@ -67,7 +67,8 @@ class ShardIndex:
     """XXH3-128 of the annotations file that the shards were made from."""
     recipe: dict[str, Any]
     """How the images are stored: ``storage``, ``min_size``, ``max_size`` (pixels), ``shard_mb``,
-    ``images_per_shard``.
+    ``images_per_shard``; and how the images are divided, ``ramp_mb`` (of the first shards) and
+    ``seed`` (of the images' order; without it, that of the annotations).
     """
     categories: tuple[dict[str, Any], ...]
     """Each category's ``id`` and ``name``."""

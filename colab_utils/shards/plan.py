@@ -3,11 +3,13 @@
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import DriveLostError, Retries
@@ -22,6 +24,9 @@ from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.stored_images import Storage
 from colab_utils.units import format_bytes
 
+# The size that the first shard aims at, in MB, and the seed of the images' order.
+_FIRST_SHARD_MB = 4
+_ORDER_SEED = 0
 # Images from which the images of a shard, and a plan, are worked out.
 _TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
@@ -47,6 +52,59 @@ def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
         least, most = _RANGES[name]
         recipe[name] = require_number(name, value, least=least, most=most)
     return recipe
+
+
+def complete_recipe(recipe: dict[str, Any], image_bytes: float) -> dict[str, Any]:
+    """Add to the recipe of new shards what divides the images among them.
+
+    The first shards are small, so that training can begin on them: each aims at twice the size of
+    the one before, up to ``shard_mb``. The images come in a random order, as many exports are
+    sorted by class.
+
+    Args:
+        recipe: as `make_recipe` gives it.
+        image_bytes: what an image takes in a shard, on average.
+    """
+    shard_mb = recipe["shard_mb"]
+    ramp_mb = []
+    size_mb = _FIRST_SHARD_MB
+    while size_mb < shard_mb:
+        ramp_mb.append(size_mb)
+        size_mb *= 2
+    images_per_shard = max(1, round(shard_mb * 1e6 / image_bytes))
+    return {
+        **recipe,
+        "images_per_shard": images_per_shard,
+        "ramp_mb": ramp_mb,
+        "seed": _ORDER_SEED,
+    }
+
+
+def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]:
+    """Return the images of each shard, by their places in the annotations file: int64 each.
+
+    Recipes of older versions have no ramp, no seed, or neither.
+
+    Example:
+        >>> recipe = {"shard_mb": 16, "images_per_shard": 4, "ramp_mb": [4, 8]}
+        >>> [part.tolist() for part in split_images(recipe, 9)]
+        [[0], [1, 2], [3, 4, 5, 6], [7, 8]]
+    """
+    order = np.arange(images)
+    if "seed" in recipe:
+        # No version of numpy changes what this generator draws.
+        order = np.random.RandomState(recipe["seed"]).permutation(images)
+    full = recipe["images_per_shard"]
+    ramp = [max(1, round(full * mb / recipe["shard_mb"])) for mb in recipe.get("ramp_mb", ())]
+    ends = [*accumulate(ramp), *range(sum(ramp) + full, images, full)]
+    return [part for part in np.split(order, ends) if len(part)]
+
+
+def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
+    """Return the order in which shards come: the small first ones, then the others at random."""
+    ramp = min(shards, len(recipe.get("ramp_mb", ())))
+    others = ramp + np.random.default_rng(seed).permutation(shards - ramp)
+    return [*range(ramp), *others.tolist()]
 
 
 def open_annotations(images: str | Path, annotations: str | Path) -> CocoDataset:

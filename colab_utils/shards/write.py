@@ -32,7 +32,14 @@ from colab_utils.shards.jobs import (
     write_shard,
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.plan import count_processes, make_recipe, open_annotations, try_images
+from colab_utils.shards.plan import (
+    complete_recipe,
+    count_processes,
+    make_recipe,
+    open_annotations,
+    split_images,
+    try_images,
+)
 from colab_utils.shards.records import MISSING
 from colab_utils.shards.running import Runs, run_elsewhere, run_here
 from colab_utils.shards.stored_images import Storage
@@ -97,14 +104,17 @@ def write_shards(
 
     Images keep their bytes, unless they are larger than training needs: those are shrunk once. A
     bad image (missing, cut short, not an image, or with an annotation that has no usable mask) is
-    skipped and reported. What each ``storage`` costs on this machine, `plan_shards` measures.
+    skipped and reported. The images come in a random order, the same for all who write them, as
+    many annotations are sorted by class: ``image_id`` tells which image is which. What each
+    ``storage`` costs on this machine, `plan_shards` measures.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
         shards: the folder to write to; made if need be. A finished folder of the same data is left
             as it is.
-        shard_mb: size to aim at for each shard, in MB.
+        shard_mb: size to aim at for each shard, in MB. The first ones are smaller, 4, 8, 16 and so
+            on, so that training can begin before all are there.
         min_size: the shorter side that training needs, in pixels (torchvision's ``min_size``).
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
         storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels
@@ -286,7 +296,7 @@ def find_finished(
 def begin_folder(
     folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> dict[str, Any]:
-    """Mark the folder as unfinished; return the recipe with the number of images in a shard.
+    """Mark the folder as unfinished; return the recipe with what divides the images.
 
     Looks for shards again: another writer may have finished since, with other data.
     """
@@ -298,16 +308,15 @@ def begin_folder(
         mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
         cure = "name another folder, or store smaller images (--min-size)"
         require_space(folder, mean * len(dataset), cure)
-        recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
+        recipe = complete_recipe(recipe, mean)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
 
 def cut_datasets(dataset: CocoDataset, recipe: dict[str, Any]) -> Iterator[CocoDataset]:
-    """Yield the annotations of each shard, in the order of the dataset."""
-    count = recipe["images_per_shard"]
-    for first in range(0, len(dataset), count):
-        yield dataset.subset(first, min(first + count, len(dataset)))
+    """Yield the annotations of each shard."""
+    for indices in split_images(recipe, len(dataset)):
+        yield dataset.select(indices)
 
 
 def cut_parts(
@@ -318,7 +327,7 @@ def cut_parts(
     streams: int | str,
     drive: Path | None = None,
 ) -> Iterator[ShardPart]:
-    """Yield the part of each shard, in the order of the dataset.
+    """Yield the part of each shard.
 
     Finished shards of an earlier session are copied from ``drive``.
     """

@@ -30,22 +30,33 @@ class OpenData:
     is_loose: bool = False
     """Whether the images are loose files, some of which turn out bad as they become shards."""
 
-    def match_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def order(self) -> str:
+        """Return a checksum of the order of the images that are trained on."""
+        return hash_bytes(self.dataset.image_ids[self.rows].tobytes())
+
+    def match_state(self, state: dict[str, Any], order: str | None) -> dict[str, Any]:
         """Return where a loader stood, for these images.
 
-        Where others turned out bad, or shards were trained on and are gone, its epoch begins anew.
+        Where others turned out bad, they lie in another order, or shards were trained on and are
+        gone, its epoch begins anew.
+
+        Args:
+            state: of the loader.
+            order: of the images then; None in checkpoints of older versions.
         """
         has_shards = isinstance(self.dataset, ShardDataset)
-        is_same = state["images"] == len(self.rows) and (has_shards or not state["joined"])
-        if not self.is_loose or is_same:
+        difference = ""
+        if self.is_loose and state["images"] != len(self.rows):
+            difference = (
+                f"expected the {state['images']} images that the run was begun with, found "
+                f"{len(self.rows)}, as others turned out bad or are not in shards yet"
+            )
+        elif order not in (None, self.order) or (state["joined"] and not has_shards):
+            difference = "The images lie in another order than those that the run was begun with"
+        if not difference:
             return state
-        warnings.warn(
-            f"expected the {state['images']} images that the run was begun with, found "
-            f"{len(self.rows)}, as others turned out bad or are not in shards yet: its epoch "
-            "begins anew",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
+        warnings.warn(f"{difference}: its epoch begins anew", ColabUtilsWarning, stacklevel=3)
         images = {"images": len(self.rows), "batch": 0, "joined": [], "left": []}
         return {**state, **images}
 

@@ -99,7 +99,7 @@ class _BlankImages:
     """The images of a dataset in black, with masks that fill their boxes."""
 
     def __init__(self, dataset: ShardDataset) -> None:
-        self.describe = dataset.describe
+        self.describe = dataset.foresee
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write the pixels and the mask bits of an image."""

@@ -237,7 +237,7 @@ def train(
             with explain_state(state):
                 first_step = 0
                 if state:
-                    loader.load_state_dict(data.match_state(state["loader"]))
+                    loader.load_state_dict(data.match_state(state["loader"], state.get("order")))
                     first_step = state["step"]
                 if steps is None:
                     steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)

@@ -88,6 +88,7 @@ class Trainer:
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._image_ids = data.dataset.image_ids[data.rows]
+        self._order = data.order
         # Images that a warning has named.
         self._late: set[int] = set()
         # The signal that asked this run to stop.
@@ -295,6 +296,7 @@ class Trainer:
                 "optimizer": self.step.optimizer.state_dict(),
                 "scaler": self.step.scaler.state_dict(),
                 "loader": self._position,
+                "order": self._order,
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
             }
             self.writer.submit(state, step=self.done, is_last=is_last)

@@ -75,7 +75,7 @@ def _judge_samples(case: Case, dataset: ShardDataset) -> None:
     if known is None:
         raise WrongDataError("other classes, fingerprint or storage than there were")
     ids = dataset.image_ids.tolist()
-    if ids != list(known.truth):
+    if ids != list(known.records):
         raise WrongDataError("other images than there were")
     for i, number in enumerate(ids):
         sample = case.attempt(dataset.__getitem__, i)

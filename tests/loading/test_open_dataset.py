@@ -1,5 +1,6 @@
 """The nearest form of a dataset, and shards that are written while they are trained on."""
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -26,9 +27,11 @@ from colab_utils.loading import writing
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.writing import WritingShards
-from colab_utils.shards import write
-from colab_utils.shards.index import read_index
+from colab_utils.shards import plan, write
+from colab_utils.shards.index import read_index, write_index
+from colab_utils.shards.jobs import run_job
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
+from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
 
 SHARD_MB = 0.02
@@ -154,6 +157,97 @@ def test_the_index_comes_to_drive_after_all_shards(tiny_dataset, places, monkeyp
     monkeypatch.setattr(writing, "write_index", write_index)
     open_tiny(tiny_dataset, places).wait()
     assert folders == [places["ssd"], places["drive"]]
+
+
+def write_ramp(monkeypatch, size_mb=0.02):
+    """Make a ramp begin at a size that few small images fill."""
+    monkeypatch.setattr(plan, "_FIRST_SHARD_MB", size_mb)
+
+
+def test_small_shards_come_first_and_are_those_of_write_shards(
+    tiny_dataset, places, tmp_path, monkeypatch
+):
+    write_ramp(monkeypatch)
+    folder = tmp_path / "written"
+    data = tiny_dataset.images, tiny_dataset.annotations
+    write_shards(*data, shards=folder, shard_mb=0.06, workers=1)
+    dataset = open_dataset(*data, **places, shard_mb=0.06)
+    assert dataset.arrival.plan_windows(0)[:2] == [[0], [1]]
+    dataset.wait()
+    index = read_index(folder)
+    assert index.recipe["ramp_mb"] == [0.02, 0.04]
+    images = [shard.images for shard in index.shards]
+    assert images[0] < images[1] < images[2]
+    assert read_files(places["ssd"]) == read_files(folder)
+    assert read_files(places["drive"]) == read_files(folder)
+
+
+def write_old_shards(dataset, folder):
+    """Write shards by a recipe of before there was a ramp, in the order of the annotations."""
+    recipe = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=SHARD_MB)
+    recipe["images_per_shard"] = 2
+    coco = read_coco(dataset.annotations)
+    folder.mkdir()
+    jobs = write.list_jobs(folder, dataset.images, coco, recipe, 1)
+    write_index(folder, write.join_index(coco, recipe, [run_job(job) for job in jobs]))
+
+
+@pytest.mark.parametrize("by_dataset", [False, True])
+def test_shards_of_an_older_recipe_go_on_by_it(tiny_dataset, places, tmp_path, by_dataset):
+    older = tmp_path / "older"
+    write_old_shards(tiny_dataset, older)
+    order = read_coco(tiny_dataset.annotations).image_ids
+    assert np.array_equal(ShardDataset(older).image_ids, order)
+    shutil.copytree(older, places["drive"])
+    for name in ("index.json", "shard-000001.tar", "shard-000003.arrays", "shard-000003.tar"):
+        (places["drive"] / name).unlink()
+    if by_dataset:
+        dataset = open_tiny(tiny_dataset, places)
+        assert np.array_equal(dataset.image_ids, order)
+        dataset.wait()
+    else:
+        write_shards(
+            tiny_dataset.images,
+            tiny_dataset.annotations,
+            shards=places["drive"],
+            shard_mb=SHARD_MB,
+            workers=1,
+        )
+    assert read_files(places["drive"]) == read_files(older)
+
+
+def test_shards_do_not_lie_in_the_order_of_the_annotations(tiny_dataset, reference):
+    written = ShardDataset(reference).image_ids.tolist()
+    annotated = read_coco(tiny_dataset.annotations).image_ids.tolist()
+    assert written != annotated
+    assert sorted(written) == sorted(annotated)
+
+
+def test_what_is_foreseen_of_images_is_near_to_what_is_written(
+    tiny_dataset, reference, places, monkeypatch
+):
+    whole = ShardDataset(reference, contiguous_labels=True)
+    gate = multiprocessing.get_context("fork").Event()
+
+    def run_late(job):
+        gate.wait(20)
+        return run_job(job)
+
+    monkeypatch.setattr(writing, "run_job", run_late)
+    dataset = open_tiny(tiny_dataset, places, contiguous_labels=True)
+    rows = [*range(len(whole))]
+    foreseen = dataset.foresee(rows)
+    assert not dataset.arrival.spans_s
+    gate.set()
+    dataset.stop()
+    written = whole.describe(rows)
+    assert foreseen.keys() == written.keys()
+    for name in ("sizes", "image_ids", "counts", "labels", "iscrowd"):
+        assert np.array_equal(foreseen[name], written[name]), name
+    assert np.allclose(foreseen["boxes"], written["boxes"], atol=1e-3)
+    for name in ("crops", "mask_bytes"):
+        assert foreseen[name].dtype == written[name].dtype
+    assert (foreseen["mask_bytes"] >= written["mask_bytes"]).all()
 
 
 def test_samples_are_those_of_the_shards_before_and_after_they_are_written(
@@ -311,7 +405,7 @@ def test_a_bad_image_is_told_and_left_out(own_dataset, places):
     assert sorted(ids) == sorted(np.delete(coco.image_ids, (2, 7)).tolist())
     dataset.wait()
     skipped = read_index(places["drive"]).skipped
-    assert [image.file_name for image in skipped] == names
+    assert sorted(image.file_name for image in skipped) == sorted(names)
     assert len(open_dataset(images, annotations, **places)) == len(coco) - 2
 
 
@@ -320,7 +414,8 @@ def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
     coco = read_coco(annotations)
     dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1)
     dataset.wait()
-    rows = np.flatnonzero(dataset.shard_of == 1)
+    bad_ids = dataset.image_ids[dataset.shard_of == 1]
+    rows = np.flatnonzero(np.isin(coco.image_ids, bad_ids))
     for row in rows.tolist():
         (images / coco.file_name(row)).unlink()
     for folder in places.values():

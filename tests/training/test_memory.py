@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 
 import numpy as np
@@ -16,6 +17,7 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import Copying
+from colab_utils.shards.jobs import run_job
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, plan_memory
@@ -168,6 +170,46 @@ def test_on_a_gpu_training_begins_with_the_first_shard(
             workers=0,
         )
     assert len(arrived) == 1
+    assert report.plan.memory is not None
+
+
+@pytest.mark.parametrize("batch_size", [1, "auto"])
+def test_on_a_gpu_training_begins_with_the_first_shard_that_is_written(
+    tiny_dataset, tmp_path, monkeypatch, batch_size
+):
+    written = []
+    opened = multiprocessing.get_context("fork").Event()
+
+    def run_late(job):
+        if job.path.name != "shard-000000.tar":
+            opened.wait(20)
+        return run_job(job)
+
+    def note(line):
+        if getattr(line, "step", 0) == 1:
+            status = json.loads((tmp_path / "ssd" / STATUS_NAME).read_text())
+            written.extend(status["arrived"])
+            opened.set()
+
+    monkeypatch.setattr("colab_utils.loading.writing.run_job", run_late)
+    monkeypatch.setattr("colab_utils.shards.plan._FIRST_SHARD_MB", 0.03)
+    monkeypatch.setattr("colab_utils.training.memory._BATCH_SIZES", (2, 1))
+    with SimulatedGpu(monkeypatch):
+        report = train(
+            run=tmp_path / "run",
+            images=tiny_dataset.images,
+            annotations=tiny_dataset.annotations,
+            ssd=tmp_path / "ssd",
+            epochs=1,
+            log=note,
+            model=TINY_MODEL,
+            weights=None,
+            min_size=64,
+            batch_size=batch_size,
+            device="cuda",
+            workers=0,
+        )
+    assert written == [0]
     assert report.plan.memory is not None
 
 
