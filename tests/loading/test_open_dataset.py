@@ -29,7 +29,8 @@ from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.writing import WritingShards
 from colab_utils.shards import plan, write
 from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.jobs import run_job
+from colab_utils.shards.job_plan import make_plan
+from colab_utils.shards.jobs import run_part
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
@@ -188,8 +189,9 @@ def write_old_shards(dataset, folder):
     recipe["images_per_shard"] = 2
     coco = read_coco(dataset.annotations)
     folder.mkdir()
-    jobs = write.list_jobs(folder, dataset.images, coco, recipe, 1)
-    write_index(folder, write.join_index(coco, recipe, [run_job(job) for job in jobs]))
+    plan = make_plan(folder, dataset.images, coco, recipe)
+    parts = write.cut_parts(folder, dataset.images, coco, recipe, 1)
+    write_index(folder, write.join_index(plan, [run_part(part) for part in parts]))
 
 
 @pytest.mark.parametrize("by_dataset", [False, True])
@@ -231,9 +233,9 @@ def test_what_is_foreseen_of_images_is_near_to_what_is_written(
 
     def run_late(job):
         gate.wait(20)
-        return run_job(job)
+        return run_part(job)
 
-    monkeypatch.setattr(writing, "run_job", run_late)
+    monkeypatch.setattr(writing, "run_part", run_late)
     dataset = open_tiny(tiny_dataset, places, contiguous_labels=True)
     rows = [*range(len(whole))]
     foreseen = dataset.foresee(rows)
