@@ -148,16 +148,16 @@ class Arrival:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether this is the process that brings the shards, and has not ended that."""
+        """Return whether this process is copying the shards."""
         return self._thread.is_alive()
 
     @property
     def is_complete(self) -> bool:
-        """Whether all shards have arrived, to stay."""
+        """Return whether all shards have arrived and none will be removed."""
         return not self.rolls and len(self.spans_s) == len(self._sizes)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
-        """The shards in the order of their arrival, in windows that are trained on one after
+        """Return the shards in the order of their arrival, in windows that are trained on one after
         another.
 
         A window holds as many shards as came before it, and at most as many as are copied at a
@@ -199,7 +199,7 @@ class Arrival:
             yield None
 
     def has(self, shards: Collection[int]) -> bool:
-        """Whether these shards are there.
+        """Return whether these shards have arrived.
 
         Raises:
             DriveLostError: they are not, and Drive is lost for good; the message says what is safe.
@@ -386,8 +386,8 @@ class ArrivedShards:
 
 
 def read_status(target: Path, key: str) -> dict[str, Any]:
-    """What an `Arrival` of the shards of this key says about itself, to any process; empty where it
-    is complete.
+    """Return the status that an `Arrival` of the shards of this key has written, for any process;
+    empty if it is complete.
     """
     try:
         status = json.loads(read_file(target / STATUS_NAME))

@@ -332,7 +332,7 @@ def test_two_passes_at_once_are_refused(make, seen):
     next(first)
     # the last is all there is: nothing more will come for the first
     got = [next(second) for _ in range(seen)]
-    with pytest.raises(ColabUtilsError, match="one pass"):
+    with pytest.raises(ColabUtilsError, match="Two passes over one loader"):
         next(first)
     assert len([*got, *second]) == 7  # and the second goes on
 
@@ -704,7 +704,7 @@ def test_a_change_after_a_pass_was_broken_off_is_seen(make, workers):
     next(first)
     dataset.set_epoch(5)
     assert list_shades(loader) == {5}
-    with pytest.raises(ColabUtilsError, match="one pass"):
+    with pytest.raises(ColabUtilsError, match="Two passes over one loader"):
         next(first)
     assert list_shades(loader) == {5}
 
