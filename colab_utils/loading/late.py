@@ -88,7 +88,7 @@ class BoundedPrefetcher(Prefetcher):
         # The time when a batch was last moved or given up.
         self._changed_s = 0.0
         # A worker that reads one sample after the other can note which sample hangs. A dataset
-        # that reads whole batches does so only in the second attempt.
+        # that reads whole batches, and does not read ahead, is read so only in later attempts.
         self._is_noted = fetcher.reads_ahead or not fetcher.reads_batches
         super().__init__(fetcher, workers, prefetch)
 

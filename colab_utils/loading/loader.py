@@ -60,12 +60,12 @@ def make_loader(
     batch, or None for a batch in which it has no image.
 
     As with torch's ``DataLoader``, the loader looks at the dataset and at the processes each time a
-    pass begins (``for batch in loader``). If the dataset has not changed, the workers go on. A
-    change is one of its attributes, or of what it holds: the dataset of a ``Subset``, transforms,
-    lists, arrays. If the dataset has changed or cannot be compared, new workers start. It cannot be
-    compared if it holds an object that cannot be pickled (an open file, a lambda), more than 256 MB
-    of arrays, or more than 8 MB of other objects. The loader does not see a change of a global or
-    of a class attribute: call ``loader.close()`` after such a change.
+    pass begins (``for batch in loader``). If the dataset has not changed, the workers go on. The
+    comparison covers its attributes and all objects in them, such as the dataset of a ``Subset``,
+    transforms, lists and arrays. If it has changed or cannot be compared, new workers start. It
+    cannot be compared if it holds an object that cannot be pickled (an open file, a lambda), more
+    than 256 MB of arrays, or more than 8 MB of other objects. The loader does not see a change of a
+    global or of a class attribute: call ``loader.close()`` after such a change.
 
     Args:
         dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with

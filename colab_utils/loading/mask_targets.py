@@ -163,7 +163,7 @@ def _find_windows(proposals: _Proposals) -> tuple[Ints, Ints]:
 def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, size: int) -> Tensor:
     """Return what each block of pixels adds to its target, float32 [k, size, size].
 
-    Block k begins at pixel ``low[k]``, x and y. Its width and height are ``span[k]``.
+    Block i begins at pixel ``low[i]``, x and y. Its width and height are ``span[i]``.
     """
     x, y = low.T
     crops = proposals.crops

@@ -72,7 +72,8 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
         return 1.0, True
     _, batch_bytes = shape.lay_out()
     if fetcher.reads_ahead:
-        # The files were read one after the other here. A worker reads several at the same time.
+        # The files of this batch were read at the same time. One after the other, they would take
+        # about as many times as long.
         waited_s *= len(indices)
     return batch_bytes * _SPARE, waited_s > _SLOW_S
 
