@@ -135,7 +135,8 @@ def read_quotes(page):
     """Return every quoted message of the page about errors: those in headings, and others in its
     text.
     """
-    return re.findall(r"`(expected [^`]+)`", page)
+    headings = re.findall(r"^### `([^`]+)`", page, re.MULTILINE)
+    return headings + re.findall(r"(?<!### )`(expected [^`]+)`", page)
 
 
 def find_source(quote):

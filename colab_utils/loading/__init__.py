@@ -1,47 +1,49 @@
-"""From samples to batches on the device. The life of a sample, from COCO JSON to a batch on the
-device:
+"""From samples to batches on the device.
+
+The life of a sample, from COCO JSON to a batch on the device:
 
 1. **Annotations** (`colab_utils.data.coco`): `read_coco` reads the JSON once. Its numbers go into
-   flat arrays; an annotation stays JSON text until its image is asked for.
-2. **Masks** (`colab_utils.data.masks`): `encode_segmentation` turns each polygon into RLE,
-   `pack_masks` the RLE into packed masks: each cropped to its own box, one bit a pixel.
+   flat arrays. An annotation stays JSON text until its image is needed.
+2. **Masks** (`colab_utils.data.masks`): `encode_segmentation` turns each polygon into RLE.
+   `pack_masks` turns the RLE into packed masks: each is cropped to its own box, one bit a pixel.
 3. **Image** (`colab_utils.shards.stored_images`): `store_image` keeps the original bytes, or
-   shrinks what is larger than training needs, once. `make_record` (`colab_utils.shards.records`)
-   gives what the image's JSON in the shard holds.
+   shrinks an image that is larger than training needs. `make_record`
+   (`colab_utils.shards.records`) makes the image's JSON for the shard.
 4. **Shard** (`colab_utils.shards.write`, `jobs`, `arrays`, `index`): `write_shards` puts image and
-   record into a tar that WebDataset reads. Beside it lies the file of arrays: offsets, boxes,
-   labels and packed masks. `index.json` comes last.
-5. **Copy** (`colab_utils.shards.copy`): `copy_shards` brings the shards from Drive to the SSD,
-   checked on the way. `Arrival` (`colab_utils.loading.arrival`) does it in a thread while training
-   has begun, and lets the shards take turns on a small disk; the readers of `ArrivingShards`
-   (`colab_utils.loading.arriving`) wait for them.
+   record into a tar that WebDataset reads. Beside the tar it writes a file of arrays: offsets,
+   boxes, labels and packed masks. `index.json` is written last.
+5. **Copy** (`colab_utils.shards.copy`): `copy_shards` copies the shards from Drive to the SSD and
+   checks them. `Arrival` (`colab_utils.loading.arrival`) copies in a thread while training runs,
+   and lets the shards take turns on a small disk. The readers of `ArrivingShards`
+   (`colab_utils.loading.arriving`) wait for the shards.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
-   reads their files by `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` gives
-   ``(image, target)`` as torchvision's references do. For batches it has two faster doors:
-   `describe` gives the tables of some images without reading a file; `read_into` writes one image's
-   pixels and mask bits into memory of the caller. `CocoFolder` is the same contract over loose
-   files: it does step 2 for each sample, and needs no 3 to 5. What both share is `CocoSamples`
-   (`colab_utils.loading.samples`).
-7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the epoch's batches, from seed
-   and epoch, from the order in which shards arrive, or from a sampler of yours.
-8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers busy some batches
-   ahead. It sends the indices of one batch through a worker's pipe, with the number of a shared
-   buffer. A batch that is not there in time moves to the end of the epoch: see `BoundedPrefetcher`
-   (`colab_utils.loading.late`). Workers start anew where `digest_dataset`
-   (`colab_utils.loading.digest`) shows, when an epoch begins, that the dataset has changed.
-9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, where
-   `colab_utils.data.decoding` decodes each JPEG. Anybody's own dataset gives samples instead:
+   reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
+   ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`
+   returns the tables of some images without reading a file, and `read_into` writes an image's
+   pixels and mask bits into the caller's memory. `CocoFolder` has the same contract for loose
+   files: it does step 2 for each sample, and skips steps 3 to 5. The base class of both is
+   `CocoSamples` (`colab_utils.loading.samples`).
+7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the batches of an epoch. The
+   order comes from seed and epoch, from the arrival of the shards, or from a user's sampler.
+8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
+   sends the indices of a batch and the number of a shared buffer through a worker's pipe. A late
+   batch moves to the end of the epoch: see `BoundedPrefetcher` (`colab_utils.loading.late`). New
+   workers start if `digest_dataset` (`colab_utils.loading.digest`) shows at the start of an epoch
+   that the dataset has changed.
+9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
+   `colab_utils.data.decoding` decodes each JPEG. A user's own dataset returns samples instead:
    `seed_random` sets their random numbers, and `pack_target` (`colab_utils.loading.targets`)
    checks them and packs their masks.
-10. **Batch** (`colab_utils.loading.batch`): `write_batch` lays pixels, bits and tables one after
+10. **Batch** (`colab_utils.loading.batch`): `write_batch` writes pixels, bits and tables one after
     another into the `SharedBuffer` (`colab_utils.loading.shared_memory`). Five integers
-    (`BatchShape`) go back through the pipe. `open_batch` sees the same memory as a `PackedBatch`,
+    (`BatchShape`) go back through the pipe. `open_batch` views the same memory as a `PackedBatch`,
     without a copy.
-11. **Device** (`colab_utils.loading.loader`): `Loader` sends the flat tensors to the device;
-    ``deliver="packed"`` ends here. ``deliver="dense"`` makes float images and targets there:
-    `colab_utils.loading.masks` expands the bits into dense masks (without a GPU, the worker has
-    done it). Users' own transforms come last. The buffer is used again when nobody holds the batch.
+11. **Device** (`colab_utils.loading.loader`): `Loader` sends the flat tensors to the device. With
+    ``deliver="packed"``, this is the last step. With ``deliver="dense"``, float images and targets
+    are made on the device, and `colab_utils.loading.masks` expands the bits into dense masks.
+    Without a GPU, the worker has expanded them. The user's own transforms come last. The buffer is
+    used again when no tensor of the batch is left.
 
-How many workers do this is tried out by `tune_workers` (`colab_utils.loading.tune`). How long each
-batch was waited for is noted by `LoopClock` (`colab_utils.loading.clock`).
+`tune_workers` (`colab_utils.loading.tune`) finds the number of workers. `LoopClock`
+(`colab_utils.loading.clock`) measures how long the loop waits for each batch.
 """

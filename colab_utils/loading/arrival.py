@@ -1,4 +1,4 @@
-"""The copy of shards from Drive that goes on while they are trained on, and the order meanwhile."""
+"""The copy of shards from Drive during training, and the order in which they are used meanwhile."""
 
 import json
 import math
@@ -32,8 +32,7 @@ POLL_S = 0.02
 
 
 class Arrival:
-    """A copy of shards under way in a thread: from ``source``, whose ``index`` this is, into
-    ``target``.
+    """A copy of shards from ``source``, with this ``index``, to ``target``, in a thread.
 
     The first shard comes alone, at all the speed that Drive has; then several at a time, the small
     ones first, the others in a random order. What lies in ``target`` from an earlier copy is
@@ -117,7 +116,7 @@ class Arrival:
         workers: int,
         retries: Retries,
     ) -> None:
-        """Note what there is to do: shards of so many bytes and images, in this order."""
+        """Note what there is to do: shards of these bytes and images, in this order."""
         self.target = target
         self.retries = retries
         self.rolls = False
@@ -147,12 +146,12 @@ class Arrival:
             raise
 
     def stop(self) -> None:
-        """End at the next piece; what has arrived stays, and a copy made anew continues there."""
+        """End at the next piece. What has arrived stays, and a new copy continues there."""
         self.retries.stop.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until all is done.
+        """Wait until the copy has ended.
 
         Raises:
             ColabUtilsError: it cannot be done.
@@ -163,16 +162,16 @@ class Arrival:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether this is the process that brings the shards, and has not ended that."""
+        """Return whether this process is copying the shards."""
         return self._thread.is_alive()
 
     @property
     def is_complete(self) -> bool:
-        """Whether all shards have arrived, to stay."""
+        """Return whether all shards have arrived and none will be removed."""
         return not self.rolls and len(self.spans_s) == len(self._sizes)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
-        """The shards in the order of their arrival, in windows that are trained on one after
+        """Return the shards in the order of their arrival, in windows that are trained on one after
         another.
 
         A window holds at most as many images as came before it, or one shard, and at most as many
@@ -200,8 +199,7 @@ class Arrival:
         return [*windows, window]
 
     def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
-        """Give None again and again until the shards of a batch are there, in an epoch of these
-        windows.
+        """Yield None until the shards of a batch have arrived, in an epoch of these windows.
 
         Raises:
             ColabUtilsError: see `has`.
@@ -220,7 +218,7 @@ class Arrival:
             yield None
 
     def has(self, shards: Collection[int]) -> bool:
-        """Whether these shards are there.
+        """Return whether these shards have arrived.
 
         Raises:
             DriveLostError: they are not, and Drive is lost for good; the message says what is safe.
@@ -264,9 +262,7 @@ class Arrival:
         write_index(self.target, self.index)
 
     def _copy_all(self) -> None:
-        """Copy and remove shards until all are here; where they take turns, until the copy is
-        stopped.
-        """
+        """Copy and remove shards until all have arrived, or until the copy is stopped."""
         if self.rolls:
             self._keep_what_fits()
         with ThreadPool(self._workers, thread_name_prefix="arrival") as pool:
@@ -303,9 +299,7 @@ class Arrival:
         return self._sizes[number] + sum(self._sizes[other] for other in kept) <= self._limit
 
     def _choose(self) -> tuple[Callable[[int], None], int] | None:
-        """Copy the next shard, or remove one where there is no room for it; None where neither can
-        be done now.
-        """
+        """Choose the next shard to copy or one to remove, or None if neither can be done now."""
         with self._lock:
             here = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in here), None)
@@ -336,7 +330,7 @@ class Arrival:
             self._write_status()
 
     def _remove(self, number: int) -> None:
-        """Remove a shard from the disk; never the only one left."""
+        """Remove a shard from the disk, if its source still has it."""
         files = self.index.shards[number].files()
 
         def is_on_source() -> bool:
@@ -366,7 +360,7 @@ class Arrival:
 
 
 class ArrivedShards:
-    """The shards that have arrived in a folder, as an `Arrival` of this key tells any process."""
+    """The shards that have arrived in a folder, from the status that their `Arrival` writes."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder = folder
@@ -377,7 +371,7 @@ class ArrivedShards:
         return ArrivedShards, (self.folder, self.key)
 
     def has(self, shard: int) -> bool:
-        """Return whether a shard is there.
+        """Return whether a shard has arrived.
 
         Raises:
             ColabUtilsError: it is not, and nobody brings it any more.
@@ -407,8 +401,8 @@ class ArrivedShards:
 
 
 def read_status(target: Path, key: str) -> dict[str, Any]:
-    """What an `Arrival` of the shards of this key says about itself, to any process; empty where it
-    is complete.
+    """Return the status that an `Arrival` of the shards of this key has written, for any process;
+    empty if it is complete.
     """
     try:
         status = json.loads(read_file(target / STATUS_NAME))

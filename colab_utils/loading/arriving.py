@@ -1,4 +1,4 @@
-"""Shards as a dataset that is trained on while they are still copied from Drive."""
+"""A dataset of shards that are still being copied from Drive."""
 
 import math
 from functools import partial
@@ -19,8 +19,9 @@ _READERS = 32  # of the tables, which lie at the start of a small file beside ea
 
 
 class _ArrivingFiles(ShardFiles):
-    """Files of shards that arrive: those of one that is not there are waited for, or read in
-    ``source`` where shards take turns; in any process.
+    """A reader of arriving shards, in any process.
+
+    It waits for a shard that has not arrived. If shards take turns, it reads it in ``source``.
     """
 
     def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
@@ -124,7 +125,7 @@ class ArrivingShards(ShardDataset):
             self.arrival.stop()
 
     def wait(self) -> None:
-        """Wait until all shards are here; those that are written, on Drive, too.
+        """Wait until all shards have arrived, and shards that are written are on Drive too.
 
         Raises:
             ColabUtilsError: some cannot be had.

@@ -1,5 +1,6 @@
-"""Batches: flat tensors in one buffer from the worker to the device, float images and dense masks
-made there.
+"""Batches as flat tensors in one buffer.
+
+A worker writes the buffer. Float images and dense masks are made from it on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +18,27 @@ from torch import Tensor
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
 from colab_utils.loading.targets import PackedSample, PackedSamples, Target, blame_sample
 
-_PARTS = ("boxes", "labels", "areas", "iscrowd")  # of objects
+# These tables of a batch have one row for each object.
+_PARTS = ("boxes", "labels", "areas", "iscrowd")
 
+# Each table starts at a multiple of this many bytes, so that it can be viewed as any dtype.
 _ALIGNMENT = 64
 
+# An image is mirrored in blocks of this many rows, so that each block stays in the cache.
 _FLIPPED_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """A batch of B images with T objects in all, in flat tensors; the device work is not yet done.
+    """A batch of B images with T objects in all, in flat tensors.
 
-    ``sizes``, ``image_ids``, ``counts``, ``masks.crops`` and ``masks.offsets`` stay on the CPU,
-    whatever the device: code reads them, and reading them from a GPU would make it wait.
+    Float images and dense masks are not made yet. ``sizes``, ``image_ids``, ``counts``,
+    ``masks.crops`` and ``masks.offsets`` always stay on the CPU: Python code reads them, and a
+    read from a GPU would wait for the GPU.
     """
 
     pixels: Tensor
-    """uint8 [bytes]: each image's pixels, [h, w, 3], one image after the other."""
+    """uint8 [bytes]: the pixels of each image, [h, w, 3], one image after the other."""
     sizes: Tensor
     """int32 [B, 2]: height and width of each image in pixels."""
     image_ids: Tensor
@@ -50,19 +55,16 @@ class PackedBatch:
     """int64 [T]."""
     masks: MaskBits
     dense: Tensor | None = None
-    """uint8 [bytes]: all masks as they are in the targets, where a worker has expanded them; else
-    None.
-    """
+    """uint8 [bytes]: the dense masks of all objects, if a worker has expanded them; else None."""
 
-    __iter__ = None  # or Python would ask for the images by numbers
+    # Without this, Python would iterate over a batch by index.
+    __iter__ = None
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, part: slice) -> "PackedBatch":
-        """Some of the images, one after another, with their objects: views of this batch, without
-        dense masks.
-        """
+        """Return a slice of the images with their objects, as views and without dense masks."""
         first, end, _ = part.indices(len(self))
         pixel_ends = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
         object_ends = [0, *accumulate(self.counts.tolist())]
@@ -84,8 +86,10 @@ class PackedBatch:
 
     @cached_property
     def images(self) -> Tensor:
-        """uint8 [B, 3, H, W]: each image in the top left corner, zeros around; strides as in
-        channels_last.
+        """Return the images padded to one size, uint8 [B, 3, H, W].
+
+        Each image lies in the top left corner, with zeros to its right and below. The strides are
+        those of channels_last.
         """
         height, width = self.sizes.max(0).values.tolist()
         if bool((self.sizes == self.sizes[0]).all()):
@@ -96,7 +100,7 @@ class PackedBatch:
         return padded
 
     def split_images(self) -> list[Tensor]:
-        """Each image at its own size, uint8 [3, h, w]: views of ``pixels``."""
+        """Return each image at its own size, uint8 [3, h, w], as views of ``pixels``."""
         sizes: list[list[int]] = self.sizes.tolist()
         parts = self.pixels.split([3 * h * w for h, w in sizes])
         return [
@@ -104,15 +108,16 @@ class PackedBatch:
         ]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with its pixels, objects and mask bits on a device."""
+        """Return the batch with its pixels, objects and mask bits on a device."""
         moved = {name: send(getattr(self, name), device) for name in ("pixels", *_PARTS)}
         return replace(self, masks=self.masks._replace(bits=send(self.masks.bits, device)), **moved)
 
     def to_images(
         self, device: torch.device | str, dtype: torch.dtype = torch.float32
     ) -> list[Tensor]:
-        """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device;
-        uint8: as stored.
+        """Return the images as torchvision models take them, [3, h, w] on the device.
+
+        float32 images have values from 0 to 1. uint8 images have the stored values.
         """
         images = replace(self, pixels=send(self.pixels, device)).split_images()
         if dtype == torch.uint8:
@@ -121,7 +126,7 @@ class PackedBatch:
         return [image.to(torch.float32, memory_format=dense).div_(255) for image in images]
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
-        """The targets as torchvision models take them, with dense masks, on the device."""
+        """Return the targets as torchvision models take them, with dense masks, on the device."""
         counts: list[int] = self.counts.tolist()
         sizes: list[list[int]] = self.sizes.tolist()
         if self.dense is None:
@@ -129,7 +134,7 @@ class PackedBatch:
             masks = expand_masks(packed, sizes, counts)
         else:
             masks = split_masks(send(self.dense, device), sizes, counts)
-        # copies: a box that you keep must not keep the whole batch
+        # The tables are copied, so that a box that a user keeps does not keep the whole batch.
         objects = [send(getattr(self, name).clone(), device).split(counts) for name in _PARTS]
         keys = ("boxes", "labels", "area", "iscrowd", "masks", "image_id")
         rows = zip(*objects, masks, self.image_ids.tolist(), strict=True)
@@ -137,9 +142,7 @@ class PackedBatch:
 
 
 class BatchShape(NamedTuple):
-    """All that must be known of a batch's buffer to open it: plain numbers, which cross between
-    processes.
-    """
+    """The sizes that are needed to open a batch's buffer, sent from the worker to the loader."""
 
     images: int
     objects: int
@@ -147,11 +150,10 @@ class BatchShape(NamedTuple):
     mask_bytes: int
     dense_bytes: int
 
-    @lru_cache(maxsize=8)  # asked for more than once for each batch  # noqa: B019
+    # The result is kept, because each batch needs it more than once.
+    @lru_cache(maxsize=8)  # noqa: B019
     def lay_out(self) -> tuple[dict[str, tuple[slice, str, tuple[int, ...]]], int]:
-        """Where each table lies in the buffer, its type and its shape; and the bytes of the whole
-        buffer.
-        """
+        """Return the place, dtype and shape of each table, and the bytes of the whole buffer."""
         b = self.images
         t = self.objects
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -177,7 +179,7 @@ class BatchShape(NamedTuple):
         return layout, end
 
     def open_tables(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """The tables in a buffer, uint8 [bytes], as views of it."""
+        """Return the tables in a buffer, uint8 [bytes], as views of it."""
         layout, _ = self.lay_out()
         return {
             name: buffer[place].view(kind).reshape(shape)
@@ -194,15 +196,14 @@ def write_batch(
     flips: NDArray[np.bool_] | None = None,
     begin: Callable[[int], object] = int,
 ) -> tuple[BatchShape, NDArray[np.uint8]]:
-    """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks
-    expanded too.
+    """Write a batch into memory that ``reserve`` returns for a size in bytes.
 
-    ``source`` is a `PackedSamples` or what has its methods, as `ShardDataset`. ``flips`` mirrors
-    images, boxes and dense masks, not the mask bits. ``begin`` is called with the place of each
-    image before that is read.
+    ``source`` is a `PackedSamples`, or has its methods like `ShardDataset`. With ``dense``, the
+    expanded masks are written too. ``flips`` mirrors images, boxes and dense masks, but not the
+    mask bits. ``begin`` is called with the place of each image before the image is read.
 
     Raises:
-        BadSampleError: if an image cannot be read.
+        BadSampleError: An image cannot be read.
     """
     tables = source.describe(indices)
     sizes: list[list[int]] = tables["sizes"].tolist()
@@ -242,7 +243,7 @@ def _write_images(
     flips: NDArray[np.bool_] | None,
     begin: Callable[[int], object],
 ) -> None:
-    """Write the pixels and mask bits of each image into their place, one after the other."""
+    """Write the pixels and mask bits of each image to their place, one image after the other."""
     offsets = views["offsets"].tolist()
     first_pixel = 0
     first_object = 0
@@ -255,14 +256,14 @@ def _write_images(
         with blame_sample(place):
             source.read_into(indices[place], pixels, bits)
         if flips is not None and flips[place]:
-            for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):  # they stay in the cache
+            for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):
                 part.copy_(part.flip(1))
         first_pixel = end_pixel
         first_object = end_object
 
 
 def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
-    """The batch in a buffer, uint8 [bytes]; its tensors are views of it."""
+    """Open the batch in a buffer, uint8 [bytes]. Its tensors are views of the buffer."""
     tables = shape.open_tables(buffer.numpy())
     parts = {name: torch.from_numpy(table) for name, table in tables.items()}
     masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))

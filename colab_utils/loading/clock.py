@@ -1,5 +1,7 @@
-"""The clock of a training loop: how long each batch was waited for, how long its step took, and all
-between steps.
+"""The clock of a training loop.
+
+It measures how long the loop waits for each batch, how long each step takes, and the time between
+a step and the next request.
 """
 
 from array import array
@@ -14,18 +16,18 @@ from numpy.typing import NDArray
 
 
 class LoopClock:
-    """Notes when each batch is asked for, when it comes, when its step ends, and when the loop is
-    left.
+    """A clock that notes each request for a batch, its arrival, the end of its step, and the end
+    of the pass.
 
-    Where this process uses CUDA, events on its stream are noted beside the wall clock: a wait is
-    then the time in which the GPU had nothing to do, and a step ends when the GPU has done it. The
-    clock itself never waits for the GPU.
+    If this process uses CUDA, the clock also records events on the current stream. A wait is then
+    the time in which the GPU had no work, and a step ends when the GPU has finished it. The clock
+    waits for the GPU only in `read`.
 
     Attributes:
-        images: that came.
-        began_s: when the clock was made, by `time.perf_counter`.
-        firsts: the numbers of the batches that began a pass over the data.
-        ends_s: seconds between two passes, in sum.
+        images: Images received.
+        began_s: Time at which the clock was made, from `time.perf_counter`.
+        firsts: Numbers of the batches that began a pass over the data.
+        ends_s: Seconds between passes, in total.
 
     Example:
         >>> clock = LoopClock()
@@ -43,64 +45,68 @@ class LoopClock:
         self.images = 0
         self.firsts = list[int]()
         self.ends_s = 0.0
-        # of the batch at hand: asked for, came, and its step ended
+        # The current batch: when it was requested, when it arrived, and when its step ended.
         self._moments: list[_Moment] = []
-        # of batches that are over, which a GPU may still be at
+        # These batches are over for the loop, but the GPU may not have finished them.
         self._pending: deque[list[_Moment]] = deque()
-        self._parts = array("d")  # of those before them: wait, step and rest, seconds
-        self._left: _Moment | None = None  # when the last pass was over
+        # All earlier batches: the seconds of wait, step and rest, one batch after the other.
+        self._parts = array("d")
+        # The moment when the last pass ended, or None during a pass.
+        self._left: _Moment | None = None
 
     @property
     def count(self) -> int:
-        """Batches that came and are over: the number of the one that is asked for, or at work."""
+        """Return how many batches are over, the number of the current batch."""
         return len(self._parts) // 3 + len(self._pending)
 
     @property
     def seconds(self) -> float:
-        """Since the clock was made."""
+        """Return the seconds since the clock was made."""
         return perf_counter() - self.began_s
 
     @property
     def parts_s(self) -> NDArray[np.float64]:
-        """Of each batch that is over, seconds, float64 [batches, 3]: until it came, until its step
-        ended, and until the next one was asked for, or the loop was left.
+        """Return the seconds of wait, step and rest of each measured batch, float64 [batches, 3].
+
+        The rest lasts from the end of the step to the next request, or to the end of the pass.
         """
         return np.array(self._parts).reshape(-1, 3)
 
     def ask(self) -> float:
-        """The next batch is asked for; gives the time, by `time.perf_counter`."""
+        """Note that the loop requests a batch, and return the time from `time.perf_counter`."""
         now = _note_moment()
         self._end_batch(now)
         self._moments = [now]
         return now.wall_s
 
     def receive(self, images: int = 0) -> None:
-        """The batch came, with so many images."""
+        """Note that the batch has arrived, with this many images."""
         self._moments.append(_note_moment())
         self.images += images
-        if self._left or not self.firsts:  # of a pass
+        # This batch is the first of a pass.
+        if self._left or not self.firsts:
             self.firsts.append(self.count)
             self.ends_s += self._moments[0].wall_s - self._left.wall_s if self._left else 0.0
             self._left = None
 
     def end_step(self) -> None:
-        """The step ended; where it is said several times for a batch, the last time counts."""
+        """Note that the step has ended. The last call for a batch counts."""
         if len(self._moments) > 1:
             self._moments[2:] = [_note_moment()]
 
     def stop(self) -> None:
-        """The pass is over, or was left."""
+        """Note that the pass has ended, or that the loop has left it."""
         if not self._moments:
             return
-        # where it was asked for a batch, and there was none, it was over then
+        # If the last request returned no batch, the pass ended at that request.
         left = _note_moment() if len(self._moments) > 1 else self._moments[0]
         self._end_batch(left)
         if self.firsts:
             self._left = self._left or left
 
     def read(self) -> float:
-        """Take in all batches that are over, and give the seconds of all waits so far; a GPU is
-        waited for.
+        """Wait for the GPU, measure all batches that are over, and return the seconds of all waits
+        so far.
         """
         at_work = self._moments[:2] if len(self._moments) > 1 else []
         newest = None
@@ -120,14 +126,15 @@ class LoopClock:
         self._moments = []
 
     def _settle(self) -> None:
-        """Work out the parts of the batches that a GPU is done with."""
+        """Measure the batches that the GPU has finished."""
         while self._pending:
             moments = self._pending[0]
             event = moments[-1].event
             if event is not None and not event.query():
                 return
             parts_s = _measure(moments)
-            if len(parts_s) == 2:  # no step ended: all that followed is the step
+            # No end of a step was noted, so all the time after the arrival is the step.
+            if len(parts_s) == 2:
                 parts_s.append(0.0)
             self._parts.extend(parts_s)
             self._pending.popleft()
@@ -135,8 +142,8 @@ class LoopClock:
 
 class _Moment(NamedTuple):
     wall_s: float
-    # on the stream, where this process uses CUDA; else None
     event: Any
+    """The CUDA event on the current stream; None if this process does not use CUDA."""
 
 
 def _note_moment() -> _Moment:
@@ -148,8 +155,9 @@ def _note_moment() -> _Moment:
 
 
 def _measure(moments: list[_Moment]) -> list[float]:
-    """Seconds between each moment and the next one: those of the stream where it was noted at
-    both.
+    """Return the seconds between each moment and the next one.
+
+    If both moments have CUDA events, the time is that of the stream.
     """
     return [
         first.event.elapsed_time(then.event) / 1000

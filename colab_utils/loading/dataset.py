@@ -1,9 +1,9 @@
 """COCO datasets with torchvision's detection contract: a folder of shards, or of loose image files.
 
-``(image, target)``: image uint8 [3, H, W]; target a dict of boxes float32 [N, 4] (x0, y0, x1, y1 in
-pixels), labels int64 [N] (0 is the background, and never given), masks uint8 [N, H, W], image_id
-int, area float32 [N], iscrowd int64 [N]. Crowds and boxes without area are left out, as
-torchvision's ``references/detection`` does.
+A sample is ``(image, target)``. The image is uint8 [3, H, W]. The target is a dict of boxes float32
+[N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N] (from 1; 0 is the background), masks uint8
+[N, H, W], image_id int, area float32 [N] and iscrowd int64 [N]. Crowds and boxes without area are
+left out, as in torchvision's ``references/detection``.
 """
 
 import json
@@ -50,27 +50,27 @@ from colab_utils.streams import StreamTrial, require_streams
 
 
 class CocoFolder(CocoSamples):
-    """A folder of images and a COCO JSON as a map-style dataset with torchvision's detection
+    """A map-style dataset of an image folder and a COCO JSON, with torchvision's detection
     contract.
 
-    Each sample is read, decoded, and its polygons become dense masks, as in torchvision's
-    ``references/detection`` (``CocoDetection`` with ``ConvertCocoPolysToMask``). Only the
-    annotations are kept in flat arrays, where Drive fails it is read again after growing waits, and
-    no file outside the folder is opened. ``num_classes``, ``class_names``, ``category_ids``,
-    ``image_ids`` and ``fingerprint`` are as in ``ShardDataset``; the images are in the order of the
-    file.
+    For each sample, the image is read and decoded, and its polygons are turned into dense masks, as
+    in torchvision's ``references/detection`` (``CocoDetection`` with ``ConvertCocoPolysToMask``).
+    Unlike there, the annotations are kept in flat arrays, reads from Drive that fail are tried
+    again after growing waits, and no file outside the folder is opened. ``num_classes``,
+    ``class_names``, ``category_ids``, ``image_ids`` and ``fingerprint`` are as in ``ShardDataset``.
+    The images are in the order of the JSON.
 
     Args:
-        images: the image folder.
+        images: Image folder.
         annotations: COCO instance JSON.
-        contiguous_labels: map category ids to 1 to K.
-        streams: files that each process reads at the same time, for a batch; "auto" measures, 1
-            reads one after the other.
+        contiguous_labels: Map category ids to labels 1 to K. Default: False.
+        streams: Files that each process reads at the same time for a batch. "auto" measures how
+            many are fastest; 1 reads one after the other. Default: "auto".
 
     Raises:
-        ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image
-            or one of its masks is bad.
-        DriveLostError: if Drive fails, and goes on failing for 81 seconds.
+        ColabUtilsError: The annotations are missing or not COCO; or, when a sample is read, its
+            image or one of its masks is bad.
+        DriveLostError: Drive fails for 81 seconds.
 
     Example:
         >>> CocoFolder("photos", "no/such/file.json")
@@ -101,7 +101,7 @@ class CocoFolder(CocoSamples):
         self.fingerprint = self.coco.fingerprint
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Target]]:
-        """Return the samples of a batch, whose files are read at the same time.
+        """Return the samples of a batch, and read their files at the same time.
 
         PyTorch's ``DataLoader`` calls this for each batch.
         """
@@ -136,28 +136,28 @@ class CocoFolder(CocoSamples):
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
     def read_packed(self, index: int) -> PackedSample:
-        """The sample with packed masks."""
+        """Return the sample with packed masks."""
         return pack_target(*self[index])
 
     def read_ahead(self, indices: Iterable[int], streams: int | str = "auto") -> None:
-        """Begin to read the files of these images, many at the same time.
+        """Begin to read the files of these images, several at the same time.
 
-        ``read`` takes them from memory later. Call it once for each time that an image is needed.
+        ``read`` takes the files from memory later. Name an image once for each later ``read``.
 
         Args:
-            indices: the images, in the order in which they are needed.
-            streams: how many files at the same time, where this process reads its first ones;
-                "auto" is the dataset's own.
+            indices: Images in the order in which they are needed.
+            streams: Files to read at the same time; "auto" uses the dataset's ``streams``. Only the
+                first read of a process uses this value. Default: "auto".
         """
         reader = self._open_reader(streams)
         reader.prefetch([self._check(index) for index in indices])
 
     def drop_ahead(self) -> None:
-        """Give up the files that ``read_ahead`` began to read and nobody took."""
+        """Drop the files that ``read_ahead`` began to read and ``read`` did not take."""
         self._open_reader().forget_all()
 
     def read(self, index: int) -> bytes:
-        """The image file's bytes."""
+        """Return the bytes of the image file."""
         return bytes(self._open_reader().take(self._check(index)))
 
     def _read_file(self, index: int) -> bytes:
@@ -166,15 +166,15 @@ class CocoFolder(CocoSamples):
             return self.retries.run_listed(path, partial(read_file, path))
         except OSError as error:
             reason = explain_os_error(error, "Run check on the dataset.")
-            raise ColabUtilsError(f"expected an image file at {path}, found: {reason}") from None
+            raise ColabUtilsError(f"The image file {path} cannot be read: {reason}") from None
 
     @property
     def best_streams(self) -> StreamTrial | None:
-        """Return how fast files come to this process with how many streams; None before."""
+        """Return the best number of streams and its files/s; None before they are measured."""
         return self._open_reader().best
 
     def _open_reader(self, streams: int | str = "auto") -> Reader:
-        """Return this process's reader: threads and locks of another process are of no use."""
+        """Return the reader of this process, whose threads and locks do not survive a fork."""
         if self._reader is None or self._reader_process != os.getpid():
             width = self.streams if streams == "auto" else streams
             self._reader = Reader(
@@ -187,29 +187,27 @@ class CocoFolder(CocoSamples):
         return {**vars(self), "_reader": None, "_reader_process": 0}
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
-        """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the
-        annotations give.
-        """
+        """Return the image's dense masks, uint8 [N, H, W], at the size in the annotations."""
         index = self._check(index)
         _, _, masks = self._read_objects(index, *self.sizes[index].tolist())
         return masks
 
     def find_path(self, index: int) -> Path:
-        """The image's file.
+        """Return the path of the image file.
 
         Raises:
-            ColabUtilsError: if it lies outside the image folder.
+            ColabUtilsError: The file lies outside the image folder.
         """
         return self.coco.find_image(self.folder, self._check(index))[0]
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, crowds included."""
+        """Return the image's annotations in COCO form, including crowds."""
         return self.coco.annotations(self._check(index))
 
     def _read_objects(
         self, index: int, height: int, width: int
     ) -> tuple[list[dict[str, Any]], Any, NDArray[np.uint8]]:
-        """The annotations that are trained on, with their boxes and dense masks."""
+        """Return the annotations to train on, with their boxes and dense masks."""
         annotations = [a for a in self.list_annotations(index) if not a["iscrowd"]]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
         annotations = [a for a, kept in zip(annotations, keep.tolist(), strict=True) if kept]
@@ -225,7 +223,7 @@ class CocoFolder(CocoSamples):
 
 
 def _load_shards(folder: Path, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
-    """Return the arrays of all shards, several of which are read at the same time."""
+    """Return the arrays of all shards. Several shards are read at the same time."""
     load = partial(load_shard, folder, retries=retries)
     reader = Reader(load, place=folder, retries=retries)
     shards = [reading.take() for reading in reader.ask(index.shards)]
@@ -234,37 +232,37 @@ def _load_shards(folder: Path, index: ShardIndex, retries: Retries) -> list[Shar
 
 
 class ShardDataset(CocoSamples):
-    """A folder of shards as a map-style dataset with torchvision's detection contract.
+    """A map-style dataset of a folder of shards, with torchvision's detection contract.
 
     The images come in the order in which they lie in the shards, which `write_shards` draws:
-    ``image_ids`` tells which image is at which index. Labels are the COCO category ids, as
-    torchvision's own path gives them; with ``contiguous_labels=True``, or where an id 0 would mean
-    the background, they are 1 to K in the order of the ids.
+    ``image_ids`` tells which image is at which index. Labels are the COCO category ids, as in
+    torchvision's references. With ``contiguous_labels=True``, or if a category id is below 1,
+    labels are 1 to K in the order of the ids.
 
     Args:
-        folder: the shards.
-        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given
-            tv_tensors, for each sample. ``make_loader(transforms=...)`` applies them on the device
-            instead.
-        contiguous_labels: map category ids to 1 to K.
+        folder: Folder of shards.
+        transforms: Your own ``torchvision.transforms.v2``, applied to each sample as
+            ``(image, target)`` of tv_tensors. ``make_loader(transforms=...)`` applies them on the
+            device instead. Default: None.
+        contiguous_labels: Map category ids to labels 1 to K. Default: False.
 
     Attributes:
-        num_classes: the background included, as torchvision counts.
-        class_names: label to name.
-        category_ids: label to COCO category id.
-        image_ids: int64 [I].
-        sizes: int32 [I, 2]: height and width in pixels.
+        num_classes: Number of classes, including the background as in torchvision.
+        class_names: Label to name.
+        category_ids: Label to COCO category id.
+        image_ids: int64 [I]: COCO id of each image.
+        sizes: int32 [I, 2]: height and width of each image in pixels.
         counts: int64 [I]: objects of each image.
-        has_objects: bool [I]: whether an image has an object to train on.
-        objects: annotations that are trained on.
-        left_out: the other ones: crowds, and boxes without area.
-        shard_of: int64 [I]: the number of the shard that each image lies in.
-        fingerprint: of the annotations that the shards were made from.
-        is_decoded: whether the images lie in the shards as pixels.
+        has_objects: bool [I]: whether the image has an object to train on.
+        objects: Annotations to train on.
+        left_out: Annotations left out: crowds, and boxes without area.
+        shard_of: int64 [I]: number of the shard that holds each image.
+        fingerprint: Fingerprint of the annotations that the shards were made from.
+        is_decoded: Whether the shards hold images as raw pixels.
 
     Raises:
-        ColabUtilsError: if there is no finished folder of shards, or a file is missing or damaged;
-            and, for a sample, if its shard went away or its image is damaged.
+        ColabUtilsError: The folder holds no complete shards, or a file is missing or damaged; or,
+            when a sample is read, its shard is gone or its image is damaged.
 
     Example:
         >>> ShardDataset("no/such/folder")
@@ -305,7 +303,7 @@ class ShardDataset(CocoSamples):
         self.is_decoded = index.recipe["storage"] == "pixels"
         if not shards:
             raise ColabUtilsError(
-                f"expected shards in {self.folder}, found an index of none: run preprocess again"
+                f"The index in {self.folder} names no shards. Run preprocess again."
             )
 
         images = [len(shard.image_ids) for shard in shards]
@@ -315,7 +313,7 @@ class ShardDataset(CocoSamples):
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
 
     def _make_tables(self, images: list[int], counts: NDArray[np.int64]) -> None:
-        """Make tables of so many images in each shard, and of so many objects in each image."""
+        """Make empty tables for this many images in each shard and objects in each image."""
         self.shard_of = np.repeat(np.arange(len(images)), images)
         self._set_counts(counts)
         self._tables = make_tables(len(counts), self.objects)
@@ -326,12 +324,13 @@ class ShardDataset(CocoSamples):
         self._record_spans = self._tables["record_spans"]
         self._checks = self._tables["checks"]
         self._first = np.cumsum(counts) - counts
-        # where the bits of each image start in its shard's file; bits that were made again are held
+        # `_bit_starts` says where the bits of each image start in those of its shard. `_bits` has
+        # for each shard the place of its bits in the arrays file, or the bits that were made again.
         self._bit_starts = np.zeros(len(counts), np.int64)
         self._bits: list[Any] = [None] * len(images)
 
     def _fill_tables(self, number: int, rows: NDArray[np.int64], shard: ShardArrays) -> None:
-        """Fill the rows of a shard's images with what it holds."""
+        """Copy a shard's arrays into the rows of its images."""
         objects = np.repeat(self._first[rows], shard.counts) + number_within(shard.counts)
         for name in IMAGE_TABLES:
             self._tables[name][rows] = getattr(shard, name)
@@ -360,14 +359,15 @@ class ShardDataset(CocoSamples):
         return apply_transforms(self.transforms, image, target)
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels, without reading the image (torchvision's aspect-ratio
-        grouping asks).
+        """Return height and width in pixels, without reading the image.
+
+        torchvision's grouping by aspect ratio calls this.
         """
         height, width = self._tables["sizes"][self._check(index)].tolist()
         return height, width
 
     def read_packed(self, index: int) -> PackedSample:
-        """The sample with packed masks."""
+        """Return the sample with packed masks."""
         tables = self.describe([index])
         pixels = np.empty((*tables["sizes"][0], 3), np.uint8)
         bits = np.empty(tables["mask_bytes"].sum(), np.uint8)
@@ -375,15 +375,16 @@ class ShardDataset(CocoSamples):
         return PackedSample(pixels, bits, tables)
 
     def read_masks(self, index: int) -> PackedMasks:
-        """The image's packed masks."""
+        """Return the image's packed masks."""
         tables = self.describe([index])
         bits = np.empty(tables["mask_bytes"].sum(), np.uint8)
         self._read_bits(self._check(index), bits)
         return _join_masks(bits, tables)
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """All but pixels and mask bits of some images, without reading a file: see
-        `PackedSamples.describe`.
+        """Return the tables of some images without reading a file.
+
+        They are all but pixels and mask bits; see `PackedSamples.describe`.
         """
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
@@ -398,8 +399,8 @@ class ShardDataset(CocoSamples):
         return self.describe(indices)
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of
-        that size.
+        """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into these
+        arrays.
         """
         index = self._check(index)
         self._read_bits(index, bits)
@@ -418,7 +419,8 @@ class ShardDataset(CocoSamples):
         self._compare(index, 1, bits)
 
     def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
-        if self.is_decoded:  # straight into their place
+        # Raw pixels are read straight into their place.
+        if self.is_decoded:
             start, length = self._image_spans[index].tolist()
             head = bytearray(max(0, length - pixels.size))
             self._read_tar(index, start, head)
@@ -433,7 +435,7 @@ class ShardDataset(CocoSamples):
         np.copyto(pixels, decoded)
 
     def read(self, index: int) -> bytearray:
-        """The image's bytes, as they lie in the shard."""
+        """Return the image's bytes as stored in the shard."""
         return self._read_span(self._check(index), self._image_spans, 0)
 
     def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
@@ -448,32 +450,35 @@ class ShardDataset(CocoSamples):
         self._files.read_into(shard, self.index.shards[shard].name, start, buffer)
 
     def _compare(self, index: int, part: int, *data: Any) -> None:
-        """Refuse what is not what was written: a flipped bit may well be an image."""
+        """Raise an error if bytes do not match their checksum.
+
+        An image with a flipped bit may still decode.
+        """
         if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
             name = ("bytes", "masks", "record")[part]
             raise self._explain_damage(index, f"its {name} do not match their checksum")
 
     def find_path(self, index: int) -> Path:
-        """The shard that the image lies in."""
+        """Return the path of the shard that holds the image."""
         return self.folder / self.index.shards[self.shard_of[self._check(index)]].name
 
     def record(self, index: int) -> dict[str, Any]:
-        """The record's JSON: COCO form, crowds included, masks as compressed RLE with text
-        counts.
+        """Return the record's JSON in COCO form, including crowds.
+
+        Masks are compressed RLE with text counts.
         """
         index = self._check(index)
         record: dict[str, Any] = json.loads(self._read_span(index, self._record_spans, 2))
         return record
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, crowds included."""
+        """Return the image's annotations in COCO form, including crowds."""
         return list(self.record(index)["annotations"])
 
     def _explain_damage(self, index: int, problem: str) -> ColabUtilsError:
         return ColabUtilsError(
-            f"expected a complete image and record in {self.find_path(index)}, found image "
-            f"{self.image_ids[index]} damaged ({problem}). Run verify on the shards, and copy or "
-            "preprocess again what it names."
+            f"In {self.find_path(index)}, image {self.image_ids[index]} is damaged ({problem}). "
+            "Run verify on the shards, and copy or preprocess again what it names."
         )
 
 

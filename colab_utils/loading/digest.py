@@ -1,4 +1,6 @@
-"""A digest of a dataset's state: whether it has changed since its workers were started."""
+"""A digest of a dataset's state, which shows whether the dataset has changed since its workers
+started.
+"""
 
 import mmap
 import pickle
@@ -10,20 +12,20 @@ from torch import Tensor
 from colab_utils.data.coco import CocoDataset
 from colab_utils.files import hash_bytes
 
-# What is larger takes longer to compare than workers take to start.
+# Larger datasets are not compared, because new workers start faster than the comparison runs.
 _MOST_OBJECT_BYTES = 8_000_000
 _MOST_ARRAY_BYTES = 256_000_000
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays, which are not copied, and reads no file."""
+    """A pickler that does not copy tensors and does not read files."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a value is pickled; it is never made again."""
+        """Return how to pickle a value. Nothing is ever unpickled."""
         if isinstance(value, np.memmap):
             raise pickle.PicklingError("a file mapped into memory")
         if isinstance(value, CocoDataset):
-            # It never changes, and its texts are large.
+            # A CocoDataset never changes, and its annotations are large.
             return list, ([value.fingerprint, value.image_ids],)
         if isinstance(value, Tensor):
             return list, (np.asarray(value.detach()),)
@@ -31,12 +33,13 @@ class _Pickler(pickle.Pickler):
 
 
 def digest_dataset(dataset: Any) -> str:
-    """Return a digest of all that a dataset holds, or "" where it cannot be compared.
+    """Return a digest of all that a dataset holds, or "" if the dataset cannot be compared.
 
-    It sees what the dataset's pickle has: its attributes and those of what it holds, such as
-    another dataset, transforms, lists and arrays; no globals, and no attributes of classes. What
-    cannot be pickled, such as an open or mapped file or a lambda, and what is large, over 256 MB of
-    arrays or 8 MB of other objects, cannot be compared.
+    The digest covers what the dataset's pickle contains: its attributes, and the attributes of the
+    objects that it holds, such as another dataset, transforms, lists and arrays. It does not cover
+    globals and attributes of classes. A dataset cannot be compared if it holds an object that
+    cannot be pickled (an open or mapped file, a lambda), more than 256 MB of arrays, or more than
+    8 MB of other objects.
 
     Example:
         >>> photos = ["a.jpg"]
@@ -48,12 +51,13 @@ def digest_dataset(dataset: Any) -> str:
         False
     """
     arrays: list[pickle.PickleBuffer] = []
-    # A file in memory that takes no more than its size.
+    # The pickle goes to a file in memory of fixed size, so that it cannot grow beyond the limit.
     with mmap.mmap(-1, _MOST_OBJECT_BYTES) as file:
         try:
             _Pickler(file, 5, buffer_callback=arrays.append).dump(dataset)
             parts = [array.raw() for array in arrays]
-        except Exception:  # Somebody's own objects may raise anything.
+        # A user's own objects may raise anything.
+        except Exception:
             return ""
         if sum(map(len, parts)) > _MOST_ARRAY_BYTES:
             return ""

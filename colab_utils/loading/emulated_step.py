@@ -1,4 +1,4 @@
-"""A step that takes a given time, for a machine without a GPU."""
+"""A training step that takes a given time, for a machine without a GPU."""
 
 import math
 import zlib
@@ -7,20 +7,26 @@ from typing import Any
 
 from colab_utils.require import require_number
 
-# Of a core: what a training process takes to launch kernels.
+# A training process uses this share of a core to launch kernels.
 _BUSY = 0.9
-# A step that takes so many times its length was kept from its core.
+# A step that takes this many times its length did not get its core.
 _SLOW = 1.3
-# A little work that releases Python's lock, as launching kernels does.
+# A checksum of this block is a little work that releases Python's lock, like a kernel launch.
 _BLOCK = bytes(32_768)
 
 
 class EmulatedStep:
     """A placeholder step for a machine without a GPU; label its figures *emulated*.
 
-    It uses ``busy`` of a core for ``step_ms`` milliseconds (both more than 0), and longer where
-    others take the core away: a step that only sleeps flatters every loader. Raises ColabUtilsError
-    for a step that takes no time.
+    It uses the share ``busy`` of a core for ``step_ms`` milliseconds, and takes longer if other
+    processes use the core. A step that only sleeps would make every loader look fast.
+
+    Args:
+        step_ms: Length of a step in milliseconds, above 0.
+        busy: Share of a core that the step uses, above 0. Default: 0.9.
+
+    Raises:
+        ColabUtilsError: ``step_ms`` is not above 0.
 
     Example:
         >>> step = EmulatedStep(5)
@@ -36,8 +42,9 @@ class EmulatedStep:
         self.busy = busy
 
     def __call__(self, images: Any, targets: Any = None) -> None:
-        """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at
-        neither.
+        """Spend the time of one step.
+
+        It takes ``(images, targets)`` or one packed batch, and uses neither.
         """
         length_s = self.step_ms / 1000
         began_s = perf_counter()
@@ -57,7 +64,7 @@ class EmulatedStep:
 
 
 def describe_busy(step_ms: float, measured_ms: float) -> str:
-    """Say that this machine is busy, where a step took 1.3 times its length or more; else nothing.
+    """Return a warning if a step took 1.3 times its length or more, else an empty text.
 
     Example:
         >>> describe_busy(100, 104)

@@ -1,4 +1,4 @@
-"""What a worker does: read the samples of a dataset and write them as a batch."""
+"""The fetcher of a worker, which reads the samples of a dataset and writes them as a batch."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -20,38 +20,39 @@ from colab_utils.loading.targets import BadSampleError, pack_samples
 from colab_utils.streams import StreamTrial
 
 Reserve = Callable[[int], NDArray[np.uint8]]
-"""Gives memory of so many bytes."""
+"""Takes a number of bytes, and returns that much memory, uint8."""
 
 Note = Callable[[int], object]
-"""Takes the index of a sample that is read now."""
+"""Takes the index of the sample that is read next."""
 
 
 class Result(NamedTuple):
-    """What became of a batch that was asked for."""
+    """The result of a request for a batch."""
 
     shape: BatchShape | None = None
-    """None where no sample of it could be loaded."""
+    """Shape of the batch that was written; None if no sample could be loaded."""
     bad: Sequence[tuple[int, str]] = ()
-    """Indices that were left out, and why."""
+    """Index and reason of each sample that was left out."""
     error: Exception | None = None
+    """Error that ended the request; None if the batch was loaded."""
     streams: StreamTrial | None = None
-    """How fast files come to the worker, and with how many streams, where it reads ahead."""
+    """Number of streams and files/s of a worker that reads ahead; None before they are known."""
 
 
 class Fetcher:
-    """Reads the samples of a map-style dataset, or of a ``Subset`` of one, and writes them as
-    batches.
+    """A reader of a map-style dataset, or of a ``Subset`` of one, that writes batches.
 
     Attributes:
-        dense: whether the masks are written expanded, too; then ``flip`` is the share of images
-            that are mirrored.
-        writes_itself: whether the dataset writes batches without samples in between.
-        arrival: of shards that are still copied, where they are.
-        shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
-        shards: how many there are.
-        reads_batches: whether the dataset reads all samples of a batch at once.
-        max_bad: images that may turn out bad, where the dataset says so.
-        reads_ahead: whether files of batches to come can be read while others are loaded.
+        dense: Whether expanded masks are written too.
+        flip: Share of images that are mirrored left to right, 0 to 1.
+        streams: Files that each worker reads at the same time, or "auto".
+        writes_itself: Whether the dataset writes its images into a batch without making samples.
+        arrival: The running copy, or None if the dataset does not read arriving shards.
+        shard_of, sizes: The dataset's tables, for the images of the subset; None if it has none.
+        shards: Shards of the dataset.
+        reads_batches: Whether the dataset reads all samples of a batch in one call.
+        max_bad: Bad images that the dataset itself allows.
+        reads_ahead: Whether files of later batches can be read while a batch is loaded.
     """
 
     def __init__(
@@ -69,17 +70,18 @@ class Fetcher:
         has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if isinstance(dataset, str) or not has_indices:
             raise ColabUtilsError(
-                "expected a dataset with a length and indices, "
-                f"found {type(dataset).__name__}: use a ShardDataset"
+                f"A loader cannot read a dataset of type {type(dataset).__name__}. "
+                "Use a dataset with __len__ and __getitem__, such as a ShardDataset."
             )
-        load_jpeg_decoder()  # now, so that workers need not
+        # The decoder is loaded before the fork, so that the workers need not load it.
+        load_jpeg_decoder()
         self.look_again()
 
     def look_again(self) -> None:
-        """Take the dataset as it is now: it may have grown, or have other transforms."""
+        """Look at the dataset again, which may have grown or may have other transforms."""
         if not len(self):
             raise ColabUtilsError(
-                "expected a dataset with images, found an empty one: open another"
+                "The dataset is empty. Open a dataset that has at least one image."
             )
         base: Any = self.dataset
         rows = np.arange(len(self))
@@ -88,7 +90,8 @@ class Fetcher:
             base = base.dataset
         self._base = base
         self._rows = rows
-        # A subset of somebody's own that has no more than torch's may have changed its samples.
+        # A user's subclass of Subset may change the samples in __getitem__ alone. The method that
+        # it inherits for whole batches would leave that change out, so it is not used.
         read_batch = getattr(type(base), "__getitems__", None)
         self.reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         is_plain = (
@@ -108,15 +111,15 @@ class Fetcher:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def read_ahead(self, indices: list[int]) -> None:
-        """Begin to read the files of these samples, many at the same time; `load` takes them."""
+        """Begin to read the files of these samples, several at the same time, for `load`."""
         self._base.read_ahead(self._rows[indices].tolist(), self.streams)
 
     def drop_ahead(self) -> None:
-        """Give up what was read ahead, and is not needed."""
+        """Drop the files that were read ahead and not used."""
         self._base.drop_ahead()
 
     def name_sample(self, index: int) -> str:
-        """Name a sample by what its dataset knows of it, without a look at a disk.
+        """Return a name of a sample for messages, without reading a file.
 
         Example:
             >>> Fetcher(range(3)).name_sample(1)
@@ -138,9 +141,10 @@ class Fetcher:
         skips_bad: bool,
         note: Note | None = None,
     ) -> Result:
-        """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out,
-        and name them; ``note``: read one sample after the other, and call it with each index
-        before.
+        """Write a batch into memory that ``reserve`` returns.
+
+        With ``skips_bad``, bad samples are left out and listed in the result. With ``note``, the
+        samples are read one after the other, and ``note`` is called with each index first.
         """
         indices = list(indices)
         bad: list[tuple[int, str]] = []
@@ -163,7 +167,7 @@ class Fetcher:
     def _write(
         self, indices: list[int], reserve: Reserve, seed: Sequence[int], note: Note | None
     ) -> BatchShape:
-        """Write a batch; all random numbers of its samples come from ``seed``."""
+        """Write a batch. All random numbers of its samples come from ``seed``."""
 
         def begin(place: int) -> None:
             if note is not None:
@@ -185,15 +189,16 @@ class Fetcher:
 
 
 def _take_rows(dataset: Any, name: str, rows: NDArray[Any]) -> Any:
-    """Return the rows of a dataset's table, or None where it has no such array."""
+    """Return rows of a table of the dataset, or None if the dataset has no such array."""
     table = getattr(dataset, name, None)
     return table[rows] if isinstance(table, np.ndarray) else None
 
 
 @contextmanager
 def seed_random(seed: Sequence[int]) -> Iterator[None]:
-    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this
-    process's as they were.
+    """Seed the random numbers of Python, numpy and torch, and restore their states at the end.
+
+    The numbers do not depend on which worker loads the samples.
     """
     entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
     python_state = random.getstate()

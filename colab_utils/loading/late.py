@@ -1,4 +1,6 @@
-"""Batches that do not come in time: others are given before them, and they are asked for again."""
+"""A prefetcher that does not wait for late batches: it returns other batches first, and requests
+the late ones again.
+"""
 
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -18,53 +20,55 @@ from colab_utils.loading.prefetcher import (
 )
 from colab_utils.loading.shared_memory import SharedBufferPool
 
-# Times max_wait_s: where nothing else has come by then, a late batch that has come is given early.
+# A late batch that has arrived is returned before the end of the epoch, if no other batch arrives
+# within this many times max_wait_s.
 _MOST_WAITS = 1.25
 
 
 class LateSample(NamedTuple):
-    """A sample that did not come in time."""
+    """A sample that was not loaded in time."""
 
     image: int
-    """Its index in the loader's dataset."""
+    """Index of the sample in the loader's dataset."""
     waited_s: float
-    """Seconds from when its batch was waited for, until it came or was given up."""
+    """Seconds that the loader waited until the sample was loaded or given up."""
 
 
 class LateError(ColabUtilsError):
-    """A sample does not come."""
+    """The error for a sample that was not loaded in time and may not be left out."""
 
 
 @dataclass(eq=False)
 class _LateBatch:
     load: Load
     asked_s: float
-    """Since when it is waited for."""
+    """Time from which the loader waits for the batch, from `time.perf_counter`."""
     retry_s: float
-    """When it is asked for again."""
+    """Time at which the batch is requested again, from `time.perf_counter`."""
     retries: int = 0
     attempts: list[tuple[Worker, Request]] = field(default_factory=list)
-    """The last two, or fewer."""
+    """The processes that load the batch, at most two, and their requests."""
     named: dict[int, int] = field(default_factory=dict)
-    """Samples that did not come in time, and their places in the list of all."""
+    """Index of each late sample of the batch, to its place in the list of late samples."""
     bad: list[tuple[int, str]] = field(default_factory=list)
     result: Result | None = None
     request: Request | None = None
-    """The one whose result this is; None where nothing is left to load."""
+    """The request that ``result`` answers; None if no sample is left to load."""
 
 
 class BoundedPrefetcher(Prefetcher):
-    """A `Prefetcher` that waits for a batch no longer than ``max_wait_s``: the batch moves to the
-    end, and the one after it is given.
+    """A `Prefetcher` that waits at most ``max_wait_s`` for a batch.
 
-    Its worker goes on, and a second process tries the same batch; after growing waits the older one
-    is killed, and another one tries. A new worker does at once what else the old one was asked for.
-    Each has buffers of its own: one that was killed may still hang in a read, and write later.
+    A late batch moves to the end of the epoch, and the next batch is returned. The late batch's
+    worker continues, and a second process loads the same batch. After growing waits, the older of
+    the two is killed and a new process tries. A new worker takes over the other requests of the
+    late worker. Each worker has its own buffers, because a killed process may still hang in a
+    read and write to its buffer later.
 
     Args:
-        fetcher, workers, prefetch: as for a `Prefetcher`.
-        max_wait_s: seconds.
-        late: samples that did not come in time are added here.
+        fetcher, workers, prefetch: As for `Prefetcher`.
+        max_wait_s: Seconds to wait for a batch.
+        late: List to which late samples are appended.
     """
 
     def __init__(
@@ -81,19 +85,20 @@ class BoundedPrefetcher(Prefetcher):
         self._late: dict[int, _LateBatch] = {}
         self._killed: list[Worker] = []
         self._most_late = 2 * workers + 8
-        # When a batch was moved or given up last.
+        # The time when a batch was last moved or given up.
         self._changed_s = 0.0
-        # Where it is not known which sample hangs, a second attempt reads one after the other.
+        # A worker that reads one sample after the other can note which sample hangs. A dataset
+        # that reads whole batches, and does not read ahead, is read so only in later attempts.
         self._is_noted = fetcher.reads_ahead or not fetcher.reads_batches
         super().__init__(fetcher, workers, prefetch)
 
     def close(self) -> None:
-        """End the workers; what they were doing is lost."""
+        """End the workers. Batches that they are loading are lost."""
         super().close()
         end_workers(self._killed)
 
     def list_moved(self) -> list[int]:
-        """The batches that others were given before, by number, in the order in which they come."""
+        """Return the numbers of the batches that moved to the end of the epoch, in order."""
         return list(self._late)
 
     def has_work(self) -> bool:
@@ -120,7 +125,7 @@ class BoundedPrefetcher(Prefetcher):
                     return self._finish_late(number, batch.result)
         left_s = self._find_start(first, asked_s) + self._max_wait_s - now_s
         if first is None and not is_over:
-            # The shards of the next batch are still copied.
+            # The shards of the next batch have not arrived yet.
             self._receive(POLL_S)
         elif left_s > 0:
             self._receive(min(left_s, self._max_wait_s / 4))
@@ -131,14 +136,17 @@ class BoundedPrefetcher(Prefetcher):
         return None
 
     def _find_start(self, first: int | None, asked_s: float) -> float:
-        """Return since when a batch is waited for and worked at; None: those that are late."""
+        """Return the time from which the loader waits for a batch that a worker is loading.
+
+        With None, return the time from which the loader waits for late batches.
+        """
         if first is None:
             return max(asked_s, self._changed_s)
         worker = self._workers[self._sent[first].job.worker or 0]
         return max(asked_s, worker.began_s)
 
     def _move(self, number: int, asked_s: float, now_s: float) -> None:
-        """Move a batch to the end; another worker takes the place of the one that has it."""
+        """Move a batch to the end of the epoch, and replace its worker by a new one."""
         request = self._sent.pop(number)
         place = request.job.worker or 0
         batch = _LateBatch(request.load, asked_s, now_s)
@@ -156,7 +164,7 @@ class BoundedPrefetcher(Prefetcher):
                 self._tell(place, ReadAhead(indices))
 
     def _retry(self, batch: _LateBatch, now_s: float) -> None:
-        """Ask for a late batch again, in a process of its own, and wait longer for it."""
+        """Request a late batch again from a new process, and wait longer for it."""
         self._name(batch, now_s)
         self._kill(batch.attempts[:-1])
         worker = self._start_worker(SharedBufferPool(1, 1))
@@ -173,7 +181,7 @@ class BoundedPrefetcher(Prefetcher):
             super()._note(worker, number, result)
             return
         if not batch.named:
-            # It came before it was known which one it waited for.
+            # The batch arrived before the late sample was known, so all its samples are named.
             self._name(batch, perf_counter(), batch.load.indices)
         self._name(batch, perf_counter(), [])
         batch.result = result._replace(bad=[*batch.bad, *result.bad])
@@ -189,14 +197,14 @@ class BoundedPrefetcher(Prefetcher):
         return self._finish(number)
 
     def _give_up(self, batches: list[_LateBatch], now_s: float) -> None:
-        """Leave out the samples that late batches wait for, and load the others; or raise.
+        """Leave out the samples that late batches wait for, and load the other samples.
 
         Raises:
-            LateError: None may be left out.
+            LateError: No sample may be left out.
         """
         self._changed_s = now_s
         for worker in self._workers:
-            # What comes next has its own time.
+            # The next batch of each worker gets its full time from now on.
             worker.began_s = now_s
         all_stuck = [self._name(batch, now_s) for batch in batches]
         for batch, stuck in zip(batches, all_stuck, strict=True):
@@ -222,8 +230,9 @@ class BoundedPrefetcher(Prefetcher):
                 batch.result = Result(bad=batch.bad)
 
     def _name(self, batch: _LateBatch, now_s: float, samples: list[int] | None = None) -> list[int]:
-        """Name the samples that a batch waits for, and how long; None: the one that its first
-        process reads, which is returned.
+        """Add the samples that a batch waits for to the list of late samples, and return them.
+
+        With None, it is the sample that the first attempt to have noted one is reading.
         """
         if samples is None:
             at_work = [int(worker.at_work[0]) for worker, _ in batch.attempts]
@@ -238,7 +247,7 @@ class BoundedPrefetcher(Prefetcher):
         return samples
 
     def _kill(self, attempts: list[tuple[Worker, Request]]) -> None:
-        """End processes that nobody waits for any more, and do not wait for their end either."""
+        """Kill processes whose results are no longer needed, without waiting for their end."""
         self._killed = [worker for worker in self._killed if worker.process.is_alive()]
         for worker, _ in attempts:
             del self._listening[worker.connection]

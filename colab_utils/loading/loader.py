@@ -1,5 +1,6 @@
-"""The loader: samples in a seeded order, packed by workers into reused memory, delivered on the
-device.
+"""The loader, which delivers batches on the device.
+
+Samples come in a seeded order. Workers pack them into memory that is used again.
 """
 
 import math
@@ -27,7 +28,8 @@ from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.streams import StreamTrial, require_streams
 
-_TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
+# An epoch of fewer batches ends before the trials would.
+_TUNED_BATCHES = 64
 
 Delivery = Literal["dense", "packed"]
 
@@ -52,64 +54,70 @@ def make_loader(
 ) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
 
-    A shuffled batch holds wide images, or tall ones, where the dataset has ``sizes``: less padding,
-    as in torchvision's references. Where ``torch.distributed`` is initialised and there is no
-    ``sampler``, each process gets its share of the images of each batch, or None in place of a
-    batch that has none for it.
+    If the dataset has ``sizes``, a shuffled batch holds only wide or only tall images as far as
+    possible. This saves padding, as in torchvision's references. If ``torch.distributed`` is
+    initialised and there is no ``sampler``, each process gets its share of the images of each
+    batch, or None for a batch in which it has no image.
 
-    As with torch's ``DataLoader``, processes and dataset are those of the moment when a pass begins
-    (``for batch in loader``). Workers stay where the dataset is as it was: its attributes, and
-    those of what it holds, such as the dataset of a ``Subset``, transforms, lists and arrays. They
-    start anew where something changed, or cannot be compared: what cannot be pickled (an open file,
-    a lambda), or is large (over 256 MB of arrays, 8 MB of other objects). What nobody looks at is a
-    change of a global, or of an attribute of a class: call ``loader.close()`` after it.
+    As with torch's ``DataLoader``, the loader looks at the dataset and at the processes each time a
+    pass begins (``for batch in loader``). If the dataset has not changed, the workers go on. The
+    comparison covers its attributes and all objects in them, such as the dataset of a ``Subset``,
+    transforms, lists and arrays. If it has changed or cannot be compared, new workers start. It
+    cannot be compared if it holds an object that cannot be pickled (an open file, a lambda), more
+    than 256 MB of arrays, or more than 8 MB of other objects. The loader does not see a change of a
+    global or of a class attribute: call ``loader.close()`` after such a change.
 
     Args:
-        dataset: a ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
-            torchvision's detection contract, read by its ``__getitems__`` where it has that.
-            ``boxes``, ``labels`` (from 1) and ``masks`` are needed, for an image without objects
-            not even those; ``image_id`` is the index where there is none, ``area`` the mask's.
-        batch_size: images in a batch; the last batch of an epoch may hold fewer.
-        device: where the batches are delivered.
-        workers: processes that load. 0 loads in this process, when a batch is asked for. "auto"
-            tries what this machine can do (``tune_workers``: at most three short trials), never
-            more than its cores; for under 64 batches an epoch, or shards that still arrive, it is
-            one process a core, at most 4.
-        streams: files of a ``CocoFolder`` that each worker reads at the same time, for the batches
-            that come next: a read that waits for Drive needs no core. "auto" finds how many win
-            something, and goes on trying; 1 reads one after the other. Shards need one.
-        deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
-            ``PackedBatch``, with the device work not yet done.
-        image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC
-            strides, for code that normalises itself.
-        shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
-        sampler: gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
-            ``WeightedRandomSampler``; it has a length, and draws from ``seed`` unless it has a
-            generator of its own. With ``range(len(dataset))`` one of several processes gets all
-            images.
-        drop_last: leave out the last batch of an epoch where it is not full.
-        seed: of the order, and of all random numbers in your dataset and in its transforms: the
-            same samples with any number of workers.
-        prefetch: batches that each worker prepares ahead.
-        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given
-            tv_tensors, applied on the device to dense batches (on the worker: those of your
-            dataset, which leave images uint8). On the CPU, a ``v2.RandomHorizontalFlip`` alone is
-            done where the masks are expanded.
-        max_bad: images in all that may fail to load, with whatever exception, and are left out,
-            each with a warning; one more is an error.
-        max_wait_s: seconds that a batch is waited for. A later one moves to the end of the epoch,
-            is asked for again in a process of its own, and ``late`` names its samples; the next
-            batch is delivered. What still has not come at the end is waited for as long once more;
-            then it is an error, or left out where ``max_bad`` allows; at once where more batches
-            are late at a time than twice the workers and eight. Needs workers. It must be longer
-            than a batch takes. Each of several processes moves batches of its own: all of them
-            deliver as many as ever, but their shares of a step may then be of different batches,
-            and a state is that of its own process. Default: waits as long as it takes.
+        dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
+            torchvision's detection contract. Its ``__getitems__`` is used if it has one. A target
+            needs ``boxes``, ``labels`` (from 1) and ``masks``; without objects it may lack these
+            too. A missing ``image_id`` is the sample's index. A missing ``area`` is computed from
+            the mask.
+        batch_size: Images in a batch. The last batch of an epoch may hold fewer.
+        device: Device on which the batches are delivered. Default: "cpu".
+        workers: Processes that load. 0 loads in this process when a batch is requested. "auto"
+            finds the fastest number in at most three short trials (``tune_workers``), up to the
+            number of cores. For an epoch of fewer than 64 batches, or while shards arrive, "auto"
+            is one process a core, at most 4. Default: "auto".
+        streams: Files of a ``CocoFolder`` that each worker reads at the same time for the next
+            batches. A read that waits for Drive needs no core. "auto" measures how many are
+            fastest while it loads; 1 reads one after the other. Shards are always read one after
+            the other. Default: "auto".
+        deliver: "dense" returns ``(images, targets)`` as torchvision models take them. "packed"
+            returns a ``PackedBatch``, with the device work not yet done. Default: "dense".
+        image_dtype: Type of dense images: float32 from 0 to 1, or uint8 as stored, in NHWC strides,
+            for code that normalises images itself. Default: float32.
+        shuffle: Draw a new order in each epoch. The order depends on seed and epoch, and not on the
+            workers. Default: True.
+        sampler: Gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
+            ``WeightedRandomSampler``. It has a length, and draws from ``seed`` unless it has its
+            own generator. With ``range(len(dataset))``, each of several processes gets all images.
+            Default: None.
+        drop_last: Leave out the last batch of an epoch if it is not full. Default: False.
+        seed: Seed of the order, and of all random numbers in your dataset and its transforms. The
+            samples are the same with any number of workers. Default: 0.
+        prefetch: Batches that each worker prepares ahead. Default: 2.
+        transforms: Your own ``torchvision.transforms.v2``, applied on the device to dense batches
+            as ``(image, target)`` of tv_tensors. The transforms of your dataset run on the worker,
+            and must leave images uint8. On the CPU, a single ``v2.RandomHorizontalFlip`` is applied
+            by the worker. Default: None.
+        max_bad: Images that may fail to load, in all epochs together: an image that fails in two
+            epochs counts twice. Each is left out with a warning. One more raises an error.
+            Default: 0.
+        max_wait_s: Seconds to wait for a batch. A late batch moves to the end of the epoch, and the
+            next one is delivered. The late batch is requested again from a new process, and
+            ``late`` lists its samples. At the end of the epoch the loader waits this long once
+            more. A sample that is still missing is left out if ``max_bad`` allows it, else it
+            raises an error. This happens at once if more batches are late at the same time than
+            twice the workers plus eight. It needs workers, and must be longer than a batch takes.
+            With several processes, each one moves its own batches. All deliver the same number, but
+            their shares of a step may be of different batches, and each state is that of its own
+            process. Default: None, which waits without a limit.
 
     Raises:
-        ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or
-            the device is not there; and, while you iterate, if a sample is damaged, a box
-            has no area or a label is below 1, a worker process dies, or memory is short.
+        ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
+            device does not exist; or, during iteration, a sample is damaged, a box has no area, a
+            label is below 1, a worker process dies, or memory is short.
 
     Example:
         >>> import torch
@@ -139,15 +147,15 @@ def make_loader(
     else:
         count = require_count("workers", workers, least=0)
     _check_wait(max_wait_s, count)
-    # with no GPU to expand masks on, the workers do it: into memory that is used again
+    # Without a GPU to expand the masks, the workers expand them into memory that is used again.
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
     if flip:
         transforms = None
     if transforms is not None and deliver == "packed":
         raise ColabUtilsError(
-            "expected deliver='dense' for transforms on the device, found 'packed': they need "
-            "dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
+            "The transforms need dense masks, and deliver is 'packed'. Pass deliver='dense', or "
+            "give the transforms to your dataset, as in ShardDataset(transforms=...)."
         )
     fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
     order = BatchSampler(
@@ -163,7 +171,8 @@ def make_loader(
     rates: dict[int, float] = {}
     if sampler is not None and not is_complete:
         raise ColabUtilsError(
-            "expected no sampler while shards arrive, found one. Wait until all are here."
+            "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
+            "leave sampler out."
         )
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
@@ -188,7 +197,7 @@ def make_loader(
 
 
 def _check_wait(max_wait_s: float | None, workers: int) -> None:
-    """Refuse a longest wait that is none, or that nothing could keep to."""
+    """Raise an error if the limit of the wait is not above 0, or there are no workers."""
     if max_wait_s is None:
         return
     require_number("max_wait_s", max_wait_s, above=0, below=math.inf)
@@ -200,28 +209,30 @@ def _check_wait(max_wait_s: float | None, workers: int) -> None:
 
 
 def _find_flip(transforms: Any) -> float:
-    """The share of images that transforms mirror left to right, where they do nothing else;
-    else 0.
-    """
+    """Return the share of images that a single ``v2.RandomHorizontalFlip`` mirrors, else 0."""
     from torchvision.transforms import v2
 
-    if type(transforms) is not v2.RandomHorizontalFlip:  # a subclass may do anything
+    # A subclass may do anything, so it does not count.
+    if type(transforms) is not v2.RandomHorizontalFlip:
         return 0.0
     return float(transforms.p)
 
 
 @dataclass(eq=False, repr=False)
 class Loader:
-    """Iterates over the batches of one epoch; each new pass is the next epoch, also after one that
-    was broken off. Made by :func:`make_loader`, whose arguments it keeps.
+    """An iterable over the batches of an epoch, made by :func:`make_loader`.
+
+    Each new pass is the next epoch, also after a pass that was broken off. The loader keeps the
+    arguments of `make_loader`.
 
     Attributes:
-        rates: images/s with each number of workers that was tried (``workers="auto"``), while a
-            step keeps 0.9 of a core busy; empty where none was, or slow files or memory decide.
-        total: images of the last batch, the shares of all processes together.
-        bad: image index and reason of every image that was left out (``max_bad``).
-        late: index and seconds of every image that was not there in time (``max_wait_s``), also of
-            those that came after all; of a whole batch where it is not known which one it was.
+        rates: Images/s with each number of workers that was tried (``workers="auto"``), while a
+            step uses 0.9 of a core. Empty if there were no trials, because slow files or memory
+            decided.
+        total: Images of the last batch, in all processes together.
+        bad: Index and reason of every image that was left out (``max_bad``).
+        late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
+            it was loaded later. If the late image is not known, all images of its batch are listed.
     """
 
     _fetcher: Fetcher
@@ -255,7 +266,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The one that the next pass runs, or that the pass under way is in."""
+        """Return the epoch of the current pass, or of the next one between two passes."""
         return self._order.epoch
 
     def __len__(self) -> int:
@@ -265,7 +276,7 @@ class Loader:
 
     @property
     def left(self) -> int:
-        """Batches of this epoch that were not delivered yet."""
+        """Return the number of batches of this epoch that are not delivered yet."""
         return len(self) - self._delivered
 
     def __str__(self) -> str:
@@ -277,7 +288,8 @@ class Loader:
     __repr__ = __str__
 
     def __iter__(self) -> Iterator[Any]:
-        if self._delivered and not self._resumed:  # the last pass was broken off
+        # The last pass was broken off, so this one is the next epoch.
+        if self._delivered and not self._resumed:
             self._end_epoch()
         self._look_again()
         self._resumed = False
@@ -295,14 +307,15 @@ class Loader:
                 self._end_epoch()
             if batch is not None or self._ranks > 1:
                 yield None if batch is None else self._deliver(batch)
-                # before waiting: the results of this pass went to the other one
+                # This is checked before the wait: if another pass has begun, it has taken the
+                # results that this pass would wait for.
                 if this_pass != self._passes:
                     raise ColabUtilsError(
-                        "expected one pass over a loader at a time, found two: make two loaders"
+                        "Two passes over one loader run at the same time. Make a loader for each."
                     )
 
     def _look_again(self) -> None:
-        """Take the dataset, and the processes that train together, as they are now."""
+        """Look at the dataset, and at the processes that train together, again."""
         fetcher = self._fetcher
         fetcher.look_again()
         order = self._order
@@ -326,10 +339,10 @@ class Loader:
         self._moved = []
 
     def _run(self) -> Iterator[Loaded]:
-        """What the workers give; ends them where something goes wrong."""
+        """Yield the results of the workers, and end the workers after an error."""
         is_bounded = self.max_wait_s is not None
         if is_bounded and self._prefetcher and self._prefetcher.has_work():
-            # The last pass was broken off, and may hang.
+            # The last pass was broken off, and its workers may hang.
             self.close()
         digest = digest_dataset(self.dataset) if self.workers else "none"
         if self._prefetcher is None or not digest or digest != self._digest:
@@ -341,7 +354,8 @@ class Loader:
             seed = (self.seed, self.epoch, self._rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.max_bad > 0)
         except GeneratorExit:
-            raise  # the pass is broken off: the workers wait for the next one
+            # The pass is broken off. The workers stay for the next one.
+            raise
         except BaseException:
             self.close()
             raise
@@ -358,8 +372,9 @@ class Loader:
         )
 
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
-        """The batches of the epoch that were not delivered yet, with their numbers; None while the
-        next has to wait.
+        """Yield the number and indices of each batch of the epoch that is not delivered yet.
+
+        None is yielded while the shards of the next batch have not arrived.
         """
         first = self._take_state().reached
         moved: dict[int, list[int]] = {number: [] for number in self._moved}
@@ -383,18 +398,19 @@ class Loader:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether files of the next batches are read while others are loaded."""
+        """Return whether files of the next batches are read while a batch is loaded."""
         return self._fetcher.reads_ahead
 
     @property
     def streams(self) -> tuple[StreamTrial, ...]:
-        """How many files each worker reads at once, and how fast they come; empty where no reading
-        ahead was measured yet.
+        """Return how many files each worker reads at the same time, and how fast they come.
+
+        The tuple is empty until reading ahead has been measured.
         """
         return tuple(self._prefetcher.streams.values()) if self._prefetcher else ()
 
     def describe_streams(self) -> str:
-        """Say how fast loose files come with how many reads at once; empty before it is known.
+        """Describe how fast loose files come with how many streams; empty before it is measured.
 
         Example:
             >>> make_loader(range(3), batch_size=1, workers=0).describe_streams()
@@ -419,9 +435,7 @@ class Loader:
         return f"workers: {self.workers}, the fewest of about the best rate ({', '.join(trials)})"
 
     def list_jobs(self) -> list[WorkerJob]:
-        """The batches that were asked for and did not come yet, oldest first; of each, its
-        worker.
-        """
+        """Return the requested batches that have not arrived yet, oldest first."""
         return self._prefetcher.list_jobs() if self._prefetcher else []
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
@@ -431,17 +445,17 @@ class Loader:
             if count > self.max_bad:
                 self.close()
                 raise ColabUtilsError(
-                    f"expected at most {self.max_bad} bad images (max_bad), found {count}. "
-                    f"Allow more, or mend them; the last: {reason}"
+                    f"Expected at most {self.max_bad} bad images (max_bad), found {count}. "
+                    f"Allow more, or repair them. The last one: {reason}"
                 )
             warnings.warn(
-                f"an image is left out (number {count} so far): {reason}",
+                f"An image is left out (number {count} so far): {reason}",
                 ColabUtilsWarning,
                 stacklevel=3,
             )
 
     def _deliver(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
-        """A batch as it is delivered."""
+        """Return a batch as the loop gets it: on the device, and packed or dense."""
         if self.deliver == "packed":
             return batch.to(self.device)
         targets = batch.to_targets(self.device)
@@ -456,10 +470,13 @@ class Loader:
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands after the batches delivered so far: plain whole numbers;
-        ``joined`` lists the windows of shards of an epoch that began while they arrived; ``left``
-        the images that batches of another size left of this epoch; ``moved`` the batches that come
-        at its end, since they were not there in time (``max_wait_s``).
+        """Return the position in the order after the batches delivered so far.
+
+        Returns:
+            A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
+            epoch that began while shards arrived. ``left`` lists the images of this epoch that
+            remained when the batch size changed. ``moved`` lists the late batches that come at the
+            end of the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -478,52 +495,54 @@ class Loader:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that a state was taken at; with batches of another size, with
-        the images that the epoch had left then.
+        """Continue after the batch at which a state was taken.
+
+        With another batch size, the epoch continues with the images that it had left.
 
         Raises:
-            ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or
-                batch size where shards were still arriving), or was changed.
+            ColabUtilsError: The state has another order (seed, shuffle, number of images, or, if
+                shards were arriving, batch size), or was changed.
         """
         order = self._order
-        found = LoaderState.parse(state, images=order.size, shards=self._fetcher.shards)
+        saved = LoaderState.parse(state, images=order.size, shards=self._fetcher.shards)
         is_resized = (
-            found.batch_size != self.batch_size and not found.joined and order.sampler is None
+            saved.batch_size != self.batch_size and not saved.joined and order.sampler is None
         )
-        self._require_same_order(found, any_batch_size=is_resized)
-        order.resume(found)
-        self._delivered = found.batch
-        self._moved = list(found.moved)
+        self._require_same_order(saved, any_batch_size=is_resized)
+        order.resume(saved)
+        self._delivered = saved.batch
+        self._moved = list(saved.moved)
         self._resumed = True
         if is_resized:
-            order.leave_out_seen(found)
+            order.leave_out_seen(saved)
             self._delivered = 0
             self._moved = []
-        if self.left < 1:  # or a pass without batches would follow another one for ever
+        # Passes without batches would otherwise follow each other for ever.
+        if self.left < 1:
             self._end_epoch()
 
-    def _require_same_order(self, found: LoaderState, *, any_batch_size: bool) -> None:
-        here = self._take_state().describe_order()
-        there = found.describe_order()
-        wanted = here | {"batch_size": found.batch_size} if any_batch_size else here
-        if there != wanted:
+    def _require_same_order(self, saved: LoaderState, *, any_batch_size: bool) -> None:
+        own_order = self._take_state().describe_order()
+        saved_order = saved.describe_order()
+        wanted = own_order | {"batch_size": saved.batch_size} if any_batch_size else own_order
+        if saved_order != wanted:
             raise ColabUtilsError(
-                f"expected a state of the same order {here}, found {there}: use those settings "
-                "again"
+                f"Expected a state of the same order {own_order}, found {saved_order}. "
+                "Make the loader with the settings of the state."
             )
 
     def close(self) -> None:
-        """End the workers; the next pass starts new ones."""
+        """End the workers. The next pass starts new ones."""
         if self._prefetcher is not None:
             self._finalizer()
             self._prefetcher = None
 
 
 def find_device(device: torch.device | str) -> torch.device:
-    """Return the device of that name.
+    """Return the device with this name.
 
     Raises:
-        ColabUtilsError: There is none, or no such GPU.
+        ColabUtilsError: No device has this name, or this machine does not have that GPU.
 
     Example:
         >>> find_device("cpu")
@@ -533,17 +552,17 @@ def find_device(device: torch.device | str) -> torch.device:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ColabUtilsError(
-            f"expected a device such as 'cpu' or 'cuda', found {device!r}: name one"
+            f"Expected a device such as 'cpu' or 'cuda', found {device!r}. Name one of these."
         ) from None
     if torch_device.type == "cuda":
         if not torch.cuda.is_available():
             cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
-            raise ColabUtilsError(f"expected a GPU for device {device!r}, found none. {cure}")
+            raise ColabUtilsError(f"Device {device!r} needs a GPU, and there is none. {cure}")
         gpus = torch.cuda.device_count()
         if (torch_device.index or 0) >= gpus:
             raise ColabUtilsError(
-                f"expected one of this machine's GPUs, of which there are {gpus}, found device "
-                f"{str(torch_device)!r}. They are counted from cuda:0; start no more processes "
-                "by torchrun than there are GPUs."
+                f"The device {str(torch_device)!r} does not exist: this machine has {gpus} GPUs, "
+                "counted from cuda:0. Name one of them, and start at most as many processes with "
+                "torchrun as there are GPUs."
             )
     return torch_device

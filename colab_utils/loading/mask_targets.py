@@ -1,8 +1,7 @@
-"""Mask targets of proposals, sampled straight from the masks' bits.
+"""Mask targets of proposals, sampled from the bits of packed masks.
 
-What depends on the boxes alone is worked out on the CPU, in small tables. What looks at pixels is a
-few operations over many proposals at once, on the device that the bits are on, in chunks of bounded
-memory.
+Small tables of the boxes are computed on the CPU. The pixels are read on the device of the bits, by
+a few operations over many proposals at once, in chunks of bounded memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,24 +17,24 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import CHUNK_BYTES, Ints, MaskBits, send
 
 SAMPLED_BYTES = 16
-"""Bytes of memory that a pixel takes while it is sampled."""
+"""Bytes of memory for each pixel during sampling."""
 
 
 class _Proposals(NamedTuple):
-    """What is known of R proposals, on the CPU."""
+    """Tables of R proposals, on the CPU."""
 
     crops: Ints
     """int64 [R, 4]: x0, y0, x1, y1 of each mask's crop in stored pixels."""
     first_bits: Ints
-    """int64 [R]: where each mask starts."""
+    """int64 [R]: number of each mask's first bit."""
     stored: Ints
-    """int64 [R, 2]: width and height of each image, as stored."""
+    """int64 [R, 2]: width and height of each stored image in pixels."""
     flipped: NDArray[np.bool_]
     """bool [R]: whether the image is mirrored."""
     sides: NDArray[np.float32]
-    """float32 [R, 2]: width and height of each box, at least 1."""
+    """float32 [R, 2]: width and height of each box in pixels, at least 1."""
     grids: NDArray[np.float32]
-    """float32 [R, 5, 2]: for x and y, what `_weigh_pixels` takes as its grid."""
+    """float32 [R, 5, 2]: the grid that `_weigh_pixels` takes, for x and y."""
 
     def take(self, rows: Ints) -> "_Proposals":
         tables: list[Any] = [table[rows] for table in self]
@@ -54,35 +53,35 @@ def sample_masks(
     to_sizes: Sequence[Sequence[int]],
     size: int = 28,
 ) -> Tensor:
-    """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the
-    images.
+    """Return the mask targets of R proposals, sampled from the bits.
 
-    Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where
-    a row of either matrix averages the pixels that its samples read.
+    The memory grows with the boxes, and not with the images. Bilinear sampling on a regular grid is
+    separable: a target is ``rows @ crop @ columns.T``. Each row of the two matrices averages the
+    pixels that its samples read.
 
     Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align``
-    (sampling ratio -1, not aligned): samples more than a pixel outside the image are 0, others
-    outside read its border. Equal within 1e-5 to what they make of dense masks.
+    (sampling ratio -1, not aligned). Samples more than a pixel outside the image are 0; other
+    samples outside read the border. The result equals theirs on dense masks within 1e-5.
 
     Args:
         masks: The packed masks of all T objects.
-        objects: int64 [R]: the object, among the T, of each proposal.
+        objects: int64 [R]: index of each proposal's object among the T.
         boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after
-            mirroring and resizing. Both are read on the CPU, so if they lie on a GPU this waits for
-            it, once.
-        sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all
-            tables here.
+            mirroring and resizing. ``objects`` and ``boxes`` are read on the CPU. If they lie on a
+            GPU, the call waits for the GPU.
+        sizes: int [B, 2]: height and width of each stored image in pixels, on the CPU like
+            ``counts``, ``flips`` and ``to_sizes``.
         counts: int [B]: objects of each image.
-        flips: bool [B]: the images that are mirrored left to right.
-        to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by
-            nearest neighbour.
-        size: Rows and columns of a target; 28 by default, as in Mask R-CNN.
+        flips: bool [B]: whether each image is mirrored left to right.
+        to_sizes: int [B, 2]: height and width in pixels of each image after resizing. Masks are
+            resized by nearest neighbour.
+        size: Rows and columns of a target. Default: 28, as in Mask R-CNN.
 
     Returns:
-        float32 [R, size, size] of 0 to 1, on the device that the bits are on.
+        float32 [R, size, size] from 0 to 1, on the device of the bits.
 
     Raises:
-        ColabUtilsError: if a box is not finite.
+        ColabUtilsError: A box is not finite.
 
     Example:
         >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
@@ -98,10 +97,11 @@ def sample_masks(
     lows, highs = _find_windows(proposals)
     device = masks.bits.device
     targets = torch.zeros((len(lows), size, size), dtype=torch.float32, device=device)
-    most = CHUNK_BYTES[device.type] // SAMPLED_BYTES
+    chunk_pixels = CHUNK_BYTES[device.type] // SAMPLED_BYTES
     bins = proposals.grids[:, 2].astype(np.int64)
-    with torch.autocast(device.type, enabled=False):  # half precision would round the weights
-        for row, low, span in _cut_chunks(lows, highs, bins, size, pixels=most):
+    # Half precision would round the weights.
+    with torch.autocast(device.type, enabled=False):
+        for row, low, span in _cut_chunks(lows, highs, bins, size, pixels=chunk_pixels):
             part = _sample_chunk(masks.bits, proposals.take(row), low, span, size)
             targets.index_add_(0, send(row, device), part)
     return targets
@@ -119,16 +119,14 @@ def _tabulate(
 ) -> _Proposals:
     corners = boxes.float().cpu().numpy()
     if not np.isfinite(corners).all():
-        raise ColabUtilsError(
-            "expected finite boxes as proposals, found others. Lower the learning rate."
-        )
+        raise ColabUtilsError("A proposal has a box that is not finite. Lower the learning rate.")
     numbers = objects.cpu().numpy()
     images = np.repeat(np.arange(len(counts)), counts)[numbers]
     stored = np.asarray(sizes, np.int64)[images, ::-1]
     limits = np.asarray(to_sizes, np.int64)[images, ::-1]
-    # As `nearest_indices` works it out.
+    # `nearest_indices` computes the same quotient.
     shrinks = stored.astype(np.float32) / limits.astype(np.float32)
-    # As `roi_align` works it out, in float32, so that the samples lie where its own do.
+    # `roi_align` computes in float32 too, so that both sample at the same places.
     starts = corners[:, :2]
     sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
     steps = sides / np.float32(size)
@@ -144,8 +142,10 @@ def _tabulate(
 
 
 def _find_windows(proposals: _Proposals) -> tuple[Ints, Ints]:
-    """Find the part of each crop that samples can read, as stored: int64 [R, 2] x, y of its first
-    pixel, and of the one after its last.
+    """Find the part of each crop that samples can read, in stored pixels.
+
+    Returns:
+        int64 [R, 2]: x, y of the first pixel; and int64 [R, 2]: x, y after the last pixel.
     """
     starts, _, _, limits, shrinks = proposals.grids.swapaxes(0, 1)
     firsts = np.clip(starts, 0, limits - 1).astype(np.int64)
@@ -161,8 +161,9 @@ def _find_windows(proposals: _Proposals) -> tuple[Ints, Ints]:
 
 
 def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, size: int) -> Tensor:
-    """Sample blocks of pixels, which begin at ``low`` and are ``span`` wide and high: what each
-    adds to its target, float32 [k, size, size].
+    """Return what each block of pixels adds to its target, float32 [k, size, size].
+
+    Block i begins at pixel ``low[i]``, x and y. Its width and height are ``span[i]``.
     """
     x, y = low.T
     crops = proposals.crops
@@ -170,7 +171,7 @@ def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, si
     first = proposals.first_bits + (y - crops[:, 1]) * stride + x - crops[:, 0]
     pixels = _read_pixels(bits, np.stack([first, stride]), span.max(0).tolist())
     height, width = pixels.shape[1:]
-    # both axes in one go: a GPU has fewer calls to wait for
+    # Both axes are computed at once, so that a GPU has fewer calls to wait for.
     grid = np.concatenate([*proposals.grids.transpose(2, 0, 1)]).T
     reach = _find_reach(proposals, low, span)
     weights = _weigh_pixels(grid, reach, (size, max(height, width)), bits.device)
@@ -181,16 +182,21 @@ def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, si
 def _cut_chunks(
     lows: Ints, highs: Ints, grids: Ints, size: int, *, pixels: int
 ) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Proposals of like sizes together, the largest in blocks of rows: their numbers, first pixels
-    (x, y), lengths.
+    """Group proposals of similar size into chunks of at most ``pixels``, as far as possible.
+
+    A proposal that is too large for a chunk is cut into blocks of rows.
+
+    Yields:
+        For each block of a chunk, the number of its proposal, its first pixel (x, y), and its width
+        and height.
     """
     width, height = (highs - lows).clip(0).T
-    most = (pixels // width.clip(1)).clip(1)
-    blocks = -(-height // most) * (width > 0)
+    block_rows = (pixels // width.clip(1)).clip(1)
+    blocks = -(-height // block_rows) * (width > 0)
     row = np.repeat(np.arange(len(lows)), blocks)
     low = lows[row]
-    span = np.stack([width, most], 1)[row]
-    low[:, 1] += number_within(blocks) * most[row]
+    span = np.stack([width, block_rows], 1)[row]
+    low[:, 1] += number_within(blocks) * block_rows[row]
     span[:, 1] = np.minimum(span[:, 1], highs[row, 1] - low[:, 1])
     order = np.argsort(span.max(1))
     while len(order):
@@ -206,7 +212,7 @@ def _cut_chunks(
 
 
 def _find_reach(proposals: _Proposals, low: Ints, span: Ints) -> Ints:
-    """Find the reach of k blocks, as `_weigh_pixels` takes it: int64 [3, 2k], across, then down."""
+    """Return the ``reach`` of k blocks for `_weigh_pixels`, int64 [3, 2k]: first x, then y."""
     x, y = low.T
     flipped = proposals.flipped
     signs = np.where(flipped, -1, 1)
@@ -217,16 +223,16 @@ def _find_reach(proposals: _Proposals, low: Ints, span: Ints) -> Ints:
 
 
 def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
-    """Blocks of pixels: float32 [k, height, width or up to 7 more] of 0 and 1; what is beyond a
-    crop is anything.
+    """Read blocks of pixels, float32 [k, height, width or up to 7 more] of 0 and 1.
 
-    ``lines`` is [2, k]: each block's first bit, and how many bits further its next row starts.
+    Values outside the crop are undefined. ``lines``, [2, k], has the number of each block's first
+    bit, and the bits from one row to the next.
     """
     first, stride = send(lines, bits.device)[..., None]
     start = first + stride * torch.arange(shape[1], device=bits.device)
     places = (start >> 3)[..., None] + torch.arange(-(-shape[0] // 8) + 1, device=bits.device)
     pairs = bits[places.clamp_(max=len(bits) - 1)].int()
-    # a row starts at any bit of a byte: move it to the first
+    # A row may start inside a byte, so its bits are moved to the start of a byte.
     lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
     numbers = torch.arange(256, device=bits.device)
     shifts = torch.arange(7, -1, -1, device=bits.device)
@@ -237,16 +243,18 @@ def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
 def _weigh_pixels(
     grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """What each pixel of a block counts in each row, or column, of a target: float32 [k, size,
-    pixels].
+    """Return the weight of each pixel of a block in each row, or column, of a target.
 
     Args:
-        grid: [5, k]: where the box starts, the side of a bin, samples in a bin, pixels of the
-            image, and how many stored pixels go into one of these.
-        reach: [3, k]: pixel p of the stored image is ``first * p + second`` of the block, if that
-            is below ``third``.
-        shape: size and pixels: those of the longest block, or more.
-        device: where to make it.
+        grid: [5, k]: start of the box, side of a bin, samples in a bin, pixels of the resized
+            image, and stored pixels for each of these.
+        reach: [3, k]: sign, edge and length. Pixel p of the stored image is pixel
+            ``sign * p + edge`` of the block, if that is from 0 to ``length - 1``.
+        shape: Rows of a target, and at least the pixels of the longest block.
+        device: Device of the weights.
+
+    Returns:
+        float32 [k, size, pixels].
     """
     start, side, count, limit, shrink = send(grid, device)[..., None, None]
     sign, edge, length = send(reach, device)[..., None, None]

@@ -1,8 +1,7 @@
-"""Masks from their bits: dense ones, mirrored.
+"""Dense masks, expanded from the bits of packed masks.
 
-What depends on the objects' crops alone is worked out on the CPU, in small tables. What looks at
-pixels is a few operations over all objects at once, on the device that the bits are on, in chunks
-of bounded memory.
+Small tables of the crops are computed on the CPU. The pixels are written on the device of the bits,
+by a few operations over all objects at once, in chunks of bounded memory.
 """
 
 from collections.abc import Sequence
@@ -19,29 +18,30 @@ from colab_utils.data.masks import number_within
 
 Ints = NDArray[np.int64]
 
-# Bytes of memory for what is worked on at once.
+# A chunk takes at most this many bytes of memory.
 CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}
-# Bytes that a pixel takes then.
+# A pixel takes this many bytes of memory while it is drawn on a GPU.
 DRAWN_BYTES = 64
 
 
 class MaskBits(NamedTuple):
-    """The masks of T objects as in ``PackedMasks``, in tensors; ``crops`` and ``offsets`` stay on
-    the CPU.
+    """The packed masks of T objects as tensors, like ``PackedMasks``.
+
+    ``crops`` and ``offsets`` stay on the CPU.
     """
 
     bits: Tensor
-    """uint8 [bytes]: each mask's crop row by row, one bit a pixel, most significant bit first."""
+    """uint8 [bytes]: the crop of each mask row by row, one bit a pixel, highest bit first."""
     crops: Tensor
     """int32 [T, 4]: x0, y0, x1, y1 of each crop in pixels, half open."""
     offsets: Tensor
-    """int64 [T + 1]: where each mask's bytes start in ``bits``."""
+    """int64 [T + 1]: the start of each mask's bytes in ``bits``, and the end of the last one."""
 
 
 def split_masks(
     dense: Tensor, sizes: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> list[Tensor]:
-    """Flat memory as the dense masks of each image, uint8 [N, height, width]: views of it.
+    """Split flat memory into the dense masks of each image, uint8 [N, height, width], as views.
 
     Example:
         >>> [part.shape for part in split_masks(torch.zeros(20), [(2, 4), (3, 4)], [1, 1])]
@@ -55,7 +55,7 @@ def split_masks(
 def expand_masks(
     masks: MaskBits, sizes: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> list[Tensor]:
-    """Dense masks of each image, on the device that the bits are on.
+    """Expand packed masks into the dense masks of each image, on the device of the bits.
 
     Args:
         masks: The packed masks of all T objects.
@@ -63,7 +63,7 @@ def expand_masks(
         counts: int [B]: objects of each image.
 
     Returns:
-        uint8 [N, height, width] of 0 and 1 for each image; views of one piece of memory.
+        uint8 [N, height, width] of 0 and 1 for each image, as views of one tensor.
 
     Example:
         >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
@@ -83,35 +83,37 @@ def expand_masks(
 
 
 def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> None:
-    """Draw by numpy into the dense masks of each image, uint8 [N, height, width] on the CPU.
+    """Draw into the dense masks of each image with numpy, uint8 [N, height, width] on the CPU.
 
-    Of the images that ``flips`` has, bool [B], the masks are mirrored left to right.
+    The masks are mirrored left to right for the images in which ``flips``, bool [B], is true.
     """
     packed = masks.bits.numpy()
     objects = zip(masks.crops.tolist(), masks.offsets.tolist(), strict=False)
     for image, flip in zip(dense, repeat(False) if flips is None else flips, strict=False):
-        # cleared when its turn comes: it is in the cache when it is drawn upon
+        # A mask is cleared just before it is drawn, while it is in the cache.
         for mask in image.zero_().numpy():
             (left, top, right, bottom), start = next(objects)
             height = bottom - top
             width = right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
-            if flip:  # by torch: numpy mirrors a byte at a time
+            # torch mirrors faster than numpy, which copies a byte at a time.
+            if flip:
                 crop = torch.from_numpy(crop).flip(1).numpy()
                 left = mask.shape[1] - right
             mask[top:bottom, left : left + width] = crop
 
 
 def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
-    """Draw by torch, all objects' rows at once; ``sizes`` are those of each object's image,
-    ``dense`` is flat.
+    """Draw the rows of all objects into flat dense masks with torch.
+
+    ``sizes``, [T, 2], has height and width of each object's image.
     """
     bits = masks.bits
     table = _list_rows(masks, sizes)
     ends = np.cumsum(table[0])
     begins = ends - table[0]
-    most = CHUNK_BYTES[bits.device.type] // DRAWN_BYTES
-    cuts = np.searchsorted(begins, np.arange(0, table[0].sum() + most, most))
+    chunk_pixels = CHUNK_BYTES[bits.device.type] // DRAWN_BYTES
+    cuts = np.searchsorted(begins, np.arange(0, table[0].sum() + chunk_pixels, chunk_pixels))
     for first, last in pairwise(np.unique(cuts).tolist()):
         part = send(table[:, first:last], bits.device)
         begin = int(begins[first])
@@ -122,8 +124,11 @@ def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
 
 
 def _list_rows(masks: MaskBits, sizes: Ints) -> Ints:
-    """List each row of each object, int64 [3, rows]: its width; and what is added to a pixel's
-    number among all drawn ones for its bit, and for its place.
+    """List the rows of all objects.
+
+    Returns:
+        int64 [3, rows]: the width of each row, and two offsets. The offsets are added to the number
+        of a drawn pixel, and give its bit in the packed masks and its place in the dense ones.
     """
     left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
     heights = bottom - top
@@ -139,8 +144,9 @@ def _list_rows(masks: MaskBits, sizes: Ints) -> Ints:
 
 
 def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
-    """Boxes mirrored left to right: float [..., 4], x0, y0, x1, y1 in pixels; ``widths``: of the
-    images, one or [...].
+    """Mirror boxes left to right, float [..., 4] of x0, y0, x1, y1 in pixels.
+
+    ``widths`` is the width of the image in pixels, as a number or [...].
 
     Example:
         >>> flip_boxes(torch.tensor([[1.0, 0.0, 3.0, 2.0]]), 10).tolist()
@@ -151,12 +157,11 @@ def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
 
 
 def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
-    """A tensor, or a numpy array, on a device; not copied where it is there already.
+    """Return a tensor or numpy array on a device, without a copy if it is there already.
 
-    To a GPU it goes through pinned memory, and the call returns at once: a copy from other memory
-    would wait for all that the GPU still has to do, and leave it without work until the next call
-    arrives. Source: ``cudaMemcpyAsync`` in NVIDIA's CUDA runtime API, "API synchronization
-    behavior".
+    A copy to a GPU uses pinned memory, and the call returns at once. A copy from other memory would
+    wait until the GPU has finished its work, and the GPU would then have nothing to do. Source:
+    ``cudaMemcpyAsync`` in NVIDIA's CUDA runtime API, "API synchronization behavior".
 
     Example:
         >>> send(np.array([1, 2]), "cpu")

@@ -1,4 +1,4 @@
-"""Worker processes, which load batches ahead of the training loop."""
+"""Worker processes that load batches ahead of the training loop."""
 
 import gc
 import mmap
@@ -32,59 +32,69 @@ from colab_utils.streams import StreamTrial
 from colab_utils.units import format_bytes
 
 PREFETCH = 2
-"""Batches ahead for each worker."""
+"""Default number of batches that each worker prepares ahead."""
 
-# Files that each worker is told of ahead; how many of them it reads at once, its reader decides.
+# Each worker is told of this many files in advance. Its reader decides how many to read at once.
 _TOLD_IMAGES = 256
 LENT_BUFFERS = 4
-"""Buffers that a training loop may hold: its batch, the next one, and two more that somebody looks
-at."""
+"""Buffers that a training loop may hold: the current batch, the next one, and two that a user
+keeps."""
 
-# A killed process ends at once, unless it hangs in a read that the system does not break off.
+# A killed process ends at once, unless it hangs in a read that the system does not break off. After
+# this many seconds nobody waits for it.
 _DEATH_S = 5.0
 
 
 class WorkerJob(NamedTuple):
-    """A worker, and the batch that it was asked for, as far as that is known."""
+    """A worker and the batch that it was asked to load."""
 
     worker: int | None
-    """Which worker process, from 0; None for this process."""
+    """Number of the worker, from 0; None for this process, or the extra process of a late batch."""
     pid: int
+    """Process id of the worker."""
     number: int | None = None
-    """Of the batch in its epoch."""
+    """Number of the batch in its epoch; None if it is not known."""
     indices: tuple[Any, ...] = ()
-    """In the loader's dataset."""
+    """Indices of the batch's samples in the loader's dataset."""
 
 
 class ReadAhead(NamedTuple):
-    """Tell a worker which samples it is asked for later; None: of none of those told before."""
+    """A message that tells a worker which samples it will be asked for later."""
 
     indices: list[int] | None
+    """Indices of the samples; None cancels all earlier messages."""
 
 
 class Load(NamedTuple):
-    """Ask a worker for a batch."""
+    """A message that asks a worker for a batch."""
 
     number: int
+    """Number of the batch in its epoch."""
     indices: list[int]
+    """Indices of the batch's samples."""
     buffer: int
+    """Number of the shared buffer to write to."""
     seed: tuple[int, ...]
+    """Seed of all random numbers of the batch."""
     skips_bad: bool
+    """Whether bad samples are left out."""
     is_noted: bool = False
-    """Whether the worker notes which sample it reads; then it reads one after the other."""
+    """Whether the worker reads one sample after the other, and notes which one it reads."""
 
 
 class Loaded(NamedTuple):
-    """A batch that came."""
+    """A batch that was loaded."""
 
     number: int
+    """Number of the batch in its epoch."""
     batch: PackedBatch | None
+    """The batch; None if it has no image."""
     bad: Sequence[tuple[int, str]]
-    """What was left out of it: indices, and why."""
+    """Index and reason of each sample that was left out."""
 
 
 class Request(NamedTuple):
-    """A batch that was asked for, and the buffers that it comes in."""
+    """A batch that was requested, and the pool of its buffer."""
 
     job: WorkerJob
     load: Load
@@ -92,16 +102,16 @@ class Request(NamedTuple):
 
 
 class WorkerDiedError(ColabUtilsError):
-    """A worker process ended."""
+    """The error for a worker process that ended by itself or was killed."""
 
     job: WorkerJob
-    """Which one, with the oldest batch that it had."""
+    """The worker and the oldest batch that it was loading."""
     ending: str
-    """How it ended, such as "killed by signal: Killed"."""
+    """Description of the process's end, such as "killed by signal: Killed"."""
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, by its exit code; negative is a signal.
+    """Describe how a process ended from its exit code. A negative code is a signal.
 
     Example:
         >>> describe_exit(-9), describe_exit(1)
@@ -113,11 +123,11 @@ def describe_exit(code: int) -> str:
 
 
 def explain_death(ending: str) -> str:
-    """Explain a worker's death, from what is known about its ending.
+    """Explain why a worker process may have ended, and what to do.
 
     Example:
         >>> explain_death(describe_exit(3)).partition(".")[0]
-        'expected every worker process to live, found one that ended (exit code 3)'
+        'A worker process ended (exit code 3)'
     """
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", ending)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
@@ -127,26 +137,26 @@ def explain_death(ending: str) -> str:
         free = format_bytes(find_free_memory())
         shm = format_bytes(shutil.disk_usage("/dev/shm").free)
         cure = (
-            f"Now {free} of memory and {shm} of /dev/shm are free. Mostly memory ran out: use "
+            f"Now {free} of memory and {shm} of /dev/shm are free. Most often memory ran out: use "
             "fewer workers, a smaller prefetch or a smaller batch, and run it again."
         )
     reason = how[0] if how else "no reason given"
-    return f"expected every worker process to live, found one that ended ({reason}). {cure}"
+    return f"A worker process ended ({reason}). {cure}"
 
 
 def _explain_bus_error() -> str:
-    """Say which mapped file became shorter; where none is seen, what a bus error can be."""
+    """Return which mapped file became shorter, or the possible causes if none is seen."""
     cut = find_cut_file()
     if cut:
         return (
-            f"{cut} is shorter than what is mapped of it: it was cut, or is written anew. Write it "
-            "under a new name, and put it in its place when it is complete."
+            f"The file {cut} became shorter while it was mapped. Write a new version under another "
+            "name, and rename it when it is complete."
         )
     shm = format_bytes(shutil.disk_usage("/dev/shm").free)
     return (
-        f"Now {shm} of /dev/shm are free. Either a mapped file became shorter or could not be read "
-        "(a numpy memmap, an LMDB): copy it to the local disk; or /dev/shm was full: use a smaller "
-        "batch. Which of them was not seen."
+        "There are two possible causes. A mapped file (a numpy memmap, an LMDB) became shorter or "
+        "could not be read: copy it to the local disk. Or /dev/shm was full: use a smaller batch. "
+        f"Now {shm} of /dev/shm are free."
     )
 
 
@@ -154,11 +164,12 @@ class Worker:
     """A worker process and its pipe.
 
     Attributes:
-        began_s: when it began what it is at, as far as that is known, by `time.perf_counter`.
-        at_work: int64 [1]: index of the sample that it reads, where it notes that.
+        began_s: Time at which the worker began its current batch, as far as known, from
+            `time.perf_counter`.
+        at_work: int64 [1]: index of the sample that it reads, if it notes that.
 
     Raises:
-        ColabUtilsError: if the system starts no more processes.
+        ColabUtilsError: The system starts no more processes.
     """
 
     def __init__(self, fetcher: Fetcher, pool: SharedBufferPool) -> None:
@@ -167,21 +178,21 @@ class Worker:
         self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
         context = multiprocessing.get_context("fork")
         with quiet_fork():
-            self.connection, there = context.Pipe()
+            self.connection, worker_end = context.Pipe()
             self.process = context.Process(
-                target=_serve, args=(there, fetcher, pool, self.at_work), daemon=True
+                target=_serve, args=(worker_end, fetcher, pool, self.at_work), daemon=True
             )
-            with there:
+            with worker_end:
                 self.process.start()
 
     def send(self, message: ReadAhead | Load) -> None:
-        """Tell it something; where it has died, what it has done is received first."""
+        """Send a message. A dead worker is noticed later, when its results have been received."""
         with suppress(OSError):
             self.connection.send(message)
 
 
 def end_workers(workers: Sequence[Worker]) -> None:
-    """End workers; one that hangs in the system is left alone."""
+    """Kill workers and wait for their end. A worker that hangs in the system is left alone."""
     for worker in workers:
         worker.process.kill()
         worker.connection.close()
@@ -189,18 +200,20 @@ def end_workers(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.process.join(max(0.0, until_s - perf_counter()))
         if worker.process.exitcode is None:
-            # At the end of this program it would be waited for, for ever.
+            # Otherwise Python would wait for it at the end of this program, for ever.
             vars(multiprocessing.process)["_children"].discard(worker.process)
 
 
 def _serve(
     connection: Connection, fetcher: Fetcher, pool: SharedBufferPool, at_work: NDArray[np.int64]
 ) -> None:
-    """The life of a worker process: it loads what it is asked for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    """Load the requested batches, in a worker process, until the loader closes the pipe."""
+    # Ctrl-C is answered by the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
-    gc.freeze()  # a collection would touch, and so copy, all that is shared with the parent
+    # A garbage collection would touch, and so copy, all memory that is shared with the parent.
+    gc.freeze()
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         while True:
@@ -227,41 +240,42 @@ def _read_ahead(fetcher: Fetcher, message: ReadAhead) -> None:
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
-    """The error as another process can take it, with its traceback as a note."""
+    """Return an error that can be sent to another process, with its traceback as a note."""
     if error is None or isinstance(error, ColabUtilsError):
         return error
     trace = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever somebody's own exception does when it is copied
+    # A user's own exception may raise anything when it is copied.
+    except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"in a worker process:\n{trace}")
     return error
 
 
 class Prefetcher:
-    """Worker processes, their shared buffers, and the batches that were asked for: ``prefetch``
-    ahead of each worker.
+    """Worker processes, their shared buffers, and the requested batches.
 
-    Each worker has a pipe of its own: one that dies is noticed at once, and blocks no other.
-    Without workers a batch is loaded here, when it is asked for.
+    Up to ``prefetch`` batches are requested for each worker. Each worker has its own pipe, so a
+    worker that dies is noticed at once and blocks no other worker. Without workers, this process
+    loads each batch when it is requested.
 
     Raises:
-        ColabUtilsError: if the system starts no more processes.
+        ColabUtilsError: The system starts no more processes.
     """
 
     def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
         self._fetcher = fetcher
         self._ahead = max(1, workers * prefetch)
         self._told_images = max(1, workers) * _TOLD_IMAGES if fetcher.reads_ahead else 0
-        # Batches that are not asked for yet: number, indices, and the worker that was told of them.
+        # Batches that are not requested yet: number, indices, and the worker that reads ahead.
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
         self.streams: dict[int | None, StreamTrial] = {}
-        # by the batch's number
+        # The keys of both are the numbers of batches.
         self._sent: dict[int, Request] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
-        # All whose results are waited for.
+        # These workers may still send results, by their connections.
         self._listening: dict[Any, Worker] = {}
         try:
             self._pool = self._make_pool()
@@ -278,12 +292,14 @@ class Prefetcher:
         seed: tuple[int, ...],
         skips_bad: bool,
     ) -> Iterator[Loaded]:
-        """Load numbered batches in the order given (None: the next one has to wait): the number of
-        each, the batch, and what was left out of it. The batch is None where no image of it was
-        asked for, or all are bad.
+        """Load numbered batches, and yield them in the order given.
+
+        ``batches`` yields the number and indices of each batch, or None if the next batch cannot be
+        requested yet. A loaded batch is None if it has no indices, or all its samples are bad.
 
         Raises:
-            WorkerDiedError: if a worker died; and what a sample raises (not with ``skips_bad``).
+            WorkerDiedError: A worker died.
+            Exception: What a sample raises, without ``skips_bad``.
         """
         self._drop_pass()
         todo = iter(batches)
@@ -306,16 +322,16 @@ class Prefetcher:
                 sleep(POLL_S)
 
     def list_jobs(self) -> list[WorkerJob]:
-        """The batches that were asked for and did not come yet, oldest first."""
+        """Return the requested batches that have not arrived yet, oldest first."""
         requests = list(self._sent.items())
         return [request.job for number, request in requests if number not in self._done]
 
     def list_moved(self) -> list[int]:
-        """The batches that others were given before, by number, in the order in which they come."""
+        """Return the numbers of the batches that moved to the end of the epoch: here none."""
         return []
 
     def close(self) -> None:
-        """End the workers; what they were doing is lost."""
+        """End the workers. Batches that they are loading are lost."""
         end_workers(list(self._listening.values()))
         self._listening = {}
         self._workers = []
@@ -330,13 +346,14 @@ class Prefetcher:
         return worker
 
     def has_work(self) -> bool:
-        """Whether there is a batch that was asked for, and not given yet."""
+        """Return whether a batch was requested that has not been returned yet."""
         return bool(self._sent)
 
     def _take(self, asked_s: float, *, is_over: bool) -> Loaded | None:
-        """Wait for the oldest batch; None where it did not come yet.
+        """Wait for the oldest batch; return None if it has not arrived yet.
 
-        ``asked_s``: since when the loop waits; ``is_over``: no more are asked for.
+        ``asked_s`` is the time from which the loop waits. ``is_over`` says that all batches of the
+        pass are planned.
         """
         first = next(iter(self._sent))
         while first not in self._done:
@@ -344,12 +361,12 @@ class Prefetcher:
         return self._finish(first)
 
     def _drop_pass(self) -> None:
-        """Free the buffers of a pass that was broken off."""
+        """Receive what is left of a pass that was broken off, and free its buffers."""
         if self._planned:
             self._planned.clear()
             for worker in range(max(1, len(self._workers))):
                 self._tell(worker, ReadAhead(None))
-        # where a worker dies now, no batch of the new pass is lost
+        # The error of a worker that dies now must not name a batch of the new pass.
         for number, request in self._sent.items():
             job = request.job._replace(number=None, indices=())
             self._sent[number] = request._replace(job=job)
@@ -361,10 +378,10 @@ class Prefetcher:
         self._done = {}
 
     def _plan(self, todo: Iterator[tuple[int, list[int]] | None]) -> bool:
-        """Draw batches to ask for, and tell the workers of those whose files they read ahead.
+        """Plan the next batches, and tell the workers which files to read ahead.
 
         Returns:
-            whether there are no more.
+            True if no batches are left.
         """
         images = sum(len(indices) for _, indices, _ in self._planned)
         while len(self._planned) + len(self._sent) < self._ahead or images < self._told_images:
@@ -399,7 +416,10 @@ class Prefetcher:
         skips_bad: bool,
         worker: int | None,
     ) -> None:
-        """Ask a worker for a batch, or load it here; None: the worker that has the fewest."""
+        """Request a batch from a worker, or load it in this process if there are no workers.
+
+        With None, the worker with the fewest requests gets it.
+        """
         load = Load(number, indices, 0, seed, skips_bad)
         if not self._workers:
             load = load._replace(buffer=self._pool.take())
@@ -422,7 +442,7 @@ class Prefetcher:
         return Request(job, load, worker.pool)
 
     def _receive(self, timeout_s: float | None = None) -> None:
-        """Wait for the next result."""
+        """Receive the next result of a worker, if one comes within the timeout."""
         for connection in wait(self._listening, timeout_s)[:1]:
             worker = self._listening[connection]
             try:
@@ -433,7 +453,7 @@ class Prefetcher:
             self._note(worker, number, result)
 
     def _note(self, worker: Worker, number: int, result: Result) -> None:
-        """Keep a result that came."""
+        """Keep the result of a batch."""
         self._done[number] = result
 
     def _explain_end(self, worker: Worker) -> WorkerDiedError:

@@ -15,45 +15,46 @@ from colab_utils.slow_drive import find_profile
 
 
 class ShardFiles:
-    """Reads pieces of a folder's files, and keeps those that were read last open."""
+    """A reader of parts of a folder's files, which keeps the files read last open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open = OpenFiles(Retries())
 
-    def __reduce__(self) -> Any:  # open files stay in this process
+    # Open files stay in this process.
+    def __reduce__(self) -> Any:
         return ShardFiles, (self.folder,)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of
-        that number.
+        """Fill a writable buffer with the bytes from ``start`` of a file of the shard.
 
         Raises:
-            ColabUtilsError: if the file went away or was cut short.
+            ColabUtilsError: The file is gone or was cut short.
         """
-        # not as a Path, which takes longer than the read
+        # A Path would take longer than the read.
         path = os.path.join(self.folder, name)
         length = memoryview(buffer).nbytes
         cure = "Copy the shards again, or mount Drive again."
         try:
             count = self._open.get(path).readinto(buffer, start)
-            problem = f"it cut short. {cure}"
+            problem = f"the file was cut short. {cure}"
         except OSError as error:
             count = -1
             problem = explain_os_error(error, cure)
         if count < length:
             raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found {problem}"
+                f"The first {start + length:,} bytes of {path} cannot be read: {problem}"
             )
 
 
 def load_shard(folder: Path, shard: ShardInfo, *, retries: Retries) -> ShardArrays:
-    """The arrays of one shard; made again from its tar, with a warning, where they are missing or
-    damaged.
+    """Return the arrays of a shard.
+
+    If the arrays are missing or damaged, they are made again from the tar, with a warning.
 
     Raises:
-        ColabUtilsError: if the tar is missing, cut short or damaged.
-        DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
+        ColabUtilsError: The tar is missing, cut short or damaged.
+        DriveLostError: Drive fails until ``retries`` give up.
     """
 
     def load() -> ShardArrays:
@@ -82,14 +83,13 @@ def _load(folder: Path, shard: ShardInfo) -> ShardArrays:
         raise
     except (ColabUtilsError, OSError) as error:
         warnings.warn(
-            f"{error} It is made again in memory; copy or preprocess again.",
+            f"{error} The arrays are made again in memory. Copy or preprocess the shards again.",
             ColabUtilsWarning,
             stacklevel=5,
         )
         return rebuild_arrays(path, shard)
     if find_profile(arrays_path) is not None:
-        # What was read so far came at full speed. It is read again at the speed of the slowed
-        # folder.
+        # The arrays came at full speed. They are read again at the speed of the slowed folder.
         with DriveFile(arrays_path) as file:
             file.pread(int(arrays.bits), 0)
     return arrays

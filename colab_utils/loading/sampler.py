@@ -1,4 +1,4 @@
-"""The order of an epoch: which images each batch holds, and where a loader stands in it."""
+"""The order of an epoch: the images of each batch, and the position of a loader in the order."""
 
 import math
 from collections.abc import Generator, Iterator
@@ -17,48 +17,52 @@ from colab_utils.loading.fetcher import seed_random
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where the order of a loader stands, in plain whole numbers."""
+    """The position of a loader in its order, as integers."""
 
     seed: int
+    """Seed of the order."""
     batch_size: int
+    """Images in a batch."""
     shuffle: int
-    """1 where the images are shuffled, else 0."""
+    """1 if the images are shuffled, else 0."""
     images: int
+    """Images of the dataset."""
     epoch: int
+    """Number of the epoch, from 0."""
     batch: int
     """Batches of the epoch that were delivered."""
     joined: list[list[int]]
-    """Windows of shards of an epoch that began while they arrived."""
+    """Windows of shards of an epoch that began while shards arrived."""
     left: list[int]
-    """Images that batches of another size left of the epoch."""
+    """Images of the epoch that remained when the batch size changed."""
     moved: list[int] = field(default_factory=list)
-    """Batches that others were delivered before, by their numbers in the epoch: they come at its
-    end, in this order."""
+    """Numbers of the late batches that come at the end of the epoch, in their order."""
 
     @property
     def reached(self) -> int:
-        """Batches of the epoch that were delivered or moved: the number of the next one."""
+        """Return the batches of the epoch that were delivered or moved, the next one's number."""
         return self.batch + len(self.moved)
 
     @classmethod
     def parse(cls, state: dict[str, Any], *, images: int, shards: int) -> "LoaderState":
-        """Check a state that was kept, for a dataset of so many images and shards.
+        """Check a saved state for a dataset of this many images and shards.
 
         Raises:
-            ColabUtilsError: if it was changed.
+            ColabUtilsError: The state was changed.
         """
         values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
-        # States of older versions have none.
+        # States of older versions have no moved batches.
         values["moved"] = state.get("moved", [])
         parsed = cls(**values)
         try:
             is_sound = parsed._is_sound(images, shards)
-        except TypeError:  # a list is none
+        # A value has another type, such as None in place of a list.
+        except TypeError:
             is_sound = False
         if not is_sound:
             raise ColabUtilsError(
-                "expected a state as Loader.state_dict gives it, found it changed: start a new "
-                "epoch"
+                "The state is not one that Loader.state_dict returned, or it was changed. Leave it "
+                "out, and start a new epoch."
             )
         return parsed
 
@@ -73,7 +77,7 @@ class LoaderState:
         return self.batch_size > 0 and has_all_shards and max(self.left, default=0) < images
 
     def describe_order(self) -> dict[str, int]:
-        """Return what must be the same for the order to be the same."""
+        """Return the settings that decide the order."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -84,28 +88,27 @@ class LoaderState:
 
 @dataclass(eq=False, repr=False)
 class BatchSampler(Sampler[list[int]]):
-    """An epoch as lists of indices; the same for the same seed and epoch.
+    """The batches of an epoch as lists of indices, which depend only on seed and epoch.
 
-    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in
-    torchvision's references (``GroupedBatchSampler``); what the two leave over makes the last
-    batches.
+    Each shuffled batch holds images of one orientation, wide or tall. This saves padding, as in
+    torchvision's references (``GroupedBatchSampler``). Leftovers form the last batches.
 
     Args:
-        size: images in all.
-        batch_size: images in a batch.
-        seed: of the order; None keeps the dataset's order.
-        sizes: int32 [I, 2], height and width of each image in pixels; None does not group.
-        shard_of: int64 [I], the shard of each image, for ``windows``.
-        sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called
-            where it has one, and it draws from ``seed`` and epoch.
-        drop_last: leave out the last batch where it is not full.
+        size: Images of the dataset.
+        batch_size: Images in a batch.
+        seed: Seed of the order; None keeps the order of the dataset.
+        sizes: int32 [I, 2]: height and width of each image in pixels; None does not group.
+        shard_of: int64 [I]: number of each image's shard, for ``windows``.
+        sampler: Gives the images of an epoch in its own order instead. Its ``set_epoch`` is called
+            if it has one, and it draws from ``seed`` and epoch. Default: None.
+        drop_last: Leave out the last batch if it is not full. Default: False.
 
     Attributes:
-        epoch: the epoch that the next pass runs.
-        left: int64, the images of this epoch: all, or what batches of another size have left.
-        windows: of shards, which are trained on one after another, each shuffled together with what
-            the one before left over (see `Arrival.plan_windows`); without windows all images are
-            shuffled.
+        epoch: Number of the epoch that the next pass runs.
+        left: int64: images of this epoch; fewer than all after a change of the batch size.
+        windows: Lists of shards that are trained on one after another. Each window is shuffled
+            together with the leftovers of the one before (see `Arrival.plan_windows`). Without
+            windows, all images are shuffled together.
 
     Example:
         >>> list(BatchSampler(5, 2, seed=None))
@@ -125,7 +128,7 @@ class BatchSampler(Sampler[list[int]]):
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        """The next pass runs this epoch, with all images."""
+        """Make the next pass run this epoch, with all images."""
         self.left = np.arange(self.size)
         self._wide = np.zeros(self.size, bool)
         if self.sizes is not None and self.seed is not None:
@@ -134,14 +137,14 @@ class BatchSampler(Sampler[list[int]]):
         self.windows: list[list[int]] = []
 
     def resume(self, state: LoaderState) -> None:
-        """The next pass runs the epoch of a state, with the images that it had."""
+        """Make the next pass run the epoch of a state, with the images of the state."""
         self.start_epoch(state.epoch)
         self.windows = [list(window) for window in state.joined]
         if state.left:
             self.left = np.unique(np.array(state.left, np.int64))
 
     def leave_out_seen(self, state: LoaderState) -> None:
-        """Leave out the images of the batches, of the state's size, that it has delivered."""
+        """Leave out the images of the batches that the loader of the state has delivered."""
         before = copy(self)
         before.batch_size = state.batch_size
         reached = enumerate(islice(before, min(state.reached, self.size)))
@@ -183,7 +186,7 @@ class BatchSampler(Sampler[list[int]]):
         return np.random.default_rng((self.seed, self.epoch, *key)).permutation(indices)
 
     def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
-        """Full batches of wide or of tall images, as they fill; returns what is left over."""
+        """Yield full batches of only wide or only tall images, and return the leftovers."""
         filling: list[list[int]] = [[], []]
         for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
             batch = filling[is_wide]

@@ -1,4 +1,4 @@
-"""What datasets of COCO samples share: labels, sizes, and the annotations in COCO form."""
+"""The base class of the datasets of COCO samples."""
 
 import io
 from collections.abc import Sequence
@@ -16,19 +16,21 @@ from colab_utils.loading.targets import Target
 
 
 class CocoSamples(Dataset[tuple[Tensor, Target]]):
-    """What both datasets share: labels, ids and sizes of the images, and the annotations in COCO
-    form.
+    """The base class of `ShardDataset` and `CocoFolder`.
+
+    It has labels, the ids and sizes of the images, and the annotations in COCO form.
     """
 
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
     max_bad = 0
-    """Images that a loader leaves out where they turn out bad, with a warning each."""
+    """Bad images that a loader may leave out, each with a warning."""
 
     def _set_labels(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
         names = {category["id"]: category["name"] for category in categories}
         ids = sorted(names)
-        mapped = contiguous or (bool(ids) and ids[0] < 1)  # label 0 is torchvision's background
+        # Label 0 is torchvision's background, so categories with lower ids are renumbered.
+        mapped = contiguous or (bool(ids) and ids[0] < 1)
         labels = range(1, len(ids) + 1) if mapped else ids
         self.category_ids: dict[int, int] = dict(zip(labels, ids, strict=True))
         self.class_names: dict[int, str] = {
@@ -42,7 +44,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         self.objects = int(counts.sum())
 
     def stop(self) -> None:
-        """End what brings the files of a dataset that is trained on meanwhile."""
+        """End the background work that brings the dataset's files, if there is any."""
 
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
         labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T
@@ -52,16 +54,17 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         return len(self.image_ids)
 
     def _check(self, index: int) -> int:
-        return range(len(self))[index]  # or an IndexError
+        # The range raises IndexError, as sequences must, and takes negative indices.
+        return range(len(self))[index]
 
     @staticmethod
     def decode(data: bytes | bytearray) -> Tensor:
-        """JPEG, PNG, any other image, or raw pixels as uint8 [3, H, W]; see ``decode_pixels``.
+        """Decode an image file or raw pixels to uint8 [3, H, W]; see ``decode_pixels``.
 
         Raises:
-            ColabUtilsError: if the bytes are not a whole image.
+            ColabUtilsError: The bytes are not a complete image.
         """
-        # by numpy: torch's own copy uses OpenMP threads, which a forked process has lost
+        # numpy makes the copy, because torch would use OpenMP threads, which a fork loses.
         return torch.from_numpy(np.ascontiguousarray(decode_pixels(data).transpose(2, 0, 1)))
 
     def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
@@ -72,11 +75,11 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         return target
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, crowds included."""
+        """Return the image's annotations in COCO form, including crowds."""
         raise NotImplementedError
 
     def to_coco(self) -> Any:
-        """The dataset as pycocotools' ``COCO``, crowds included, for evaluators that take one.
+        """Return the dataset as a ``COCO`` of pycocotools, including crowds, for evaluators.
 
         Example:
             >>> from pycocotools.cocoeval import COCOeval
@@ -89,7 +92,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         for index, (height, width) in enumerate(self.sizes.tolist()):
             image_id = int(self.image_ids[index])
             images.append({"id": image_id, "height": height, "width": width})
-            # ids from 1: COCOeval takes an annotation with id 0 for "no match"
+            # Ids start at 1, because COCOeval takes an annotation with id 0 as "no match".
             for annotation in self.list_annotations(index):
                 number = len(annotations) + 1
                 annotations.append({**annotation, "image_id": image_id, "id": number})

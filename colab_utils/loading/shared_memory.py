@@ -1,8 +1,8 @@
-"""Shared buffers, in which batches cross between processes, used again and again.
+"""Shared buffers, which pass batches between processes and are used again and again.
 
-Fresh shared memory is what limits torch's own hand-off: making it, copying into it and faulting it
-in, for each tensor anew. A buffer is made once, before the workers fork, and grows where a batch
-asks for more. It is anonymous memory: /dev/shm may be small or full.
+torch's own hand-off is slow because it makes new shared memory for each tensor. Here a buffer is
+made once, before the workers fork, and grows if a batch needs more. The memory is anonymous,
+because /dev/shm may be small or full.
 """
 
 import mmap
@@ -20,11 +20,12 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_free_memory
 from colab_utils.units import format_bytes
 
-_STEP_BYTES = 1 << 20  # by which a buffer grows
+# The size of a buffer is a multiple of this.
+_STEP_BYTES = 1 << 20
 
 
 class SharedBuffer:
-    """Memory that this process and those forked from it see alike."""
+    """Memory that this process shares with the processes forked from it."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("colab_utils")
@@ -32,62 +33,60 @@ class SharedBuffer:
         self._map: mmap.mmap | None = None
 
     def reserve(self, size: int) -> NDArray[np.uint8]:
-        """At least ``size`` bytes to write into, uint8.
+        """Return ``size`` bytes to write to, uint8. The buffer grows if it is smaller.
 
         Raises:
-            ColabUtilsError: if the machine has less memory free than that; nothing is written then.
+            ColabUtilsError: The machine has too little free memory. The buffer does not grow then.
         """
         have = os.fstat(self._file).st_size
         if size > have:
-            # some more, so that it seldom grows
+            # A quarter more is reserved, so that the buffer seldom grows.
             wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES
             try:
                 free = find_free_memory()
                 if size - have > free:
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
-                # now, and not by a bus error on the first touch
+                # Without this, too little memory would be a bus error at the first write.
                 os.posix_fallocate(self._file, 0, wanted)
             except OSError as error:
                 raise ColabUtilsError(
-                    f"expected {format_bytes(size)} of shared memory, found too little "
-                    f"({error.strerror}): use fewer workers, a smaller prefetch or a smaller batch"
+                    f"A batch needs {format_bytes(size)} of shared memory, and there is too little "
+                    f"({error.strerror}). Use fewer workers, a smaller prefetch or a smaller batch."
                 ) from None
         return self.view(size)
 
     def view(self, size: int) -> NDArray[np.uint8]:
-        """Its first ``size`` bytes, which were reserved."""
+        """Return the first ``size`` bytes, which must be reserved, uint8."""
         if self._map is None or len(self._map) < size:
             self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
         return np.frombuffer(self._map, np.uint8, size)
 
 
 class SharedBufferPool:
-    """The buffers of one loader: some free, some with the workers, some held with a batch."""
+    """The buffers of one loader. Each is free, with a worker, or held by a batch."""
 
     def __init__(self, count: int, held: int) -> None:
-        """``count`` buffers for the workers and ``held`` more, which a training loop may hold at a
-        time.
-        """
+        """Make ``count`` buffers for the workers, and ``held`` more for the training loop."""
         self.buffers = [SharedBuffer() for _ in range(count + held)]
         self._free = deque(range(count + held))
         self._most_held = held
         self._held: set[int] = set()
 
     def take(self) -> int:
-        """The number of a free buffer."""
-        return self._free.pop()  # the last one used: its memory may still be in the cache
+        """Take a free buffer, and return its number."""
+        # The buffer used last is taken, because its memory may still be in the cache.
+        return self._free.pop()
 
     def give_back(self, number: int) -> None:
-        """A buffer is free again."""
+        """Mark a buffer as free."""
         self._held.discard(number)
         self._free.append(number)
 
     def hold(self, number: int, size: int) -> Tensor:
-        """A buffer's content, uint8 [size]; the buffer is free again when no tensor uses it any
-        more.
+        """Return a buffer's content, uint8 [size], and free the buffer when no tensor uses it.
 
-        Who keeps many batches gets copies of the later ones, so that the workers never run out of
-        buffers.
+        If the loop already holds as many buffers as it may, it gets a copy, so that the workers
+        never run out of buffers.
         """
         content = self.buffers[number].view(size)
         if len(self._held) >= self._most_held:

@@ -18,53 +18,57 @@ Target = dict[str, Any]
 uint8 [N, H, W], image_id int, area float32 [N], iscrowd int64 [N]."""
 
 Transforms = Callable[..., Any]
-"""(image, target) to (image, target): one of ``torchvision.transforms.v2``, or any callable."""
+"""A callable from (image, target) to (image, target), such as one of
+``torchvision.transforms.v2``."""
 
-# What a target says of its objects, and the kinds of numpy's dtypes that it may have: whole numbers
-# for labels, and for masks what is 0 beside an object.
+# Each part of a target may have these kinds of numpy dtypes. Labels are integers, and masks are 0
+# outside the object.
 _KINDS = {"labels": "iu", "boxes": "iuf", "masks": "ub", "area": "iuf", "iscrowd": "iubf"}
 _OPTIONAL = ("area", "iscrowd")
 
 
 class PackedSample(NamedTuple):
-    """One image and its objects as they cross to the training process."""
+    """An image and its objects as they are sent to the training process."""
 
     pixels: NDArray[np.uint8]
-    """uint8 [H, W, 3]."""
+    """uint8 [H, W, 3]: the image."""
     bits: NDArray[np.uint8]
-    """uint8 [bytes]: of all masks."""
+    """uint8 [bytes]: the bits of all masks, one mask after the other."""
     tables: dict[str, NDArray[Any]]
-    """The rest, as that of a batch of one image: see `PackedSamples.describe`."""
+    """The tables of a batch of one image; see `PackedSamples.describe`."""
 
 
 def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSample:
-    """Pack a sample of any dataset with torchvision's target contract; other keys are left behind.
+    """Pack a sample of any dataset with torchvision's target contract.
 
-    ``area`` and ``iscrowd`` may be missing: the area is then the mask's, and no object is a crowd.
-    A target without any key but ``image_id`` is that of an image without objects, as torchvision's
-    ``wrap_dataset_for_transforms_v2`` gives it.
+    Other keys of the target are dropped. A missing ``area`` is computed from the mask. Without
+    ``iscrowd``, no object is a crowd. A target with no key, or only ``image_id``, means an image
+    without objects, as in torchvision's ``wrap_dataset_for_transforms_v2``.
 
     Args:
-        image: uint8 [3, H, W].
-        target: What it shows.
-        index: The ``image_id`` of a target that has none.
+        image: Image, uint8 [3, H, W].
+        target: Target of the image.
+        index: ``image_id`` of a target that has none. Default: 0.
+
+    Returns:
+        The packed sample.
 
     Raises:
-        ColabUtilsError: The image or the target is not of the contract, a box has no area or is
-            not finite, or a label is below 1.
+        ColabUtilsError: The image or the target breaks the contract, a box has no area or is not
+            finite, or a label is below 1.
     """
     image_id = target.get("image_id", index)
     try:
         image_id = int(image_id)
     except (TypeError, ValueError, RuntimeError):
         raise ColabUtilsError(
-            f"The image_id {image_id!r} of sample {index} is no whole number. Give a number, or "
-            "leave it out: then it is the sample's index."
+            f"The image_id {image_id!r} of sample {index} is not an integer. Give an integer, or "
+            "leave image_id out: it is then the sample's index."
         ) from None
     is_bytes = isinstance(image, Tensor) and image.dtype == torch.uint8
     if not is_bytes or image.ndim != 3 or len(image) != 3:
         raise ColabUtilsError(
-            f"expected image {image_id} as a uint8 tensor [3, H, W], found {_describe(image)}. "
+            f"Expected image {image_id} as a uint8 tensor [3, H, W], found {_describe(image)}. "
             "Leave out ToTensor."
         )
     if target.keys() <= {"image_id"}:
@@ -91,8 +95,9 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
 
 
 def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str, NDArray[Any]]:
-    """Return what a target says of its objects, each part of its shape for an image of that height
-    and width; what is empty, of whatever shape, means no objects.
+    """Return the parts of a target in their shapes, for an image of this height and width.
+
+    An empty part of any shape means no objects.
     """
     parts: dict[str, NDArray[Any]] = {}
     for key, kinds in _KINDS.items():
@@ -108,7 +113,7 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
         if not fits and (count or part.size):
             raise ColabUtilsError(
                 f"Image {image_id} has {key} of {_describe(value)}, and {list(shape)} would fit. "
-                "Give each part for every object: labels as whole numbers, masks as uint8 or bool."
+                "Give each part for every object: labels as integers, masks as uint8 or bool."
             )
         parts[key] = part.reshape(shape)
     return parts
@@ -117,18 +122,18 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
 def check_objects(
     boxes: Tensor, labels: Tensor, image_ids: Any, *, classes: float = math.inf
 ) -> None:
-    """Refuse objects of which one has no sound box, or a label that is no class.
+    """Raise an error if a box has no area or is not finite, or a label is not a class.
 
-    On a GPU it waits once for the device.
+    On a GPU, the call waits for the GPU once.
 
     Args:
         boxes: float32 [T, 4]: x0, y0, x1, y1.
-        labels: int64 [T].
-        image_ids: int [T], or one number: the image of each.
-        classes: Of the model, the background included.
+        labels: int64 [T]: label of each object.
+        image_ids: int [T], or one number: image id of each object.
+        classes: Classes of the model, including the background. Default: no limit.
 
     Raises:
-        ColabUtilsError: It names the image, what is wrong, and the cure.
+        ColabUtilsError: An object has a bad box or label.
     """
     sides = boxes[:, 2:] - boxes[:, :2]
     has_area = ((sides > 0) & (sides < math.inf)).all(1)
@@ -153,7 +158,7 @@ def check_objects(
 
 
 def to_corners(boxes: Any) -> Any:
-    """Return tv_tensors of boxes in another format as x0, y0, x1, y1; all else as it is."""
+    """Return boxes as x0, y0, x1, y1 if they are tv_tensors, and anything else unchanged."""
     from torchvision import tv_tensors
     from torchvision.transforms.v2 import functional
 
@@ -173,14 +178,16 @@ def _describe(value: Any) -> str:
 def apply_transforms(
     transforms: Transforms, image: Tensor, target: Target
 ) -> tuple[Tensor, Target]:
-    """Apply transforms to one image, uint8 [3, H, W], and its target, given as tv_tensors; plain
-    tensors come back.
+    """Apply transforms to an image, uint8 [3, H, W], and its target.
 
-    Where they drop objects (``SanitizeBoundingBoxes``), ``area`` is made again from the masks and
-    ``iscrowd`` is 0.
+    The transforms get tv_tensors, and the result has plain tensors. If they drop objects
+    (``SanitizeBoundingBoxes``), ``area`` is computed again from the masks and ``iscrowd`` is 0.
+
+    Returns:
+        The transformed image and target.
 
     Raises:
-        ColabUtilsError: if they give something else than an image and its target, or leave a box
+        ColabUtilsError: The transforms do not return an image and its target, or leave a box
             without area.
 
     Example:
@@ -200,8 +207,8 @@ def apply_transforms(
     pair = transforms(tv_tensors.Image(image), given)
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], dict):
         raise ColabUtilsError(
-            f"expected (image, target) from your transforms, found {type(pair).__name__}: "
-            "see torchvision's v2"
+            f"Expected (image, target) from your transforms, found {type(pair).__name__}. "
+            "See torchvision.transforms.v2."
         )
     image = pair[0]
     target = {"image_id": given["image_id"], **pair[1]}
@@ -215,16 +222,12 @@ def apply_transforms(
 
 
 class BadSampleError(Exception):
-    """Inside the loader: the error of a sample that cannot be loaded, and its place in the
-    batch.
-    """
+    """An error inside the loader: the error of a sample, and the sample's place in its batch."""
 
 
 @contextmanager
 def blame_sample(place: int) -> Iterator[None]:
-    """Raise whatever goes wrong with this sample as BadSampleError, but not a lost Drive or too
-    little memory.
-    """
+    """Raise the errors of a sample as BadSampleError, except a lost Drive or too little memory."""
     try:
         yield
     except (UnavailableError, MemoryError):
@@ -234,20 +237,22 @@ def blame_sample(place: int) -> Iterator[None]:
 
 
 class PackedSamples:
-    """Samples at hand as what a batch is written from."""
+    """A source for `write_batch` made of samples in memory."""
 
     def __init__(self, samples: Sequence[PackedSample]) -> None:
         self.samples = samples
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of
-        the offsets.
+        """Return the tables of these samples.
+
+        They are the tables of ``PackedBatch``, without pixels and mask bits, and with
+        ``mask_bytes``, int64 [T], in place of the offsets.
         """
         tables = [self.samples[index].tables for index in indices]
         return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
+        """Write an image, uint8 [h, w, 3], and the bits of all its masks into these arrays."""
         pixels[:], bits[:], _ = self.samples[index]
 
 
@@ -259,18 +264,19 @@ def pack_samples(
     alone: bool = False,
     begin: Callable[[int], object] = int,
 ) -> PackedSamples:
-    """Samples of any dataset with torchvision's contract, read one after another, or ``by_batch``:
-    all by its ``__getitems__``, or each ``alone`` by it.
+    """Read and pack samples of any dataset with torchvision's contract.
 
-    ``begin`` is called with the place of each sample before that is looked at.
+    The samples are read one after the other. With ``by_batch``, one call of ``__getitems__`` reads
+    all of them; with ``alone`` too, one call reads each. ``begin`` is called with the place of each
+    sample before it is read or checked.
 
     Raises:
-        BadSampleError: if one cannot be loaded.
+        BadSampleError: A sample cannot be loaded.
     """
     samples = []
     batch: Any = ()
     if by_batch and not alone:
-        # Which one it is that fails shows where each is read alone.
+        # If this fails, each sample is read alone, which shows the one that fails.
         with suppress(Exception):
             batch = dataset.__getitems__(list(indices))
     for place, index in enumerate(indices):
@@ -285,8 +291,8 @@ def pack_samples(
             is_pair = isinstance(sample, tuple | list) and len(sample) == 2
             if not is_pair or not isinstance(sample[1], dict):
                 raise ColabUtilsError(
-                    "expected (image, target), the target a dict, from your dataset, "
-                    f"found {type(sample).__name__}: see torchvision's"
+                    "Expected (image, target) with a dict as target from your dataset, "
+                    f"found {type(sample).__name__}. See torchvision's detection tutorial."
                 )
             samples.append(pack_target(*sample, index=index))
     return PackedSamples(samples)

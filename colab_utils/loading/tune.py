@@ -1,4 +1,4 @@
-"""How many workers: as many as short trials of the real loader find best."""
+"""Short trials of the real loader that choose the number of workers."""
 
 from functools import partial
 from itertools import chain, islice, repeat
@@ -13,29 +13,37 @@ from colab_utils.machine import count_cores, find_free_memory
 from colab_utils.processes import start_thread
 from colab_utils.progress import show_progress
 
+# A trial measures the rate for at least this long.
 _TRIAL_S = 0.8
 
-_HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
+# A training loop holds its current batch and, while that is replaced, the next one.
+_HELD = 2
 
-_RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
+# The batches of a loader may take this share of the free memory.
+_RAM_SHARE = 0.5
 
-_SPARE = 1.25  # other batches may be larger than the one looked at; and buffers grow by steps
+# Other batches may be larger than the measured one by this factor, and buffers grow in steps.
+_SPARE = 1.25
 
-_SLOW_S = 0.25  # a batch that waits longer for its files is not held up by the cores
+# If a batch waits longer for its files, the files limit the loader, and not the cores.
+_SLOW_S = 0.25
 
-_CLOSE = 0.95  # rates that differ by less are the same, and the fewest workers win
+# Rates above this share of the best one count as equal, and the fewest workers win.
+_CLOSE = 0.95
 
 
 def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> tuple[int, dict[int, float]]:
-    """How many workers load these batches fastest on this machine, now; and the images/s of each
-    number that was tried, while a step keeps 0.9 of a core busy: none where slow files, or memory,
-    decide. Nothing is remembered.
+    """Find the number of workers that loads these batches fastest on this machine.
+
+    Returns:
+        The number of workers, and the images/s of each number that was tried while a step uses 0.9
+        of a core. There are no trials if slow files or memory decide.
     """
     batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
-    most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
+    limit = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
     cores = count_cores()
     choices = sorted({max(1, cores // 4), max(1, cores // 2), cores})
-    counts = [count for count in choices if count <= most]
+    counts = [count for count in choices if count <= limit]
     if is_slow or not counts:
         return max(counts, default=0), {}
     rates = {}
@@ -45,14 +53,15 @@ def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> tuple[int, dict[
 
 
 def _pick(rates: dict[int, float]) -> int:
-    """The fastest number of workers; of those that are about as fast, the smallest."""
+    """Return the smallest number of workers that is about as fast as the fastest one."""
     best = max(rates.values())
     return min(workers for workers, rate in rates.items() if rate >= _CLOSE * best)
 
 
 def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
-    """Bytes of a large batch, of the largest images where sizes are known; and whether it waits for
-    its files.
+    """Load a large batch, and return its bytes and whether it waits for its files.
+
+    If sizes are known, it is the batch of the largest images.
     """
     if fetcher.sizes is not None:
         indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
@@ -63,21 +72,23 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
         return 1.0, True
     _, batch_bytes = shape.lay_out()
     if fetcher.reads_ahead:
-        # The files came at the same time.
+        # The files of this batch were read at the same time. One after the other, they would take
+        # about as many times as long.
         waited_s *= len(indices)
     return batch_bytes * _SPARE, waited_s > _SLOW_S
 
 
 def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> float:
-    """Images/s that so many workers deliver, as fast as their batches are taken, while a step takes
-    its core.
+    """Measure the images/s of this many workers while an emulated step uses a core.
+
+    Batches are taken as fast as they come.
     """
     prefetcher = Prefetcher(fetcher, workers, PREFETCH)
     try:
         loaded = prefetcher.run(
             enumerate(chain.from_iterable(repeat(batches))), seed=(0,), skips_bad=True
         )
-        # the workers start, and touch their memory for the first time
+        # The first batches are not measured, because the workers start and touch new memory.
         for _ in islice(loaded, workers * PREFETCH + 1):
             pass
         step = start_thread(partial(EmulatedStep(1000 * _TRIAL_S), None), "step")

@@ -1,4 +1,4 @@
-"""Shards as a dataset that is trained on while they are still written from loose files."""
+"""A dataset of shards that are still being written from loose files."""
 
 import math
 import multiprocessing
@@ -43,8 +43,8 @@ _LOWEST_PRIORITY = 19
 
 
 class Writing(Arrival):
-    """Shards that processes of the lowest priority write on this machine's disk: those that
-    `write_shards` would write there.
+    """The writing of a dataset's shards to this machine's disk, by processes of the lowest
+    priority. The shards are those that `write_shards` would write.
 
     Each finished shard is sent to ``drive``, where there is one, and the index after the last one.
 
@@ -99,7 +99,7 @@ class Writing(Arrival):
             self._begin()
 
     def stop(self) -> None:
-        """End at the next image; what is finished stays, and a new writing continues there."""
+        """End at the next image. Finished shards stay, and a new writing continues there."""
         self._sending.stop.set()
         super().stop()
 
@@ -145,13 +145,13 @@ class Writing(Arrival):
 
 
 def _join_writing(progress: WorkerProgress) -> None:
-    """Make this process, which was just forked, one that writes when no other needs its core."""
+    """Give this new process the lowest priority, and join the run."""
     os.nice(_LOWEST_PRIORITY)
     join_run(progress)
 
 
 def _run_timed(job: ShardPart) -> tuple[ShardIndex, float]:
-    """Write a shard; return its index, and the processor time that it took in seconds."""
+    """Write a shard, and return its index and the CPU seconds that it took."""
     began_s = process_time()
     return run_part(job), process_time() - began_s
 
@@ -257,7 +257,7 @@ class WritingShards(ArrivingShards):
         return index
 
     def _open_shard(self, number: int) -> None:
-        """Fill the tables with what a finished shard holds."""
+        """Fill the tables from a finished shard."""
         rows = np.flatnonzero(self.shard_of == number)
         path = self.folder / self.index.shards[number].arrays_name
         index = read_shard_index(path)
@@ -297,7 +297,7 @@ def _plan_sizes(dataset: CocoDataset, recipe: dict[str, Any]) -> NDArray[np.int3
 
 
 def _foresee_shard(job: ShardPart) -> ShardInfo:
-    """Return what is known of a shard that is not written yet."""
+    """Return the entry for a shard that is not written yet, with its name and number of images."""
     path = job.path
     arrays_name = path.with_suffix(".arrays").name
     return ShardInfo(path.name, len(job.dataset), 0, 0, "", arrays_name, 0, "", "")

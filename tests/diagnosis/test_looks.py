@@ -280,7 +280,7 @@ def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
     ending = describe_exit(-7)
     assert find_cut_file() == ""
     said = explain_death(ending)
-    assert "a mapped file became shorter" in said
+    assert "A mapped file (a numpy memmap, an LMDB) became shorter" in said
     assert "of /dev/shm are free" in said
     assert "memory ran out" not in said
     path = tmp_path / "data.npy"
@@ -289,5 +289,5 @@ def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
         assert find_cut_file() == ""
         os.truncate(path, 5000)
         assert find_cut_file() == str(path)
-        assert f"{path} is shorter than what is mapped of it" in explain_death(ending)
+        assert f"{path} became shorter while it was mapped" in explain_death(ending)
     assert find_cut_file() == ""

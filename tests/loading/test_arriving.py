@@ -558,7 +558,7 @@ def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
 def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
     slow_down(drive, SLOW)
     dataset = ArrivingShards(drive, tmp_path / "ssd")
-    with pytest.raises(ColabUtilsError, match="expected no sampler while shards arrive"):
+    with pytest.raises(ColabUtilsError, match="A sampler cannot be used while shards arrive"):
         make_loader(dataset, batch_size=2, workers=0, sampler=[0, 1])
     dataset.stop()
 

@@ -379,7 +379,7 @@ def test_a_state_whose_moved_batches_were_changed_is_refused(moved):
         "left": [],
     }
     assert LoaderState.parse(state, images=SIZE, shards=0).moved == []
-    with pytest.raises(ColabUtilsError, match="found it changed"):
+    with pytest.raises(ColabUtilsError, match="or it was changed"):
         LoaderState.parse({**state, "moved": moved}, images=SIZE, shards=0)
 
 

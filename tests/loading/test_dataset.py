@@ -582,7 +582,7 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
     ):
         with pytest.raises(
             ColabUtilsError,
-            match=rf"image {dataset.image_ids[3]} damaged \(its record do not match",
+            match=rf"image {dataset.image_ids[3]} is damaged \(its record do not match",
         ):
             read()
     (shards / whole.index.shards[whole.shard_of[3]].arrays_name).unlink()
@@ -636,7 +636,7 @@ def test_an_image_that_another_version_of_a_decoder_refuses_is_named(shards, mon
     monkeypatch.setattr(dataset_module, "decode_pixels", refuse)
     dataset = ShardDataset(shards)
     with pytest.raises(
-        ColabUtilsError, match=rf"found image {dataset.image_ids[4]} damaged \(not a complete image"
+        ColabUtilsError, match=rf"image {dataset.image_ids[4]} is damaged \(not a complete image"
     ):
         dataset[4]
 
@@ -674,7 +674,7 @@ def test_a_shard_cut_short_before(shards):
 
 def test_an_index_of_no_shards(shards):
     write_index(shards, replace(read_index(shards), shards=()))
-    with pytest.raises(ColabUtilsError, match="found an index of none"):
+    with pytest.raises(ColabUtilsError, match="names no shards"):
         ShardDataset(shards)
 
 
@@ -766,7 +766,7 @@ def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, p
     path.write_bytes(content)
     dataset = ShardDataset(shards)
     message = (
-        rf"image {dataset.image_ids[5]} damaged \(its "
+        rf"image {dataset.image_ids[5]} is damaged \(its "
         rf"{'bytes' if part == 'image' else 'masks'} do not match"
     )
     with pytest.raises(ColabUtilsError, match=message):

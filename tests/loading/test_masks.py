@@ -417,7 +417,7 @@ def test_memory_follows_the_boxes():
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_proposals_of_a_training_that_diverged_are_refused(number):
     masks, sizes, counts = pack([make_blobs(1, objects=3)])
-    with pytest.raises(ColabUtilsError, match="expected finite boxes as proposals"):
+    with pytest.raises(ColabUtilsError, match="A proposal has a box that is not finite"):
         sample(
             masks,
             torch.tensor([0]),

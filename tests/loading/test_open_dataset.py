@@ -444,7 +444,7 @@ def test_without_any_usable_image_there_is_no_dataset(own_dataset, places):
     images, annotations = own_dataset
     for path in images.iterdir():
         path.unlink()
-    with pytest.raises(ColabUtilsError, match=r"expected an image file at .*, found: No such file"):
+    with pytest.raises(ColabUtilsError, match=r"The image file .* cannot be read: No such file"):
         open_dataset(images, annotations, **places)
 
 

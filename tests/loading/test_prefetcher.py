@@ -542,7 +542,7 @@ def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):
 
 def test_transforms_that_do_not_fit_are_refused(tiny_shards, make):
     dataset = ShardDataset(tiny_shards)
-    with pytest.raises(ColabUtilsError, match="deliver='dense' for transforms on the device"):
+    with pytest.raises(ColabUtilsError, match="transforms need dense masks"):
         make(dataset, batch_size=2, transforms=v2.Identity(), deliver="packed")
     with pytest.raises(ColabUtilsError, match=r"from your transforms, found Image"):
         list(make(dataset, batch_size=2, workers=0, transforms=lambda image, target: image))

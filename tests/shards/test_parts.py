@@ -534,7 +534,8 @@ def refuse(*_):
 def test_a_stop_that_cannot_be_written_hides_no_error(dataset, folder, forgetful):
     """The folder of the plan is gone, as with a Drive that is disconnected."""
     engine = forgetful(lambda number, _: number == 1 and not shutil.rmtree(*folder.glob("plan-*")))
-    with pytest.raises(ColabUtilsError, match="shard-000001 was not written"):
+    # A job that was under way may miss the plan before the lost one is given up.
+    with pytest.raises(ColabUtilsError, match=r"shard-000001 was not written|it is missing"):
         write_alone(dataset, folder, executor=engine, retries=0)
 
 

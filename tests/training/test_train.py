@@ -1070,8 +1070,8 @@ def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
         ({"resume": "maybe"}, "resume as one of auto, never; found 'maybe'"),  # unknown choice
         ({"batch_size": 0}, "batch_size between 1 and 2,147,483,647 .*found 0"),  # empty batches
         # no such device
-        ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),
-        ({"device": "cuda"}, "expected a GPU for device 'cuda', found none"),  # no GPU
+        ({"device": "gpu"}, "Expected a device such as 'cpu' or 'cuda', found 'gpu'"),
+        ({"device": "cuda"}, "Device 'cuda' needs a GPU, and there is none"),  # no GPU
         (
             {"model": torch.nn.Linear(2, 2)},
             r"model as one of maskrcnn_resnet50_fpn_v2, .* found Linear",

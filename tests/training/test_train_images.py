@@ -89,7 +89,9 @@ def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
         report = train_tiny(source, tmp_path, epochs=1)
     assert report.plan.images == 11
     assert report.plan.objects == 30
-    assert train_tiny(source, tmp_path, epochs=2).steps == 8
+    # Shards have another order than the annotations.
+    with pytest.warns(ColabUtilsWarning, match="its epoch begins anew"):
+        assert train_tiny(source, tmp_path, epochs=2).steps == 8
 
 
 @pytest.mark.parametrize(
