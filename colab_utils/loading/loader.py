@@ -101,9 +101,8 @@ def make_loader(
             as ``(image, target)`` of tv_tensors. The transforms of your dataset run on the worker,
             and must leave images uint8. On the CPU, a single ``v2.RandomHorizontalFlip`` is applied
             by the worker. Default: None.
-        max_bad: Images that may fail to load, in all epochs together: an image that fails in two
-            epochs counts twice. Each is left out with a warning. One more raises an error.
-            Default: 0.
+        max_bad: Images that may fail to load, in all epochs together. Each is left out, with a
+            warning where it first fails. One more raises an error. Default: 0.
         max_wait_s: Seconds to wait for a batch. A late batch moves to the end of the epoch, and the
             next one is delivered. The late batch is requested again from a new process, and
             ``late`` lists its samples. At the end of the epoch the loader waits this long once
@@ -439,7 +438,12 @@ class Loader:
         return self._prefetcher.list_jobs() if self._prefetcher else []
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
+        known = {index for index, _ in self.bad}
         for index, reason in bad:
+            # It failed in an earlier epoch, too.
+            if index in known:
+                continue
+            known.add(index)
             self.bad.append((index, reason))
             count = len(self.bad)
             if count > self.max_bad:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, fields
 from itertools import chain, islice
@@ -50,15 +51,14 @@ class LoaderState:
         Raises:
             ColabUtilsError: The state was changed.
         """
-        values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
-        # States of older versions have no moved batches.
-        values["moved"] = state.get("moved", [])
-        parsed = cls(**values)
-        try:
+        is_sound = False
+        # A value has another type, such as None in place of a list or of the whole state.
+        with suppress(AttributeError, TypeError):
+            values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
+            # States of older versions have no moved batches.
+            values["moved"] = state.get("moved", [])
+            parsed = cls(**values)
             is_sound = parsed._is_sound(images, shards)
-        # A value has another type, such as None in place of a list.
-        except TypeError:
-            is_sound = False
         if not is_sound:
             raise ColabUtilsError(
                 "The state is not one that Loader.state_dict returned, or it was changed. Leave it "

@@ -269,6 +269,13 @@ def test_a_state_that_was_changed_is_refused(tiny_shards, make, change):
         loader.load_state_dict({**loader.state_dict(), **change})
 
 
+@pytest.mark.parametrize("state", [None, [], 3, "state", {}])
+def test_what_is_no_state_is_refused(tiny_shards, make, state):
+    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=0)
+    with pytest.raises(ColabUtilsError, match=r"not one that Loader\.state_dict returned"):
+        loader.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"batch": 4}, {"left": [5, 3], "batch": 1}, {"batch_size": 4, "batch": 10**12}],

@@ -192,6 +192,9 @@ def test_bad_samples_are_left_out_named_and_counted(make, count):
     assert batches == [[0, 1], [2, 3], [4], [7], [8], [10, 11]]
     assert [index for index, _ in loader.bad] == [5, 6, 9]
     assert loader.epoch == 1
+    # The same images fail again: they are counted and told once.
+    assert list_ids(loader) == batches
+    assert [index for index, _ in loader.bad] == [5, 6, 9]
     loader = make(Numbers(12, act_with_two_bad), max_bad=2, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ColabUtilsWarning)
