@@ -90,9 +90,10 @@ class TrainReport:
     """
 
     def __str__(self) -> str:
-        tenth = max(1, len(self.losses) // 10)
-        first = average_losses(point.loss for point in self.losses[:tenth])
-        last = average_losses(point.loss for point in self.losses[-tenth:])
+        losses = [point.loss for point in self.losses if math.isfinite(point.loss)]
+        tenth = max(1, len(losses) // 10)
+        first = average_losses(losses[:tenth])
+        last = average_losses(losses[-tenth:])
         text = (
             f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, "
             f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}, {self.checkpoint}"
