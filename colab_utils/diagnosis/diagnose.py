@@ -308,7 +308,7 @@ def describe_verdict(
     fixes: Sequence[Fix],
     step: str,
 ) -> str:
-    """The verdict: a few short sentences with their numbers, and how sure it is.
+    """Return the verdict: a few short sentences with their numbers, and how sure it is.
 
     ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step
     takes ``slower`` times as long. ``stages`` are those of loading.

@@ -90,7 +90,7 @@ class Fix:
 
     @property
     def images_per_second(self) -> float:
-        """What was measured, else the forecast, else 0."""
+        """Return the measured rate, or else the forecast, or else 0."""
         return self.measured_images_per_second or self.forecast_images_per_second or 0.0
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Situation:
 
     @property
     def prefetch(self) -> int:
-        """Batches ahead for each worker."""
+        """Return the number of batches ahead for each worker."""
         return (
             getattr(self.loader, "prefetch", None)
             or getattr(self.loader, "prefetch_factor", None)
@@ -134,20 +134,20 @@ class Situation:
 
     @property
     def epoch_batches(self) -> int:
-        """Batches of an epoch; many where a sampler is endless."""
+        """Return the number of batches of an epoch, which is large where a sampler is endless."""
         with suppress(TypeError):
             return max(1, len(self.loader))
         return _MANY
 
     @property
     def has_restarts(self) -> bool:
-        """Whether workers start anew within the time that was measured."""
+        """Return whether workers start anew within the time that was measured."""
         keeps = getattr(self.loader, "persistent_workers", True)
         is_short = self.epoch_batches < _WARMUP + len(self.loop.wait_s)
         return count_workers(self.loader) > 0 and not keeps and is_short
 
     def make_placeholder(self) -> EmulatedStep | None:
-        """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
+        """Make a step as long and busy as yours on batches that lie ready. Trials train nothing."""
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
         step_s = self.cached.step_s
@@ -155,8 +155,8 @@ class Situation:
         return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
-        """How many workers to try where one takes so long for an image: the fewest, more than now,
-        that keep the step busy, or all cores.
+        """Choose how many workers to try where one takes so long for an image: the smallest number
+        above the present one that keeps the step busy, or one for each core.
         """
         step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
         needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
@@ -177,8 +177,8 @@ def open_like(
     persistent: bool = False,
     packs: bool = False,
 ) -> Iterator[Any]:
-    """A loader like yours, for a trial of one change: over other data, with other workers, more
-    batches ahead, workers that stay, or by `make_loader`. An epoch has as many images as yours.
+    """Open a loader like yours, for a trial of one change: other data, other workers, more batches
+    ahead, workers that stay, or `make_loader`. An epoch has as many images as yours.
 
     Raises:
         ColabUtilsError: your dataset deals its work to the workers itself.
@@ -227,8 +227,8 @@ def open_like(
 
 
 def find_fixes(now: Situation) -> list[Fix]:
-    """Every fix that applies: its forecast by a short trial and, where that is wanted, its measured
-    rate.
+    """Find every fix that applies, and forecast its rate by a short trial. Where that is wanted,
+    the rate is measured, too.
 
     What costs least is tried first, each change alone; those of the data on a sample of it in a
     temporary folder. A fix that cannot be tried, or for which there is no time left, has no
@@ -281,13 +281,15 @@ def _widen(dataset: CocoFolder) -> dict[str, Any]:
 
 
 def _make_fix(id: str, more: str = "") -> Fix:
-    """A fix that was not tried yet."""
+    """Return a fix that was not tried yet."""
     name, sentence = FIXES[id]
     return Fix(id, name, f"{sentence}{more}")
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """The best first; of those within 5 % of it, the one that costs you least."""
+    """Sort fixes, the best first. Of those within 5 % of the best, the one that costs you least
+    comes first.
+    """
     least = _SAME * max((fix.images_per_second for fix in fixes), default=0.0)
     costs = [*FIXES]
 
@@ -321,8 +323,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
 def _time(
     now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
 ) -> float:
-    """Images a second; each time from the same batch on, because images of a slow Drive differ in
-    their times.
+    """Measure images per second. Each trial starts at the same batch, because the images of a slow
+    Drive differ in their times.
     """
     with open_like(now, **options) as loader:
         watched = WatchedLoader(loader, TIMEOUT_S, "raise")
@@ -404,7 +406,7 @@ def _prepare_shards(
 
 
 def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
-    """The image files as they are, on the local disk."""
+    """Copy the image files as they are to the local disk."""
     dataset: CocoFolder = now.loader.dataset
     for index in now.indices:
         path = folder / dataset.find_path(index).relative_to(dataset.folder)

@@ -45,7 +45,7 @@ class Stage:
     def from_calls(
         cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float
     ) -> "Stage":
-        """From the wall time of each call, milliseconds [calls]."""
+        """Make a stage from the wall time of each call, milliseconds [calls]."""
         median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
         return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
 
@@ -155,8 +155,8 @@ def _time_in_worker(
     collate: Callable[[Any], Any] | None,
     seconds: float,
 ) -> dict[str, Stage]:
-    """A ``collate_fn`` that times the stages of the dataset as the worker has it that calls
-    this.
+    """Time the stages of the dataset as the worker has it. This stands in for a ``collate_fn``,
+    which workers call.
     """
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
     if isinstance(dataset, CocoFolder | ShardDataset):
@@ -242,10 +242,10 @@ def time_samples(
 
 
 def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
-    """A batch that lies ready, through one worker and torch's own queue.
+    """Time how a batch that lies ready passes through one worker and torch's own queue.
 
-    It is copied each time, as shared memory that was handed over once is not handed over anew; the
-    copy is taken off.
+    The batch is copied each time, because shared memory that was handed over once is not handed
+    over anew. The time of the copy is taken off.
     """
     copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
     batches: Any = [batch] * 1000
@@ -257,7 +257,7 @@ def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
 
 
 def find_tensors(batch: Any) -> list[Tensor]:
-    """Every tensor in lists, tuples, dicts and dataclasses.
+    """Find every tensor in lists, tuples, dicts and dataclasses.
 
     Example:
         >>> import torch

@@ -48,39 +48,41 @@ class BatchTimes:
 
     @property
     def batch_size(self) -> int:
-        """Images of a usual batch."""
+        """Return the number of images in a usual batch."""
         return round(self.images / len(self.wait_s))
 
     @property
     def images_per_second(self) -> float:
-        """Images divided by the time of waiting and stepping."""
+        """Return the images divided by the time of waiting and stepping."""
         return self.images / float(self.batch_s.sum())
 
     @property
     def wait_share(self) -> float:
-        """Stall share: wait / (wait + step), 0 to 1."""
+        """Return the stall share: wait / (wait + step), 0 to 1."""
         return sum(self.wait_s) / float(self.batch_s.sum())
 
     @property
     def cpu_ms_per_image(self) -> float:
-        """CPU milliseconds that loading an image took, over all processes, without the steps."""
+        """Return the CPU milliseconds that loading an image took, over all processes, without the
+        steps.
+        """
         return max(0.0, self.cpu_s - self.step_cpu_s) / self.images * 1000
 
     @property
     def error(self) -> float:
-        """Standard error of the mean of wait + step, as a share of it."""
+        """Return the standard error of the mean of wait + step, as a share of the mean."""
         return find_error(self.batch_s)
 
     def find_load_ms(self, workers: int) -> float:
-        """Milliseconds that a worker takes for an image where it is waited for; without workers it
-        rests in a step.
+        """Return the milliseconds that a worker takes for an image where it is waited for. Without
+        workers, nothing is loaded during a step.
         """
         at_work_s = sum(self.wait_s) + (sum(self.step_s) if workers else 0.0)
         return 1000 * max(1, workers) * at_work_s / self.images
 
 
 def find_error(seconds: NDArray[np.float64]) -> float:
-    """Standard error of the mean, as a share of it."""
+    """Return the standard error of the mean, as a share of the mean."""
     return float(seconds.std() / np.sqrt(len(seconds)) / max(seconds.mean(), 1e-9))
 
 
@@ -245,7 +247,8 @@ def _synchronize() -> None:
 
 
 def count_workers(loader: Any) -> int:
-    """Workers of a `Loader` or a ``DataLoader``; 0 where a loader does not say.
+    """Return the number of workers of a `Loader` or a ``DataLoader``, and 0 where a loader does not
+    give one.
 
     Example:
         >>> count_workers([1, 2])
@@ -259,8 +262,8 @@ def count_workers(loader: Any) -> int:
 
 
 def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
-    """The batches of one epoch after the other; an error in the loader becomes one line that says
-    where.
+    """Yield the batches of one epoch after the other. An error in the loader becomes one line that
+    names its place.
     """
     number = 0
     batches = None
@@ -291,13 +294,13 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 def _is_pair(batch: Any) -> bool:
-    """Whether a batch is ``(images, targets)``; a list of two dicts is two samples."""
+    """Return whether a batch is ``(images, targets)``. A list of two dicts is two samples."""
     return type(batch) in (tuple, list) and len(batch) == 2 and not isinstance(batch[0], Mapping)
 
 
 def count_images(batch: Any) -> int:
-    """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of
-    samples, of a tensor.
+    """Count the images in a batch: columns such as ``(images, targets, ...)`` or a dict, a list of
+    samples, or a tensor.
     """
     columns: Iterable[Any] = [batch]
     if isinstance(batch, Mapping):
@@ -315,8 +318,8 @@ def count_images(batch: Any) -> int:
 
 
 def measure_tree_cpu() -> float:
-    """CPU seconds that this process and all its children have used so far, ended children
-    included.
+    """Return the CPU seconds that this process and all its children have used so far, including the
+    children that have ended.
     """
     total_s = 0.0
     for process in list_processes():

@@ -305,8 +305,8 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
 def _write(
     axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = INK
 ) -> None:
-    """Text that ends left of a place ``inside`` a bar, or begins right of it, where no line strikes
-    it through.
+    """Write text that ends left of a place ``inside`` a bar, or begins right of it, where no line
+    strikes it through.
     """
     if inside:
         place: dict[str, Any] = {"xytext": (-10, 0), "ha": "right"}
@@ -327,7 +327,7 @@ def _write(
 
 
 def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
-    """A row for each name, the first on top, without what frames the drawing."""
+    """Draw a row for each name, the first on top, without the frame of the drawing."""
     axis.set_yticks(
         range(len(names)),
         [*names],
@@ -352,7 +352,7 @@ def _make_rows(
 
 
 def format_figure(value: float) -> str:
-    """A figure as it is written at a bar's end.
+    """Format a figure as it is written at a bar's end.
 
     Example:
         >>> format_figure(1234.5), format_figure(0.1234)

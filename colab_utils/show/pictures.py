@@ -165,7 +165,7 @@ def draw_annotations(
 
 
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
-    """A small copy of an image, and its annotations at the same scale."""
+    """Read a small copy of an image, and its annotations at the same scale."""
     height, width = dataset.sizes[i].tolist()
     if height <= 0:
         height = _UNKNOWN_SIDE
@@ -246,7 +246,7 @@ def _draw_grid(
     columns: int = 2,
     inches: float = 5.2,
 ) -> DescribedFigure:
-    """A grid of images, each ``inches`` wide: names stay readable from the back of a room."""
+    """Draw a grid of images, each ``inches`` wide. Names stay readable from the back of a room."""
     rows = -(-len(panels) // columns)
     tallest = max(image.shape[1] / image.shape[2] for _, image, _ in panels)
     height = rows * (inches * min(tallest, 1.4) + 0.3) + 0.4
@@ -361,7 +361,7 @@ def _write_name(axis: Axes, item: _Object, shape: tuple[int, ...], inches: float
 
 
 def _match(predictions: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
-    """Which of the N predictions fits which of the M objects: bool [N,M]."""
+    """Return which of the N predictions fits which of the M objects, bool [N, M]."""
     masks = _to_array(predictions["masks"]).astype(np.float32)
     truths = _to_array(truth["masks"]).astype(np.float32)
     both = np.tensordot(masks, truths, ((1, 2), (1, 2)))

@@ -22,7 +22,7 @@ class Table:
     is_number: tuple[bool, ...]
 
     def to_html(self) -> Markup:
-        """The table as one HTML element, every text escaped; it brings its own style."""
+        """Return the table as one HTML element with a style of its own. Every text is escaped."""
         return render(
             "table",
             headings=self.headings,
