@@ -162,7 +162,8 @@ def _mount_google_drive(mount: Path) -> None:
 
             # A mount that died is still in the table of mounts: only a forced mount replaces it.
             google_drive.mount(str(mount), force_remount=True, timeout_ms=120_000)
-        except Exception as error:  # Colab's message errors have no public base class
+        except Exception as error:
+            # Colab's message errors have no public base class.
             failure = describe_error(error)
     if not os.path.isdir(mount / "MyDrive"):
         raise ColabUtilsError(
@@ -314,7 +315,8 @@ def _locate(images: str, annotations: str) -> list[str]:
     """
     if images == BUILT_IN:
         return []
-    if is_archive(images):  # the annotations' name is one in the zip
+    # The name of the annotations is a name in the zip.
+    if is_archive(images):
         return [images if "://" in images else str(_to_path(images)), annotations]
     if not (images and annotations):
         raise ColabUtilsError(
@@ -328,6 +330,7 @@ def _name_dataset(paths: list[str], part: str) -> str:
     if not paths:
         return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
     stem = Path(paths[0]).name
-    if is_archive(paths[0]):  # many exports have the same name
+    # Many exports have the same name.
+    if is_archive(paths[0]):
         stem = f"{Path(re.split('[?#]', paths[0])[0]).stem}-{hash_bytes(paths[0].encode())[:8]}"
     return re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")

@@ -316,7 +316,8 @@ class _Row:
 
     def run_cold(self) -> None:
         """Time the first batches, with nothing of the strategy's files in the system's memory."""
-        os.sync()  # what is not written yet stays in memory
+        # Data that is not written to the disk yet would stay in memory.
+        os.sync()
         for file in self.prepare().files:
             drop_cached(file)
         began_s = perf_counter()

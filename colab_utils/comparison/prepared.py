@@ -158,7 +158,8 @@ class PreparedData:
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            shard_mb = max(0.01, min(4.0, source.bytes / 8e6))  # 8 shards or more
+            # The size gives 8 shards or more.
+            shard_mb = max(0.01, min(4.0, source.bytes / 8e6))
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
             dataset = ShardDataset(source.folder)

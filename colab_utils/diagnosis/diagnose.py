@@ -30,11 +30,13 @@ from colab_utils.machine import find_free_memory
 from colab_utils.require import require_number
 
 _CACHED_BATCHES = 4
-_CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
+# Copies of batches may take this share of the free memory.
+_CACHED_SHARE = 0.1
 # Images that the fixes for the data are forecast on, and measured on.
 _SAMPLED = 16
 _VERIFIED = 64
-_FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
+# Under this headspace, nothing that speeds up loading can win 10 %.
+_FINE_HEADSPACE = 1.1
 
 # Of what a step takes longer beside its loader, the share that its threads wait for a core, from
 # which on the lack of cores is the cause.
@@ -196,7 +198,8 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     most = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
     while kept and len(kept) >= most:
         del kept[min(kept)]
-    kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
+    # A loader may use the memory of its batch again.
+    kept[number] = copy.deepcopy(batch)
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:

@@ -35,7 +35,8 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
 from colab_utils.streams import is_remote
 
-FIXES = {  # the name of each fix, and what it is; those that cost you least come first
+# Each fix has a name and a sentence. Those that cost you least come first.
+FIXES = {
     "persistent_workers": ("persistent workers", "Use persistent_workers=True"),
     "streams": (
         "more streams",
@@ -55,15 +56,22 @@ FIXES = {  # the name of each fix, and what it is; those that cost you least com
     ),
     "data_and_workers": ("other data, with more workers", "Both together"),
 }
-_Prepare = partial[dict[str, Any]]  # gives the options of `open_like`
+# A call of it gives the options of `open_like`.
+_Prepare = partial[dict[str, Any]]
 # What training needs, in pixels, as `write_shards` has it.
 _SIDES = {"min_size": 800, "max_size": 1333}
-_SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
-_SAME = 0.95  # of the best rate: as good
-TIMEOUT_S = 60.0  # for a batch
-_LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
-_LATE = 12.0  # times the seconds of a diagnosis: nothing more is tried
-_LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
+# Shrinking is not worth it where more than this share of the pixels stays.
+_SMALLER = 0.9
+# A rate of at least this share of the best one is as good.
+_SAME = 0.95
+# No batch is waited for longer than this.
+TIMEOUT_S = 60.0
+# The placeholder of a step that does next to nothing keeps this share of a core busy.
+_LEAST_BUSY = 0.01
+# After this many times the seconds of a diagnosis, nothing more is tried.
+_LATE = 12.0
+# A trial has at least so many batches, or as many as three times its share of the seconds allow.
+_LEAST_BATCHES = 20
 # Batches of an epoch that has no end.
 _MANY = 10_000
 # Shares of the seconds of a diagnosis, for each fix.
@@ -306,7 +314,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
     why = f"there is no time left, it takes about {max(1, each_s):.0f} s more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
-            with read_at_full_speed():  # what was timed lies in Drive's cache
+            # What was timed lies in Drive's cache, which is read at full speed.
+            with read_at_full_speed():
                 options = prepare()
             rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
             rate = min(rate, now.ceiling)
@@ -315,7 +324,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
             if rate > 1.05 * now.loop.images_per_second:
                 gain = f"about {rate:.1f} images/s"
             return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
-        except Exception as error:  # what was found out so far is worth more
+        except Exception as error:
+            # An error of a trial must not end the diagnosis, whose results so far are worth more.
             why = describe_error(error).removesuffix(".")
     return replace(fix, sentence=f"{fix.sentence}. Not tried: {why}.")
 
@@ -375,7 +385,8 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
     if fixes:
         stages = [now.stages[name] for name in ("read", "decode", "masks") if name in now.stages]
         cpu_ms = sum(stage.cpu_ms for stage in stages)
-        workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
+        # On the local SSD, no file is waited for.
+        workers = now.choose_workers(cpu_ms, cpu_ms)
         last = fixes[-1]
         both = replace(last, id="data_and_workers", name=f"{last.name}, and workers={workers}")
         plans.append((both, partial(make, last.id, workers=workers)))
@@ -395,7 +406,8 @@ def _prepare_shards(
         annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
         limits = _SIDES if id == "resize" else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
-        os.sync()  # it is written now, and not during the trial
+        # The shards are written to the disk now, and not during the trial.
+        os.sync()
     elif is_slow:
         first = dataset.index.shards[0]
         copy_shards(
@@ -414,5 +426,6 @@ def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
         path.write_bytes(read_file(dataset.find_path(index)))
     annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
     local = CocoFolder(folder, annotations)
-    os.sync()  # what was copied is written now, and not during the trial
+    # What was copied is written to the disk now, and not during the trial.
+    os.sync()
     return {"dataset": local}

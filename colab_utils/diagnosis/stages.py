@@ -20,9 +20,11 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 
-_IMAGES = 64  # that are timed at most
+# No more images are timed.
+_IMAGES = 64
 _HANDED_BATCHES = 40
-_TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
+# All stages of a sample may take so long, and three times what they should take besides.
+_TIMEOUT_S = 60.0
 # Attributes of torchvision's datasets.
 _TRANSFORMS = ("transforms", "transform", "target_transform")
 
@@ -137,7 +139,8 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
         try:
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)
-        except ColabUtilsError as error:  # whatever somebody's own dataset does
+        except ColabUtilsError as error:
+            # Whatever somebody's own dataset raises comes as this error.
             indices = []
             unseen = str(error).partition("found ")[2]
     devices = {tensor.device.type for tensor in find_tensors(batch)}
@@ -230,7 +233,8 @@ def time_samples(
     whole = time_loading(dataset)
     transforms = [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]
     if transforms:
-        with suppress(Exception):  # it may not do without its transforms
+        # The dataset may not work without its transforms.
+        with suppress(Exception):
             bare = copy.copy(dataset)
             vars(bare).update(dict.fromkeys(transforms))
             without = time_loading(bare)

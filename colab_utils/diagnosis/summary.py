@@ -30,9 +30,12 @@ from colab_utils.require import require_local_path
 from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
-_WORST = 10  # batches
-_SHOWN_S = 10.0  # of the steps
-_KEPT = 1000  # batches whose samples are kept
+# So many batches are listed, the slowest first.
+_WORST = 10
+# Steps that begin within these first seconds are shown.
+_SHOWN_S = 10.0
+# The samples of so many batches are kept.
+_KEPT = 1000
 # Batches to a step of the optimizer, from which gradients are accumulated.
 _ACCUMULATES = 1.5
 

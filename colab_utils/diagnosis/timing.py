@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.processes import list_processes, quiet_fork
 
-_ROUNDS = 3  # of a batch from each worker
+# Timing waits for so many batches of each worker, or for so many times its seconds.
+_ROUNDS = 3
 _THREADS = "/proc/self/task"
 
 
@@ -138,7 +139,8 @@ def time_batches(
         timed_s = began_s
         asked_s = began_s
         for seen, batch in enumerate(source, start=1):
-            _synchronize()  # what the loader queued on the device belongs to the wait
+            # What the loader queued on the device belongs to the wait.
+            _synchronize()
             got_s = perf_counter()
             costs.begin()
             if step is not None:
@@ -163,7 +165,8 @@ def time_batches(
                     cpu_began_s = measure_tree_cpu()
                     timed_s = ended_s
             asked_s = perf_counter()
-        cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end
+        # CPU time is read before the workers end.
+        cpu_s = measure_tree_cpu() - cpu_began_s
     if not waits:
         raise ColabUtilsError(
             f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: "
@@ -255,7 +258,8 @@ def count_workers(loader: Any) -> int:
         0
     """
     pipeline = getattr(loader, "pipeline", None)
-    if isinstance(pipeline, list) and pipeline:  # webdataset's WebLoader, around a DataLoader
+    # Webdataset's WebLoader wraps a DataLoader.
+    if isinstance(pipeline, list) and pipeline:
         return count_workers(pipeline[0])
     workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
     return workers
@@ -278,7 +282,8 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
         except Exception as error:
             shut_down = getattr(batches, "_shutdown_workers", None)
             if shut_down is not None and not getattr(loader, "persistent_workers", False):
-                shut_down()  # the traceback would keep them alive
+                # The traceback would keep the workers alive.
+                shut_down()
             reason = f"found {describe_error(error)}".replace("found expected a batch, ", "")
             if not isinstance(error, ColabUtilsError):
                 reason += ": correct the dataset"
@@ -290,7 +295,8 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
                 "expected batches from the loader, found none: lower the batch size"
             )
         if number == before:
-            return  # an iterator: it cannot start again
+            # An iterator cannot start again.
+            return
 
 
 def _is_pair(batch: Any) -> bool:
@@ -323,7 +329,8 @@ def measure_tree_cpu() -> float:
     """
     total_s = 0.0
     for process in list_processes():
-        with suppress(psutil.Error):  # it ended a moment ago: its parent counts it now
-            # user and system, its own and of its ended children
+        # A process may have ended a moment ago. Its parent counts its time now.
+        with suppress(psutil.Error):
+            # These are user and system times, of the process and of its ended children.
             total_s += sum(process.cpu_times()[:4])
     return total_s

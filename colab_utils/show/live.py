@@ -18,8 +18,10 @@ from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.pictures import PALETTE, embed_figure
 from colab_utils.units import format_bytes
 
-_DRAWING_S = 1.0  # between two drawings of a run
-_POINTS = 240  # of a curve, at most: as many as it has pixels
+# Two drawings of a run are at least so far apart.
+_DRAWING_S = 1.0
+# A curve has as many points as it has pixels, at most.
+_POINTS = 240
 # Colours that show on white and on Colab's dark grey.
 _GREEN = PALETTE[2]
 _RED = PALETTE[3]
@@ -215,7 +217,8 @@ class LiveMonitor:
     def __init__(self) -> None:
         self._plan = ""
         self._lines = list[Any]()
-        self._shown: Any = None  # the picture in the page
+        # This is the picture in the page.
+        self._shown: Any = None
         self._drawn_s = 0.0
 
     def __call__(self, line: Any) -> None:

@@ -28,12 +28,14 @@ from colab_utils.files import read_file
 
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
-_DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
+# White text stands on these colours.
+_DARK = (PALETTE[0], PALETTE[2], PALETTE[3])
 # The largest objects of an image are named, and drawn, so many.
 _NAMED = 5
 _DRAWN = 100
 _UNKNOWN_SIDE = 480
-_Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
+# A panel has a heading, an image, and the objects on it.
+_Panel = tuple[str, Any, Mapping[str, Any]]
 
 
 class DescribedFigure(Figure):
@@ -218,7 +220,8 @@ def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
         facecolor="white",
         FigureClass=DescribedFigure,
     )
-    plt.close(figure)  # pyplot would show it a second time at the end of the cell
+    # Pyplot would show the figure a second time at the end of the cell.
+    plt.close(figure)
     figure.suptitle(
         title, x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a", parse_math=False
     )

@@ -240,7 +240,8 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
         "epoch, h": ("cold_ms_per_image", hours),
     }
     rows = []
-    for row in content["strategies"]:  # of one that was not timed the figures are None
+    # The figures of a strategy that was not timed are None.
+    for row in content["strategies"]:
         figures = {}
         for name, (key, factor) in columns.items():
             figures[name] = None if row[key] is None else round(factor * row[key], 1)

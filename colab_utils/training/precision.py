@@ -53,8 +53,8 @@ def _to_float(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 def _give_float_features(generator: nn.Module, inputs: tuple[Any, list[Tensor]]) -> Any:
-    """Give anchors empty features in float32, because they take only the shapes, the device and the
-    dtype.
+    """Replace the features for the anchors by empty ones in float32, because anchors take only the
+    shapes, the device and the dtype.
     """
     images, features = inputs
     return images, [part.new_empty((), dtype=torch.float32).expand(part.shape) for part in features]

@@ -41,7 +41,7 @@ class Ranks:
         return values
 
     def send(self, value: Any) -> Any:
-        """Return the value of the first process in all of them."""
+        """Return the value of the first process, in every process."""
         values = [value]
         if self.count > 1:
             distributed.broadcast_object_list(values, 0)
