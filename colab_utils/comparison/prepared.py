@@ -163,8 +163,8 @@ class PreparedData:
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
             dataset = ShardDataset(source.folder)
-            image, found = dataset[0]
-            require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
+            image, objects = dataset[0]
+            require_space(target, len(dataset) * (image.nbytes + objects["masks"].nbytes), _CURE)
             _write_tensors(dataset, target)
         once_s = source.once_s + source.session_s + perf_counter() - began_s
         files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
@@ -218,5 +218,5 @@ def _copy_file(paths: tuple[Path, Path]) -> None:
 def _write_tensors(dataset: ShardDataset, target: Path) -> None:
     """Write a ``.pt`` file for each image, with the sample that goes to the model, as uint8."""
     for row in range(len(dataset)):
-        image, found = dataset[row]
-        torch.save((image.contiguous(), found), target / f"{row:07d}.pt")
+        image, objects = dataset[row]
+        torch.save((image.contiguous(), objects), target / f"{row:07d}.pt")

@@ -195,8 +195,8 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     room = _CACHED_SHARE * find_free_memory()
     if tensors and tensors[0].is_cuda:
         room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
-    most = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
-    while kept and len(kept) >= most:
+    limit = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
+    while kept and len(kept) >= limit:
         del kept[min(kept)]
     # A loader may use the memory of its batch again.
     kept[number] = copy.deepcopy(batch)
@@ -216,21 +216,23 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         )
         slower = _find_slowdown(now, cached, [*kept])
         ceiling = slower * now.images / sum(now.step_s)
-    found = time_stages(loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds)
+    loading_stages = time_stages(
+        loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds
+    )
     kept.clear()
 
-    loading = [*found.stages.values()]
+    loading = [*loading_stages.stages.values()]
     waits = step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second
     fixes = []
     if waits and isinstance(loader, Loader | DataLoader):
-        indices = found.indices[: _VERIFIED if verify else _SAMPLED]
+        indices = loading_stages.indices[: _VERIFIED if verify else _SAMPLED]
         fixes = find_fixes(
             Situation(
                 loader,
                 step,
                 now,
                 cached,
-                found.stages,
+                loading_stages.stages,
                 indices,
                 seconds,
                 verify,
@@ -240,7 +242,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         )
     causes = refine_causes(
         watched.summary().causes,
-        [] if found.unseen else loading,
+        [] if loading_stages.unseen else loading,
         slower=slower,
         step_share=1 - now.wait_share,
         waits=waits,
@@ -248,8 +250,8 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     name = _name_step(step)
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
     verdict += [f"{cause.why} {cause.next}" for cause in causes if cause.id == "memory"]
-    if found.unseen:
-        verdict.append(f"The stages of a sample could not be timed: {found.unseen}")
+    if loading_stages.unseen:
+        verdict.append(f"The stages of a sample could not be timed: {loading_stages.unseen}")
     return Diagnosis(
         " ".join(verdict),
         ceiling / now.images_per_second,

@@ -117,11 +117,11 @@ class Summary:
         return self.images / max(self.seconds - self.ends_s, 1e-9)
 
     def __str__(self) -> str:
-        most = max(self.parts, key=lambda part: part.share)
+        largest = max(self.parts, key=lambda part: part.share)
         who = "" if self.rank is None else f"Rank {self.rank}: "
         lines = [f"{who}{self.verdict}", f"{'':14}{'share':>6}{'median':>10}{'p95':>10}"]
         for part in self.parts:
-            arrow = "  <--" if part is most else ""
+            arrow = "  <--" if part is largest else ""
             lines.append(
                 f"{part.name:14}{part.share:6.0%}{part.median_ms:7.1f} ms{part.p95_ms:7.1f} "
                 f"ms{arrow}"

@@ -244,8 +244,8 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
     for trial in sorted(trials, key=lambda trial: trial.streams):
         rates.setdefault(trial.streams, []).append(trial.files_per_s)
     medians = {streams: float(np.median(values)) for streams, values in rates.items()}
-    most = max(medians.values())
-    enough = min(streams for streams, rate in medians.items() if rate >= _NEAR_MOST * most)
+    highest = max(medians.values())
+    enough = min(streams for streams, rate in medians.items() if rate >= _NEAR_MOST * highest)
     ending = "more win little" if enough < max(medians) else "more were not tried"
     title = (
         f"{name} gives {format_figure(medians[enough])} files a second with "
@@ -259,7 +259,7 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
     axis.plot(enough, medians[enough], "o", color=ORANGE, markersize=14)
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(medians), [str(streams) for streams in medians], fontsize=12)
-    axis.set_ylim(0, 1.15 * most)
+    axis.set_ylim(0, 1.15 * highest)
     axis.tick_params(labelsize=12)
     axis.minorticks_off()
     axis.set_xlabel("streams: files that are read at the same time", fontsize=14)

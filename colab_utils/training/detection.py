@@ -72,7 +72,7 @@ def _find_in_boxes(
 
 
 def describe_detections(
-    found: Mapping[str, NDArray[Any]],
+    detections: Mapping[str, NDArray[Any]],
     *,
     image_id: int,
     size: Sequence[int],
@@ -84,16 +84,16 @@ def describe_detections(
     """
     from pycocotools import mask as coco_mask
 
-    known = np.isin(found["labels"], list(category_ids))
-    boxes = found["boxes"][known]
-    masks = found["masks"][known]
+    known = np.isin(detections["labels"], list(category_ids))
+    boxes = detections["boxes"][known]
+    masks = detections["masks"][known]
     if masks.dtype == np.bool_:
         rles = [coco_mask.encode(np.asfortranarray(mask, np.uint8)) for mask in masks]
     else:
         rles = encode_masks(torch.from_numpy(masks), torch.from_numpy(boxes), size)
     sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1).tolist()
-    labels = found["labels"][known].tolist()
-    scores = found["scores"][known].tolist()
+    labels = detections["labels"][known].tolist()
+    scores = detections["scores"][known].tolist()
     rows = zip(labels, scores, sides, rles, strict=True)
     return [
         {

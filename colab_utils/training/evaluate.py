@@ -248,10 +248,13 @@ def _keep_truth(truth: Any) -> None:
 
 
 def _draw(
-    found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], category_ids: dict[int, int]
+    detections: dict[str, NDArray[Any]],
+    image_id: int,
+    size: Sequence[int],
+    category_ids: dict[int, int],
 ) -> None:
     _results.extend(
-        describe_detections(found, image_id=image_id, size=size, category_ids=category_ids)
+        describe_detections(detections, image_id=image_id, size=size, category_ids=category_ids)
     )
 
 
@@ -264,9 +267,9 @@ def _score() -> AveragePrecision:
     stats = []
     # pycocotools prints, and its loadRes takes no empty list.
     with redirect_stdout(io.StringIO()):
-        found = truth.loadRes(_results) if _results else COCO()
+        predictions = truth.loadRes(_results) if _results else COCO()
         for kind in ("bbox", "segm"):
-            evaluation = COCOeval(truth, found, kind)
+            evaluation = COCOeval(truth, predictions, kind)
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
