@@ -218,7 +218,7 @@ def _diagnose(
     against: str = "",
     fail_below: float | None = None,
 ) -> Any:
-    """What is training waiting for, and which fix wins most?"""
+    """Find what training waits for, and which fix wins most."""
     from colab_utils.diagnosis.changes import compare_runs, read_run
     from colab_utils.loading.emulated_step import EmulatedStep
 
@@ -490,7 +490,9 @@ def _add_compare_options(command: _Parser) -> None:
 
 
 def positive_number(text: str) -> float:
-    """In argparse's messages: "invalid positive_number value: ..."."""
+    """Return a number above 0. Argparse names this function in its message: "invalid
+    positive_number value: ...".
+    """
     value = float(text)
     if not 0 < value < math.inf:
         raise ValueError(text)
@@ -498,7 +500,7 @@ def positive_number(text: str) -> float:
 
 
 def number_or_auto(text: str) -> int | str:
-    """The same, for what may be chosen here."""
+    """Return a whole number or "auto". Argparse names this function in its message, too."""
     return text if text == "auto" else int(text)
 
 
@@ -539,7 +541,9 @@ def _add_number(command: _Parser, option: str, meaning: str, **settings: Any) ->
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """An option that is not given is left to the default of the command's function."""
+    """Return the parser of all commands. An option that is not given is left to the default of the
+    command's function.
+    """
     # Help names the program as it was started: where the script is, `python` may be another one.
     script = Path(sys.argv[0]).name
     parser = _Parser(

@@ -291,8 +291,8 @@ class OpenFiles:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        most = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
-        self.get = lru_cache(most)(partial(DriveFile, retries=self._retries))
+        capacity = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
+        self.get = lru_cache(capacity)(partial(DriveFile, retries=self._retries))
 
 
 # Of all datasets of this process.

@@ -177,14 +177,14 @@ def make_dataset(
 
 def _check_recipe(recipe: dict[str, Any]) -> None:
     """Raise an error that lists the allowed values where one of them is out of range."""
-    fewest, most = recipe["objects"]
+    fewest, most_objects = recipe["objects"]
     sides = (recipe["width"], recipe["height"])
     is_allowed = (
         recipe["n"] > 0
         and 0 <= recipe["photos"] <= recipe["n"]
         and min(sides) >= 32
         and max(sides) <= 65_500
-        and 0 <= fewest <= most
+        and 0 <= fewest <= most_objects
         and len(recipe["categories"]) > 0
         and set(recipe["categories"]) <= set(_SHAPES)
     )
@@ -232,11 +232,11 @@ def _make_image(
     rng = default_rng([recipe["seed"], index])
     is_photo = (index * recipe["photos"] + recipe["n"] // 2) % recipe["n"] < recipe["photos"]
     width, height = _PHOTO_SIZE if is_photo else (recipe["width"], recipe["height"])
-    fewest, most = recipe["objects"]
-    count = int(rng.integers(fewest, most, endpoint=True))
+    fewest, most_objects = recipe["objects"]
+    count = int(rng.integers(fewest, most_objects, endpoint=True))
     if index % 50 == 9:
         count = 0
-    has_crowd = index % 50 == 4 and most > 0
+    has_crowd = index % 50 == 4 and most_objects > 0
     names = [name for name in _SHAPES if name in recipe["categories"]]
 
     scene = _Scene(rng, width, height)
@@ -423,8 +423,10 @@ def _add_grain(rng: Generator, picture: Image.Image) -> Image.Image:
     # A small picture is noisy at every pixel. A large one has been smoothed by its camera.
     megapixels = picture.width * picture.height / 1e6
     strength = rng.uniform(15, 24) * min(1.0, megapixels**-0.22)
-    most = max(2, round(strength))
-    grain = rng.integers(-most, most, (picture.height, picture.width, 1), np.int8, endpoint=True)
+    amplitude = max(2, round(strength))
+    grain = rng.integers(
+        -amplitude, amplitude, (picture.height, picture.width, 1), np.int8, endpoint=True
+    )
     pixels = np.asarray(picture, np.int16) + grain
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 

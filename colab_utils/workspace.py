@@ -92,8 +92,8 @@ class Workspace:
 
     @property
     def emulated(self) -> bool:
-        """Whether the training step is to be emulated: where Drive is slowed, and where there is no
-        GPU.
+        """Return whether the training step is to be emulated: where Drive is slowed, and where
+        there is no GPU.
         """
         import torch
 
@@ -136,7 +136,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> Path:
 
 
 def _choose_drive(drive: str | Path | None, scene: str) -> Path:
-    """The slow folder; Google Drive is mounted where it lies there."""
+    """Return the slow folder. Google Drive is mounted where the folder lies on it."""
     mount = COLAB_ROOT / "drive"
     chosen = _to_path(drive) if drive else None
     if SCENES[scene] is not None:
@@ -162,7 +162,8 @@ def _mount_google_drive(mount: Path) -> None:
 
             # A mount that died is still in the table of mounts: only a forced mount replaces it.
             google_drive.mount(str(mount), force_remount=True, timeout_ms=120_000)
-        except Exception as error:  # Colab's message errors have no public base class
+        except Exception as error:
+            # Colab's message errors have no public base class.
             failure = describe_error(error)
     if not os.path.isdir(mount / "MyDrive"):
         raise ColabUtilsError(
@@ -204,8 +205,8 @@ def ensure_dataset(
     n: int = 160,
     part: str = "train",
 ) -> EnsuredDataset:
-    """Your dataset where you name one, now or earlier, else the built-in one on Drive, made now if
-    it is not there yet.
+    """Return the dataset that you name now or named earlier, or else the built-in one on Drive. The
+    built-in one is made now where it is missing.
 
     What you name, ``settings.json`` on Drive remembers. In a scene that slows Drive, your images
     are slowed, too.
@@ -290,7 +291,8 @@ def _find_own(workspace: Workspace, paths: list[str]) -> tuple[Path, Path]:
 
 
 def ensure_shards(data: EnsuredDataset) -> ShardReport:
-    """A dataset's shards on Drive: those that are there, else made now or completed.
+    """Return a report of a dataset's shards on Drive. Shards that are missing are made, and a job
+    that stopped half-way is completed.
 
     They are made at full speed in every scene: to see what that takes on Drive, call
     `write_shards`.
@@ -308,10 +310,13 @@ def ensure_shards(data: EnsuredDataset) -> ShardReport:
 
 
 def _locate(images: str, annotations: str) -> list[str]:
-    """Where the images and annotations are that you name; nothing for the built-in ones."""
+    """Return the places of the images and annotations that you name. The list is empty for the
+    built-in ones.
+    """
     if images == BUILT_IN:
         return []
-    if is_archive(images):  # the annotations' name is one in the zip
+    # The name of the annotations is a name in the zip.
+    if is_archive(images):
         return [images if "://" in images else str(_to_path(images)), annotations]
     if not (images and annotations):
         raise ColabUtilsError(
@@ -321,10 +326,11 @@ def _locate(images: str, annotations: str) -> list[str]:
 
 
 def _name_dataset(paths: list[str], part: str) -> str:
-    """What folders are called after."""
+    """Return the name that the dataset's folders have."""
     if not paths:
         return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
     stem = Path(paths[0]).name
-    if is_archive(paths[0]):  # many exports have the same name
+    # Many exports have the same name.
+    if is_archive(paths[0]):
         stem = f"{Path(re.split('[?#]', paths[0])[0]).stem}-{hash_bytes(paths[0].encode())[:8]}"
     return re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")

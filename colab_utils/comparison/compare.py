@@ -316,7 +316,8 @@ class _Row:
 
     def run_cold(self) -> None:
         """Time the first batches, with nothing of the strategy's files in the system's memory."""
-        os.sync()  # what is not written yet stays in memory
+        # Data that is not written to the disk yet would stay in memory.
+        os.sync()
         for file in self.prepare().files:
             drop_cached(file)
         began_s = perf_counter()
@@ -358,7 +359,7 @@ class _Row:
         self.step(*deliver(batch if len(batch) > 1 else batch[0], self.setting.device))
 
     def summarise(self) -> StrategyTiming:
-        """What was measured so far."""
+        """Return what was measured so far."""
         strategy = self.strategy
         workers = self.setting.workers
         noun = "worker" if workers == 1 else "workers"
@@ -396,7 +397,7 @@ class _Row:
         )
 
     def _find_cold_s(self, cold: BatchTimes, count: int) -> float:
-        """Seconds of an image in the first epoch of a session."""
+        """Return the seconds that an image takes in the first epoch of a session."""
         # The first batch of each worker holds its start, which a larger dataset has once, too.
         epoch = round(count * len(cold.wait_s) / cold.images + 0.49)
         batch_s = cold.batch_s[:epoch][max(1, self.setting.workers) :]
@@ -437,7 +438,9 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
 
 
 def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:
-    """How a sample differs from the reference sample of the same image; empty where it does not.
+    """Describe how a sample differs from the reference sample of the same image.
+
+    The text is empty where the samples agree.
 
     Samples are ``(image, target)``, images uint8 or float32 in 0 to 1, [3, h, w]. Boxes may differ
     by 1 pixel, masks must overlap by an IoU of 0.99, pixels may differ by what a JPEG codec
@@ -503,8 +506,8 @@ def _to_levels(image: Tensor) -> Tensor:
 
 
 def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
-    """How an epoch differs from the reference: every image once, and the first ones equal; empty
-    where it does not.
+    """Describe how an epoch differs from the reference: in an image that is missing or came twice,
+    or in one of the first samples. The text is empty where nothing differs.
     """
     rows = {image_id: row for row, image_id in enumerate(reference.image_ids.tolist())}
     checked = 0

@@ -51,7 +51,7 @@ class PillowFolder(CocoFolder):
     @staticmethod
     @guard_pillow()
     def decode(data: bytes | bytearray) -> Tensor:
-        """Image bytes as uint8 [3, H, W]."""
+        """Decode the bytes of an image to uint8 [3, H, W]."""
         picture = Image.open(io.BytesIO(data)).convert("RGB")
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
@@ -71,7 +71,7 @@ class Items(Dataset[Sample]):
 
 
 def collate(samples: Iterable[Sample]) -> tuple[Any, ...]:
-    """``(images, targets)``, as torchvision's references give them."""
+    """Return ``(images, targets)``, as torchvision's references do."""
     return tuple(zip(*samples, strict=True))
 
 
@@ -109,8 +109,8 @@ class EpochLoader:
 
 
 def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """A batch, packed or not, as torchvision models take it: images float32 in 0 to 1, on the
-    device, and targets.
+    """Return the images and targets of a batch, packed or not, as torchvision models take them.
+    Images are float32 in 0 to 1, on the device.
     """
     if isinstance(batch, PackedBatch):
         return batch.to_images(device), batch.to_targets(device)

@@ -48,7 +48,7 @@ class PreparedFiles:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Return the size of all files together, in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
 
@@ -115,8 +115,8 @@ class PreparedData:
         return len(self.reference)
 
     def get(self, kind: str) -> PreparedFiles:
-        """One kind by its name: ``files``, ``tensors`` or ``shards``, then ``_on_drive`` or
-        ``_on_ssd``.
+        """Return one kind of files by its name: ``files``, ``tensors`` or ``shards``, followed by
+        ``_on_drive`` or ``_on_ssd``. It is made where it is missing.
 
         Raises:
             ColabUtilsError: it cannot be made, or needs more disk than is free.
@@ -158,12 +158,13 @@ class PreparedData:
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            shard_mb = max(0.01, min(4.0, source.bytes / 8e6))  # 8 shards or more
+            # The size gives 8 shards or more.
+            shard_mb = max(0.01, min(4.0, source.bytes / 8e6))
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
             dataset = ShardDataset(source.folder)
-            image, found = dataset[0]
-            require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
+            image, objects = dataset[0]
+            require_space(target, len(dataset) * (image.nbytes + objects["masks"].nbytes), _CURE)
             _write_tensors(dataset, target)
         once_s = source.once_s + source.session_s + perf_counter() - began_s
         files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
@@ -192,13 +193,15 @@ class PreparedData:
 
 
 def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """What a call gives for each item, in order, by as many threads as `copy_shards` reads with."""
+    """Return the results of a call for all items, in order. As many threads as `copy_shards` reads
+    with make the calls.
+    """
     with ThreadPool(_STREAMS) as pool:
         return list(show_progress(label, pool.map(call, items), total=len(items), unit="file"))
 
 
 def _explain_bad(dataset: CocoFolder, row: int) -> str:
-    """Why an image cannot be used; empty where it can."""
+    """Return why an image cannot be used, or "" where it can."""
     try:
         dataset[row]
     except ColabUtilsError as error:
@@ -213,7 +216,7 @@ def _copy_file(paths: tuple[Path, Path]) -> None:
 
 
 def _write_tensors(dataset: ShardDataset, target: Path) -> None:
-    """One ``.pt`` an image: the sample that goes to the model, as uint8."""
+    """Write a ``.pt`` file for each image, with the sample that goes to the model, as uint8."""
     for row in range(len(dataset)):
-        image, found = dataset[row]
-        torch.save((image.contiguous(), found), target / f"{row:07d}.pt")
+        image, objects = dataset[row]
+        torch.save((image.contiguous(), objects), target / f"{row:07d}.pt")

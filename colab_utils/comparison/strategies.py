@@ -93,8 +93,8 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
 def _by_workers(
     setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2
 ) -> EpochLoader:
-    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with 0 workers the training
-    loop loads.
+    """Open torch's ``DataLoader``, whose workers last from epoch to epoch. With 0 workers, the
+    training loop loads.
     """
     if workers is None:
         workers = setting.workers
@@ -114,8 +114,8 @@ def _by_tensorflow(setting: Setting, kind: str) -> TensorFlowLoader:
 
 
 def _by_streams(setting: Setting, kind: str) -> Loader:
-    """`make_loader` over the files where they lie: its workers read those of later batches ahead,
-    many at once.
+    """Open `make_loader` over the files where they lie. Its workers read the files of later batches
+    ahead, many at once.
     """
     folder = setting.prepared.get(kind).folder
     return make_loader(
@@ -277,7 +277,8 @@ named.
 
 
 def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Strategy]:
-    """Strategies by name, or as they are, each once; None takes all of `STRATEGIES`.
+    """Return strategies that are given by name or as they are, each once. None takes all of
+    `STRATEGIES`.
 
     Raises:
         ColabUtilsError: an unknown name, or none.

@@ -33,8 +33,8 @@ _SLOWER = 1.3
 def find_causes(
     waits: Array, between: Array, is_first: Array, loop_s: float, facts: LoopFacts
 ) -> list[Cause]:
-    """What costs a tenth of the loop or more, the most first; and growing memory, whatever it
-    costs.
+    """Find what costs a tenth of the loop or more, the largest cost first. Growing memory is listed
+    whatever it costs.
 
     Args:
         waits: seconds of each batch.
@@ -118,7 +118,7 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
 
 
 def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    """How long this process is busy after each step, or after a few, and at which line."""
+    """Explain how long this process is busy after each step, or after a few, and at which line."""
     share = float(between.sum()) / loop_s
     place, looks = facts.looks.find_place("between")
     where = f" It is at {place} ({looks})." if place else ""
@@ -136,7 +136,9 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
 
 
 def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
-    """More workers than cores, which wait for one another, at the start of a pass most of all."""
+    """Explain that there are more workers than cores. They wait for one another, at the start of a
+    pass most of all.
+    """
     cores = count_cores()
     is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
     evidence = weigh_evidence(facts.times, facts.looks)

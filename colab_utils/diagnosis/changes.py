@@ -9,7 +9,8 @@ from pathlib import Path
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_local_path
 
-_SURE = 2  # standard errors
+# A change of no more than so many standard errors is noise.
+_SURE = 2
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def read_run(path: str | Path) -> dict[str, float]:
     file = require_local_path(path)
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
-        run.setdefault("wait_share", run.get("stall_share"))  # of a diagnosis
+        # A diagnosis calls the share of waiting ``stall_share``.
+        run.setdefault("wait_share", run.get("stall_share"))
         return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ColabUtilsError(

@@ -30,11 +30,13 @@ from colab_utils.machine import find_free_memory
 from colab_utils.require import require_number
 
 _CACHED_BATCHES = 4
-_CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
+# Copies of batches may take this share of the free memory.
+_CACHED_SHARE = 0.1
 # Images that the fixes for the data are forecast on, and measured on.
 _SAMPLED = 16
 _VERIFIED = 64
-_FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
+# Under this headspace, nothing that speeds up loading can win 10 %.
+_FINE_HEADSPACE = 1.1
 
 # Of what a step takes longer beside its loader, the share that its threads wait for a core, from
 # which on the lack of cores is the cause.
@@ -193,10 +195,11 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     room = _CACHED_SHARE * find_free_memory()
     if tensors and tensors[0].is_cuda:
         room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
-    most = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
-    while kept and len(kept) >= most:
+    limit = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
+    while kept and len(kept) >= limit:
         del kept[min(kept)]
-    kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
+    # A loader may use the memory of its batch again.
+    kept[number] = copy.deepcopy(batch)
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
@@ -213,21 +216,23 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         )
         slower = _find_slowdown(now, cached, [*kept])
         ceiling = slower * now.images / sum(now.step_s)
-    found = time_stages(loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds)
+    loading_stages = time_stages(
+        loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds
+    )
     kept.clear()
 
-    loading = [*found.stages.values()]
+    loading = [*loading_stages.stages.values()]
     waits = step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second
     fixes = []
     if waits and isinstance(loader, Loader | DataLoader):
-        indices = found.indices[: _VERIFIED if verify else _SAMPLED]
+        indices = loading_stages.indices[: _VERIFIED if verify else _SAMPLED]
         fixes = find_fixes(
             Situation(
                 loader,
                 step,
                 now,
                 cached,
-                found.stages,
+                loading_stages.stages,
                 indices,
                 seconds,
                 verify,
@@ -237,7 +242,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         )
     causes = refine_causes(
         watched.summary().causes,
-        [] if found.unseen else loading,
+        [] if loading_stages.unseen else loading,
         slower=slower,
         step_share=1 - now.wait_share,
         waits=waits,
@@ -245,8 +250,8 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     name = _name_step(step)
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
     verdict += [f"{cause.why} {cause.next}" for cause in causes if cause.id == "memory"]
-    if found.unseen:
-        verdict.append(f"The stages of a sample could not be timed: {found.unseen}")
+    if loading_stages.unseen:
+        verdict.append(f"The stages of a sample could not be timed: {loading_stages.unseen}")
     return Diagnosis(
         " ".join(verdict),
         ceiling / now.images_per_second,
@@ -308,7 +313,7 @@ def describe_verdict(
     fixes: Sequence[Fix],
     step: str,
 ) -> str:
-    """The verdict: a few short sentences with their numbers, and how sure it is.
+    """Return the verdict: a few short sentences with their numbers, and how sure it is.
 
     ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step
     takes ``slower`` times as long. ``stages`` are those of loading.

@@ -35,7 +35,8 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
 from colab_utils.streams import is_remote
 
-FIXES = {  # the name of each fix, and what it is; those that cost you least come first
+# Each fix has a name and a sentence. Those that cost you least come first.
+FIXES = {
     "persistent_workers": ("persistent workers", "Use persistent_workers=True"),
     "streams": (
         "more streams",
@@ -55,15 +56,22 @@ FIXES = {  # the name of each fix, and what it is; those that cost you least com
     ),
     "data_and_workers": ("other data, with more workers", "Both together"),
 }
-_Prepare = partial[dict[str, Any]]  # gives the options of `open_like`
+# A call of it gives the options of `open_like`.
+_Prepare = partial[dict[str, Any]]
 # What training needs, in pixels, as `write_shards` has it.
 _SIDES = {"min_size": 800, "max_size": 1333}
-_SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
-_SAME = 0.95  # of the best rate: as good
-TIMEOUT_S = 60.0  # for a batch
-_LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
-_LATE = 12.0  # times the seconds of a diagnosis: nothing more is tried
-_LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
+# Shrinking is not worth it where more than this share of the pixels stays.
+_SMALLER = 0.9
+# A rate of at least this share of the best one is as good.
+_SAME = 0.95
+# No batch is waited for longer than this.
+TIMEOUT_S = 60.0
+# The placeholder of a step that does next to nothing keeps this share of a core busy.
+_LEAST_BUSY = 0.01
+# After this many times the seconds of a diagnosis, nothing more is tried.
+_LATE = 12.0
+# A trial has at least so many batches, or as many as three times its share of the seconds allow.
+_LEAST_BATCHES = 20
 # Batches of an epoch that has no end.
 _MANY = 10_000
 # Shares of the seconds of a diagnosis, for each fix.
@@ -90,7 +98,7 @@ class Fix:
 
     @property
     def images_per_second(self) -> float:
-        """What was measured, else the forecast, else 0."""
+        """Return the measured rate, or else the forecast, or else 0."""
         return self.measured_images_per_second or self.forecast_images_per_second or 0.0
 
     def __str__(self) -> str:
@@ -125,7 +133,7 @@ class Situation:
 
     @property
     def prefetch(self) -> int:
-        """Batches ahead for each worker."""
+        """Return the number of batches ahead for each worker."""
         return (
             getattr(self.loader, "prefetch", None)
             or getattr(self.loader, "prefetch_factor", None)
@@ -134,20 +142,20 @@ class Situation:
 
     @property
     def epoch_batches(self) -> int:
-        """Batches of an epoch; many where a sampler is endless."""
+        """Return the number of batches of an epoch, which is large where a sampler is endless."""
         with suppress(TypeError):
             return max(1, len(self.loader))
         return _MANY
 
     @property
     def has_restarts(self) -> bool:
-        """Whether workers start anew within the time that was measured."""
+        """Return whether workers start anew within the time that was measured."""
         keeps = getattr(self.loader, "persistent_workers", True)
         is_short = self.epoch_batches < _WARMUP + len(self.loop.wait_s)
         return count_workers(self.loader) > 0 and not keeps and is_short
 
     def make_placeholder(self) -> EmulatedStep | None:
-        """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
+        """Make a step as long and busy as yours on batches that lie ready. Trials train nothing."""
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
         step_s = self.cached.step_s
@@ -155,8 +163,8 @@ class Situation:
         return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
-        """How many workers to try where one takes so long for an image: the fewest, more than now,
-        that keep the step busy, or all cores.
+        """Choose how many workers to try where one takes so long for an image: the smallest number
+        above the present one that keeps the step busy, or one for each core.
         """
         step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
         needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
@@ -177,8 +185,8 @@ def open_like(
     persistent: bool = False,
     packs: bool = False,
 ) -> Iterator[Any]:
-    """A loader like yours, for a trial of one change: over other data, with other workers, more
-    batches ahead, workers that stay, or by `make_loader`. An epoch has as many images as yours.
+    """Open a loader like yours, for a trial of one change: other data, other workers, more batches
+    ahead, workers that stay, or `make_loader`. An epoch has as many images as yours.
 
     Raises:
         ColabUtilsError: your dataset deals its work to the workers itself.
@@ -227,8 +235,8 @@ def open_like(
 
 
 def find_fixes(now: Situation) -> list[Fix]:
-    """Every fix that applies: its forecast by a short trial and, where that is wanted, its measured
-    rate.
+    """Find every fix that applies, and forecast its rate by a short trial. Where that is wanted,
+    the rate is measured, too.
 
     What costs least is tried first, each change alone; those of the data on a sample of it in a
     temporary folder. A fix that cannot be tried, or for which there is no time left, has no
@@ -281,13 +289,15 @@ def _widen(dataset: CocoFolder) -> dict[str, Any]:
 
 
 def _make_fix(id: str, more: str = "") -> Fix:
-    """A fix that was not tried yet."""
+    """Return a fix that was not tried yet."""
     name, sentence = FIXES[id]
     return Fix(id, name, f"{sentence}{more}")
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """The best first; of those within 5 % of it, the one that costs you least."""
+    """Sort fixes, the best first. Of those within 5 % of the best, the one that costs you least
+    comes first.
+    """
     least = _SAME * max((fix.images_per_second for fix in fixes), default=0.0)
     costs = [*FIXES]
 
@@ -304,7 +314,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
     why = f"there is no time left, it takes about {max(1, each_s):.0f} s more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
-            with read_at_full_speed():  # what was timed lies in Drive's cache
+            # What was timed lies in Drive's cache, which is read at full speed.
+            with read_at_full_speed():
                 options = prepare()
             rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
             rate = min(rate, now.ceiling)
@@ -313,7 +324,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
             if rate > 1.05 * now.loop.images_per_second:
                 gain = f"about {rate:.1f} images/s"
             return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
-        except Exception as error:  # what was found out so far is worth more
+        except Exception as error:
+            # An error of a trial must not end the diagnosis, whose results so far are worth more.
             why = describe_error(error).removesuffix(".")
     return replace(fix, sentence=f"{fix.sentence}. Not tried: {why}.")
 
@@ -321,8 +333,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
 def _time(
     now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
 ) -> float:
-    """Images a second; each time from the same batch on, because images of a slow Drive differ in
-    their times.
+    """Measure images per second. Each trial starts at the same batch, because the images of a slow
+    Drive differ in their times.
     """
     with open_like(now, **options) as loader:
         watched = WatchedLoader(loader, TIMEOUT_S, "raise")
@@ -373,7 +385,8 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
     if fixes:
         stages = [now.stages[name] for name in ("read", "decode", "masks") if name in now.stages]
         cpu_ms = sum(stage.cpu_ms for stage in stages)
-        workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
+        # On the local SSD, no file is waited for.
+        workers = now.choose_workers(cpu_ms, cpu_ms)
         last = fixes[-1]
         both = replace(last, id="data_and_workers", name=f"{last.name}, and workers={workers}")
         plans.append((both, partial(make, last.id, workers=workers)))
@@ -393,7 +406,8 @@ def _prepare_shards(
         annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
         limits = _SIDES if id == "resize" else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
-        os.sync()  # it is written now, and not during the trial
+        # The shards are written to the disk now, and not during the trial.
+        os.sync()
     elif is_slow:
         first = dataset.index.shards[0]
         copy_shards(
@@ -404,7 +418,7 @@ def _prepare_shards(
 
 
 def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
-    """The image files as they are, on the local disk."""
+    """Copy the image files as they are to the local disk."""
     dataset: CocoFolder = now.loader.dataset
     for index in now.indices:
         path = folder / dataset.find_path(index).relative_to(dataset.folder)
@@ -412,5 +426,6 @@ def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
         path.write_bytes(read_file(dataset.find_path(index)))
     annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
     local = CocoFolder(folder, annotations)
-    os.sync()  # what was copied is written now, and not during the trial
+    # What was copied is written to the disk now, and not during the trial.
+    os.sync()
     return {"dataset": local}

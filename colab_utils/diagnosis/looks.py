@@ -53,7 +53,7 @@ class Looks:
 
     @property
     def has_busy_workers(self) -> bool:
-        """Whether a worker was at work in most of the looks at a wait."""
+        """Return whether a worker was at work in most of the looks at a wait."""
         count = self._places.get("wait", Counter()).total()
         return count >= _LEAST_LOOKS and 2 * self._busy_count > count
 

@@ -50,7 +50,7 @@ class Growth:
 
     @property
     def cure(self) -> str:
-        """What to do about it."""
+        """Return what to do about the growth."""
         if list(self.by_process) == [_OWN_NAME]:
             return "Keep no losses with their graphs (.item()), and no batches."
         return (

@@ -95,7 +95,7 @@ class SampleTimes(NamedTuple):
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that samples did not run."""
+        """Return the seconds in which samples did not run."""
         return max(0.0, self.wall_s - self.cpu_s)
 
 

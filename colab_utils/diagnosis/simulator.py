@@ -53,7 +53,7 @@ class Simulation:
 
     @property
     def stall_share(self) -> float:
-        """Share of the time in which the step waited for its batch, 0 to 1."""
+        """Return the share of the time in which the step waited for its batch, 0 to 1."""
         return 1.0 - self.utilisation
 
     def __str__(self) -> str:

@@ -20,9 +20,11 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 
-_IMAGES = 64  # that are timed at most
+# No more images are timed.
+_IMAGES = 64
 _HANDED_BATCHES = 40
-_TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
+# All stages of a sample may take so long, and three times what they should take besides.
+_TIMEOUT_S = 60.0
 # Attributes of torchvision's datasets.
 _TRANSFORMS = ("transforms", "transform", "target_transform")
 
@@ -45,7 +47,7 @@ class Stage:
     def from_calls(
         cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float
     ) -> "Stage":
-        """From the wall time of each call, milliseconds [calls]."""
+        """Make a stage from the wall time of each call, milliseconds [calls]."""
         median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
         return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
 
@@ -137,7 +139,8 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
         try:
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)
-        except ColabUtilsError as error:  # whatever somebody's own dataset does
+        except ColabUtilsError as error:
+            # Whatever somebody's own dataset raises comes as this error.
             indices = []
             unseen = str(error).partition("found ")[2]
     devices = {tensor.device.type for tensor in find_tensors(batch)}
@@ -155,8 +158,8 @@ def _time_in_worker(
     collate: Callable[[Any], Any] | None,
     seconds: float,
 ) -> dict[str, Stage]:
-    """A ``collate_fn`` that times the stages of the dataset as the worker has it that calls
-    this.
+    """Time the stages of the dataset as the worker has it. This stands in for a ``collate_fn``,
+    which workers call.
     """
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
     if isinstance(dataset, CocoFolder | ShardDataset):
@@ -230,7 +233,8 @@ def time_samples(
     whole = time_loading(dataset)
     transforms = [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]
     if transforms:
-        with suppress(Exception):  # it may not do without its transforms
+        # The dataset may not work without its transforms.
+        with suppress(Exception):
             bare = copy.copy(dataset)
             vars(bare).update(dict.fromkeys(transforms))
             without = time_loading(bare)
@@ -242,10 +246,10 @@ def time_samples(
 
 
 def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
-    """A batch that lies ready, through one worker and torch's own queue.
+    """Time how a batch that lies ready passes through one worker and torch's own queue.
 
-    It is copied each time, as shared memory that was handed over once is not handed over anew; the
-    copy is taken off.
+    The batch is copied each time, because shared memory that was handed over once is not handed
+    over anew. The time of the copy is taken off.
     """
     copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
     batches: Any = [batch] * 1000
@@ -257,7 +261,7 @@ def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
 
 
 def find_tensors(batch: Any) -> list[Tensor]:
-    """Every tensor in lists, tuples, dicts and dataclasses.
+    """Find every tensor in lists, tuples, dicts and dataclasses.
 
     Example:
         >>> import torch

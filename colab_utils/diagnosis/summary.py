@@ -30,9 +30,12 @@ from colab_utils.require import require_local_path
 from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
-_WORST = 10  # batches
-_SHOWN_S = 10.0  # of the steps
-_KEPT = 1000  # batches whose samples are kept
+# So many batches are listed, the slowest first.
+_WORST = 10
+# Steps that begin within these first seconds are shown.
+_SHOWN_S = 10.0
+# The samples of so many batches are kept.
+_KEPT = 1000
 # Batches to a step of the optimizer, from which gradients are accumulated.
 _ACCUMULATES = 1.5
 
@@ -110,15 +113,15 @@ class Summary:
 
     @property
     def images_per_second(self) -> float:
-        """Over the whole loop, ends of passes left out."""
+        """Return the rate over the whole loop without the ends of passes."""
         return self.images / max(self.seconds - self.ends_s, 1e-9)
 
     def __str__(self) -> str:
-        most = max(self.parts, key=lambda part: part.share)
+        largest = max(self.parts, key=lambda part: part.share)
         who = "" if self.rank is None else f"Rank {self.rank}: "
         lines = [f"{who}{self.verdict}", f"{'':14}{'share':>6}{'median':>10}{'p95':>10}"]
         for part in self.parts:
-            arrow = "  <--" if part is most else ""
+            arrow = "  <--" if part is largest else ""
             lines.append(
                 f"{part.name:14}{part.share:6.0%}{part.median_ms:7.1f} ms{part.p95_ms:7.1f} "
                 f"ms{arrow}"
@@ -192,7 +195,7 @@ class LoopRecord:
             self.cpu_s += measure_tree_cpu() - cpu_began_s
 
     def ask(self) -> float:
-        """The next batch is asked for; gives the time, by `time.perf_counter`."""
+        """Note that the next batch is asked for. Returns the time, by `time.perf_counter`."""
         if self.phase:
             self.phase = "wait"
         else:
@@ -200,24 +203,24 @@ class LoopRecord:
         return self.clock.ask()
 
     def receive(self, images: int) -> None:
-        """The batch came, with so many images."""
+        """Note that the batch came, with so many images."""
         self.phase = "step"
         self.clock.receive(images)
 
     def _end_step(self, *_: Any) -> None:
-        """The optimizer stepped."""
+        """Note that the optimizer stepped."""
         self.phase = "between"
         self.clock.end_step()
 
     def note_samples(self, samples: Sequence[int]) -> None:
-        """These are being loaded while a batch is waited for."""
+        """Note the samples that are being loaded while a batch is waited for."""
         seen = self.seen
         number = self.clock.count
         if samples and len(seen) < _KEPT:
             seen[number] = tuple(dict.fromkeys((*seen.get(number, ()), *samples)))[-16:]
 
     def summarise(self) -> Summary | None:
-        """The summary so far; None before the first batch is over."""
+        """Return the summary so far, or None before the first batch is over."""
         clock = self.clock
         clock.read()
         parts_s = clock.parts_s

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.processes import list_processes, quiet_fork
 
-_ROUNDS = 3  # of a batch from each worker
+# Timing waits for so many batches of each worker, or for so many times its seconds.
+_ROUNDS = 3
 _THREADS = "/proc/self/task"
 
 
@@ -48,39 +49,41 @@ class BatchTimes:
 
     @property
     def batch_size(self) -> int:
-        """Images of a usual batch."""
+        """Return the number of images in a usual batch."""
         return round(self.images / len(self.wait_s))
 
     @property
     def images_per_second(self) -> float:
-        """Images divided by the time of waiting and stepping."""
+        """Return the images divided by the time of waiting and stepping."""
         return self.images / float(self.batch_s.sum())
 
     @property
     def wait_share(self) -> float:
-        """Stall share: wait / (wait + step), 0 to 1."""
+        """Return the stall share: wait / (wait + step), 0 to 1."""
         return sum(self.wait_s) / float(self.batch_s.sum())
 
     @property
     def cpu_ms_per_image(self) -> float:
-        """CPU milliseconds that loading an image took, over all processes, without the steps."""
+        """Return the CPU milliseconds that loading an image took, over all processes, without the
+        steps.
+        """
         return max(0.0, self.cpu_s - self.step_cpu_s) / self.images * 1000
 
     @property
     def error(self) -> float:
-        """Standard error of the mean of wait + step, as a share of it."""
+        """Return the standard error of the mean of wait + step, as a share of the mean."""
         return find_error(self.batch_s)
 
     def find_load_ms(self, workers: int) -> float:
-        """Milliseconds that a worker takes for an image where it is waited for; without workers it
-        rests in a step.
+        """Return the milliseconds that a worker takes for an image where it is waited for. Without
+        workers, nothing is loaded during a step.
         """
         at_work_s = sum(self.wait_s) + (sum(self.step_s) if workers else 0.0)
         return 1000 * max(1, workers) * at_work_s / self.images
 
 
 def find_error(seconds: NDArray[np.float64]) -> float:
-    """Standard error of the mean, as a share of it."""
+    """Return the standard error of the mean, as a share of the mean."""
     return float(seconds.std() / np.sqrt(len(seconds)) / max(seconds.mean(), 1e-9))
 
 
@@ -136,7 +139,8 @@ def time_batches(
         timed_s = began_s
         asked_s = began_s
         for seen, batch in enumerate(source, start=1):
-            _synchronize()  # what the loader queued on the device belongs to the wait
+            # What the loader queued on the device belongs to the wait.
+            _synchronize()
             got_s = perf_counter()
             costs.begin()
             if step is not None:
@@ -161,7 +165,8 @@ def time_batches(
                     cpu_began_s = measure_tree_cpu()
                     timed_s = ended_s
             asked_s = perf_counter()
-        cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end
+        # CPU time is read before the workers end.
+        cpu_s = measure_tree_cpu() - cpu_began_s
     if not waits:
         raise ColabUtilsError(
             f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: "
@@ -245,22 +250,24 @@ def _synchronize() -> None:
 
 
 def count_workers(loader: Any) -> int:
-    """Workers of a `Loader` or a ``DataLoader``; 0 where a loader does not say.
+    """Return the number of workers of a `Loader` or a ``DataLoader``, and 0 where a loader does not
+    give one.
 
     Example:
         >>> count_workers([1, 2])
         0
     """
     pipeline = getattr(loader, "pipeline", None)
-    if isinstance(pipeline, list) and pipeline:  # webdataset's WebLoader, around a DataLoader
+    # Webdataset's WebLoader wraps a DataLoader.
+    if isinstance(pipeline, list) and pipeline:
         return count_workers(pipeline[0])
     workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
     return workers
 
 
 def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
-    """The batches of one epoch after the other; an error in the loader becomes one line that says
-    where.
+    """Yield the batches of one epoch after the other. An error in the loader becomes one line that
+    names its place.
     """
     number = 0
     batches = None
@@ -275,7 +282,8 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
         except Exception as error:
             shut_down = getattr(batches, "_shutdown_workers", None)
             if shut_down is not None and not getattr(loader, "persistent_workers", False):
-                shut_down()  # the traceback would keep them alive
+                # The traceback would keep the workers alive.
+                shut_down()
             reason = f"found {describe_error(error)}".replace("found expected a batch, ", "")
             if not isinstance(error, ColabUtilsError):
                 reason += ": correct the dataset"
@@ -287,17 +295,18 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
                 "expected batches from the loader, found none: lower the batch size"
             )
         if number == before:
-            return  # an iterator: it cannot start again
+            # An iterator cannot start again.
+            return
 
 
 def _is_pair(batch: Any) -> bool:
-    """Whether a batch is ``(images, targets)``; a list of two dicts is two samples."""
+    """Return whether a batch is ``(images, targets)``. A list of two dicts is two samples."""
     return type(batch) in (tuple, list) and len(batch) == 2 and not isinstance(batch[0], Mapping)
 
 
 def count_images(batch: Any) -> int:
-    """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of
-    samples, of a tensor.
+    """Count the images in a batch: columns such as ``(images, targets, ...)`` or a dict, a list of
+    samples, or a tensor.
     """
     columns: Iterable[Any] = [batch]
     if isinstance(batch, Mapping):
@@ -315,12 +324,13 @@ def count_images(batch: Any) -> int:
 
 
 def measure_tree_cpu() -> float:
-    """CPU seconds that this process and all its children have used so far, ended children
-    included.
+    """Return the CPU seconds that this process and all its children have used so far, including the
+    children that have ended.
     """
     total_s = 0.0
     for process in list_processes():
-        with suppress(psutil.Error):  # it ended a moment ago: its parent counts it now
-            # user and system, its own and of its ended children
+        # A process may have ended a moment ago. Its parent counts its time now.
+        with suppress(psutil.Error):
+            # These are user and system times, of the process and of its ended children.
             total_s += sum(process.cpu_times()[:4])
     return total_s

@@ -209,10 +209,12 @@ class Arrival:
             if shards.intersection(window):
                 place = number
         wanted = [*chain(*windows[place:])]
-        with self._lock:  # those in use are kept, and where all stay, the others are copied, too
+        # Shards in use are kept. Where all stay, the others are copied, too.
+        with self._lock:
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
             self._wanted = wanted if self.rolls else [*wanted, *self._order]
-        if self.rolls:  # what is left of earlier windows is read on Drive, if it was removed
+        # Shards of earlier windows that were removed are read on Drive.
+        if self.rolls:
             shards = shards.intersection(chain(*windows[place : place + 1]))
         while not self.has(shards):
             yield None
@@ -255,7 +257,8 @@ class Arrival:
                 self._write_status()
             except OSError:
                 with suppress(OSError):
-                    (self.target / STATUS_NAME).unlink()  # or readers would wait for ever
+                    # With the old status, readers would wait for ever.
+                    (self.target / STATUS_NAME).unlink()
 
     def _finish(self) -> None:
         """Do what comes after the last shard."""
@@ -274,7 +277,8 @@ class Arrival:
                     for number in ended:
                         self._moves.pop(number).result()
             finally:
-                self.retries.stop.set()  # one failed: the others end, too
+                # Where one move failed, the others end, too.
+                self.retries.stop.set()
 
     def _keep_what_fits(self) -> None:
         """Keep the shards that an earlier session left, as far as there is room for them."""
@@ -303,7 +307,8 @@ class Arrival:
         with self._lock:
             here = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in here), None)
-            if number is None or (self._moves and not self.spans_s):  # the first shard comes alone
+            # The first shard comes alone.
+            if number is None or (self._moves and not self.spans_s):
                 return None
             if self._fits(number):
                 return self._fetch, number
@@ -319,7 +324,8 @@ class Arrival:
         began_s = perf_counter()
         for file in self.index.shards[number].files():
             if self.retries.stop.is_set():
-                raise CancelledError  # or the index would be written without this shard
+                # Else the index would be written without this shard.
+                raise CancelledError
             self._job.copy_file(*file)
         self._note_shard(number, began_s)
 

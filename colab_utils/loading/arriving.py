@@ -15,7 +15,8 @@ from colab_utils.processes import ThreadPool
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
 
-_READERS = 32  # of the tables, which lie at the start of a small file beside each shard
+# So many threads read the tables, which lie at the start of a small file beside each shard.
+_READERS = 32
 
 
 class _ArrivingFiles(ShardFiles):
@@ -45,7 +46,8 @@ class _ArrivingFiles(ShardFiles):
         except ColabUtilsError:
             if not self._rolls:
                 raise
-            self._open.close()  # it was removed, and may come back
+            # The shard was removed, and may come back.
+            self._open.close()
             self._drive.read_into(shard, name, start, buffer)
 
 
@@ -134,4 +136,5 @@ class ArrivingShards(ShardDataset):
             self.arrival.wait()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "arrival": None}  # the copy stays in the process that began it
+        # The copy stays in the process that began it.
+        return {**vars(self), "arrival": None}

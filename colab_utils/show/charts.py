@@ -244,8 +244,8 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
     for trial in sorted(trials, key=lambda trial: trial.streams):
         rates.setdefault(trial.streams, []).append(trial.files_per_s)
     medians = {streams: float(np.median(values)) for streams, values in rates.items()}
-    most = max(medians.values())
-    enough = min(streams for streams, rate in medians.items() if rate >= _NEAR_MOST * most)
+    highest = max(medians.values())
+    enough = min(streams for streams, rate in medians.items() if rate >= _NEAR_MOST * highest)
     ending = "more win little" if enough < max(medians) else "more were not tried"
     title = (
         f"{name} gives {format_figure(medians[enough])} files a second with "
@@ -259,7 +259,7 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
     axis.plot(enough, medians[enough], "o", color=ORANGE, markersize=14)
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(medians), [str(streams) for streams in medians], fontsize=12)
-    axis.set_ylim(0, 1.15 * most)
+    axis.set_ylim(0, 1.15 * highest)
     axis.tick_params(labelsize=12)
     axis.minorticks_off()
     axis.set_xlabel("streams: files that are read at the same time", fontsize=14)
@@ -305,8 +305,8 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
 def _write(
     axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = INK
 ) -> None:
-    """Text that ends left of a place ``inside`` a bar, or begins right of it, where no line strikes
-    it through.
+    """Write text that ends left of a place ``inside`` a bar, or begins right of it, where no line
+    strikes it through.
     """
     if inside:
         place: dict[str, Any] = {"xytext": (-10, 0), "ha": "right"}
@@ -327,7 +327,7 @@ def _write(
 
 
 def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
-    """A row for each name, the first on top, without what frames the drawing."""
+    """Draw a row for each name, the first on top, without the frame of the drawing."""
     axis.set_yticks(
         range(len(names)),
         [*names],
@@ -352,7 +352,7 @@ def _make_rows(
 
 
 def format_figure(value: float) -> str:
-    """A figure as it is written at a bar's end.
+    """Format a figure as it is written at a bar's end.
 
     Example:
         >>> format_figure(1234.5), format_figure(0.1234)

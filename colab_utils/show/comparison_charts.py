@@ -38,8 +38,8 @@ Content = Mapping[str, Any]
 
 
 def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
-    """Images per second of every strategy, how long its step waits, and the speed of the step
-    itself as a line.
+    """Draw the images per second of every strategy and how long its step waits. A line marks the
+    speed of the step itself.
 
     The five strategies of the course are named as its steps. What is not timed yet has no bar.
 
@@ -90,8 +90,8 @@ def _measure_step(row: Content) -> float:
 def plot_cold_start(
     comparison: "Comparison | Content", *, seconds: float | None = None
 ) -> DescribedFigure:
-    """`plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of
-    them ran.
+    """Draw the cold runs, with nothing in a cache, as `plot_first_seconds` does. The default time
+    is as long as all of them ran.
 
     Of more than five strategies, those of the course are drawn.
 
@@ -119,8 +119,8 @@ def plot_cold_start(
 
 
 def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
-    """Hours since the beginning over the epochs of a dataset as large as COCO, in sessions of three
-    epochs.
+    """Draw the hours since the beginning over the epochs of a dataset as large as COCO, in sessions
+    of three epochs.
 
     What was measured is scaled to COCO's images. Converting counts once, copying in each session.
     Drawn are the first way, the one that needs no converting (streams, or else the workers), and
@@ -198,8 +198,8 @@ def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
 
 
 def describe_gain(comparison: "Comparison | Content") -> str:
-    """The finding in one sentence: how long the step waits before and after, and how many times as
-    fast it trains; after a warning where this machine was busy with other work.
+    """Return the finding in one sentence: how long the step waits before and after, and how many
+    times as fast it trains. A warning comes first where this machine was busy with other work.
 
     Raises:
         ColabUtilsError: no strategy was timed.
@@ -255,7 +255,7 @@ def find_gain(content: Content) -> tuple[Content, Content]:
 
 
 def read_comparison(comparison: "Comparison | Content") -> Content:
-    """The comparison as ``comparison.json`` has it, and its strategies by name, each with a
+    """Return the comparison as ``comparison.json`` has it, and its strategies by name, each with a
     ``label`` for charts.
 
     ``timed`` are those that were timed; ``fair``, of these, those that deliver the same samples, or
@@ -279,7 +279,7 @@ def read_comparison(comparison: "Comparison | Content") -> Content:
 
 
 def _add_up(row: Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs done, and the hours since the beginning, at each corner of a strategy's line."""
+    """Return epochs done and hours since the beginning at each corner of a strategy's line."""
     later = _SESSION_EPOCHS - 1
     ms = 1000 / row["images_per_second"]
     session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]

@@ -18,8 +18,10 @@ from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.pictures import PALETTE, embed_figure
 from colab_utils.units import format_bytes
 
-_DRAWING_S = 1.0  # between two drawings of a run
-_POINTS = 240  # of a curve, at most: as many as it has pixels
+# Two drawings of a run are at least so far apart.
+_DRAWING_S = 1.0
+# A curve has as many points as it has pixels, at most.
+_POINTS = 240
 # Colours that show on white and on Colab's dark grey.
 _GREEN = PALETTE[2]
 _RED = PALETTE[3]
@@ -79,8 +81,8 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
 
 
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[list[float]]:
-    """Batches, starts and ends for the script; what the end of the simulation cut off has not ended
-    by then.
+    """Return batches, starts and ends for the script. A span that the end of the simulation cut off
+    ends after it.
     """
     end_s = trace.end_s + unfinished * seconds / 1000
     is_shown = trace.start_s < seconds
@@ -96,7 +98,8 @@ def explore_simulation(
     load_cv: float = 0.2,
     prefetch: int = 2,
 ) -> Any:
-    """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
+    """Show sliders for the arguments of `simulate`. Each one redraws the chart and the sentence on
+    how long the step waits.
 
     Arguments are those of `simulate`, and where the sliders start.
 
@@ -175,7 +178,9 @@ def explore_simulation(
 
 
 def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
-    """The sentence, about 30 s or 100 batches, and the chart of the first steps."""
+    """Return the sentence, which covers about 30 s or 100 batches, and the chart of the first
+    steps.
+    """
     seconds = math.ceil(max(30, 100 * step_s, 100 * load_s / max(1, workers)))
     simulation = simulate(
         workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, seed=4, **settings
@@ -212,7 +217,8 @@ class LiveMonitor:
     def __init__(self) -> None:
         self._plan = ""
         self._lines = list[Any]()
-        self._shown: Any = None  # the picture in the page
+        # This is the picture in the page.
+        self._shown: Any = None
         self._drawn_s = 0.0
 
     def __call__(self, line: Any) -> None:
@@ -242,8 +248,8 @@ class LiveMonitor:
 
 
 def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
-    """The run so far as HTML: a curve and the latest figure for each of loss, images a second,
-    waiting and memory.
+    """Return the run so far as HTML: a curve and the latest figure for each of loss, images a
+    second, waiting and memory.
 
     Args:
         lines: log lines of ``train``.
@@ -271,8 +277,8 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
 
 
 def _draw_curve(values: Sequence[float], *, top: float = 0.0) -> str:
-    """The points of a curve in a square of 1 x 1, up to ``top`` or the highest value; of many
-    values some.
+    """Return the points of a curve in a square of 1 x 1, up to ``top`` or the highest value. Of
+    many values, only some are drawn.
     """
     each = -(-len(values) // _POINTS)
     first = (len(values) - 1) % each

@@ -28,12 +28,14 @@ from colab_utils.files import read_file
 
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
-_DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
+# White text stands on these colours.
+_DARK = (PALETTE[0], PALETTE[2], PALETTE[3])
 # The largest objects of an image are named, and drawn, so many.
 _NAMED = 5
 _DRAWN = 100
 _UNKNOWN_SIDE = 480
-_Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
+# A panel has a heading, an image, and the objects on it.
+_Panel = tuple[str, Any, Mapping[str, Any]]
 
 
 class DescribedFigure(Figure):
@@ -165,7 +167,7 @@ def draw_annotations(
 
 
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
-    """A small copy of an image, and its annotations at the same scale."""
+    """Read a small copy of an image, and its annotations at the same scale."""
     height, width = dataset.sizes[i].tolist()
     if height <= 0:
         height = _UNKNOWN_SIDE
@@ -218,7 +220,8 @@ def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
         facecolor="white",
         FigureClass=DescribedFigure,
     )
-    plt.close(figure)  # pyplot would show it a second time at the end of the cell
+    # Pyplot would show the figure a second time at the end of the cell.
+    plt.close(figure)
     figure.suptitle(
         title, x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a", parse_math=False
     )
@@ -246,7 +249,7 @@ def _draw_grid(
     columns: int = 2,
     inches: float = 5.2,
 ) -> DescribedFigure:
-    """A grid of images, each ``inches`` wide: names stay readable from the back of a room."""
+    """Draw a grid of images, each ``inches`` wide. Names stay readable from the back of a room."""
     rows = -(-len(panels) // columns)
     tallest = max(image.shape[1] / image.shape[2] for _, image, _ in panels)
     height = rows * (inches * min(tallest, 1.4) + 0.3) + 0.4
@@ -361,7 +364,7 @@ def _write_name(axis: Axes, item: _Object, shape: tuple[int, ...], inches: float
 
 
 def _match(predictions: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
-    """Which of the N predictions fits which of the M objects: bool [N,M]."""
+    """Return which of the N predictions fits which of the M objects, bool [N, M]."""
     masks = _to_array(predictions["masks"]).astype(np.float32)
     truths = _to_array(truth["masks"]).astype(np.float32)
     both = np.tensordot(masks, truths, ((1, 2), (1, 2)))

@@ -19,8 +19,8 @@ _TIMES = "times as fast"
 
 
 def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
-    """How many times as fast each machine trains, and how long its step waits before and after; the
-    fastest first.
+    """Draw how many times as fast each machine trains, and how long its step waits before and
+    after. The fastest machine comes first.
 
     Args:
         receipts: ``comparison.json`` files of many machines.
@@ -75,7 +75,7 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 
 def summarise_receipt(comparison: "Comparison | Content") -> dict[str, Any]:
-    """A line for the class sheet: the machine, and the first way beside the best way.
+    """Return a line for the class sheet: the machine, and the first way beside the best way.
 
     Raises:
         ColabUtilsError: no strategy was timed.

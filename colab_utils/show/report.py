@@ -226,8 +226,8 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
 
 
 def tabulate_comparison(content: Mapping[str, Any]) -> Table:
-    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's
-    118,287 images.
+    """Tabulate what each strategy reached and what it costs: CPU milliseconds of an image, and
+    hours of COCO's 118,287 images.
     """
     hours = COCO_IMAGES / 3.6e6
     columns = {
@@ -240,7 +240,8 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
         "epoch, h": ("cold_ms_per_image", hours),
     }
     rows = []
-    for row in content["strategies"]:  # of one that was not timed the figures are None
+    # The figures of a strategy that was not timed are None.
+    for row in content["strategies"]:
         figures = {}
         for name, (key, factor) in columns.items():
             figures[name] = None if row[key] is None else round(factor * row[key], 1)
@@ -257,8 +258,8 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
 
 
 def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
-    """A chart as HTML under its title, which a page breaks where it must; on a narrow screen the
-    chart scrolls.
+    """Return a chart as HTML under its title, which a page breaks where it must. On a narrow
+    screen, the chart scrolls.
     """
     finding = figure.get_suptitle().replace("\n", " ")
     title = Markup("<{0}>{1}</{0}>").format(heading, finding) if heading else ""
@@ -266,8 +267,8 @@ def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
 
 
 def show_notes(content: Mapping[str, Any]) -> Markup:
-    """What to know about a comparison's figures, as HTML: what was slowed or emulated, and the
-    machine.
+    """Return what to know about a comparison's figures, as HTML: what was slowed or emulated, and
+    the machine.
     """
     return render(
         "notes",

@@ -10,7 +10,8 @@ from markupsafe import Markup
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import render
 
-_NUMBER = r"–|not tried|[-+]?[\d.,]+(e[-+]\d+)?( ?[^\d\s]{1,8})?"  # 7.97e-05, +7%, 4.2 s
+# Numbers are written as in 7.97e-05, +7% or 4.2 s.
+_NUMBER = r"–|not tried|[-+]?[\d.,]+(e[-+]\d+)?( ?[^\d\s]{1,8})?"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Table:
     is_number: tuple[bool, ...]
 
     def to_html(self) -> Markup:
-        """The table as one HTML element, every text escaped; it brings its own style."""
+        """Return the table as one HTML element with a style of its own. Every text is escaped."""
         return render(
             "table",
             headings=self.headings,

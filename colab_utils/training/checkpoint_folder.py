@@ -75,7 +75,8 @@ class CheckpointFolder:
 
     @property
     def waiting(self) -> Path:
-        """Where checkpoints of this run wait on this machine, in a folder of the user's own.
+        """Return the folder in which checkpoints of this run wait on this machine. It belongs to
+        the user alone.
 
         Raises:
             ColabUtilsError: Somebody else could write there.
@@ -92,7 +93,7 @@ class CheckpointFolder:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint that can be seen now, if there is one."""
+        """Return the newest checkpoint that can be seen now, if there is one."""
         with suppress(DriveLostError):
             return next(reversed(self._list()), None)
         return next(reversed(_list_files(self.waiting, "newest")), None)
@@ -191,8 +192,8 @@ class CheckpointFolder:
         return path
 
     def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
-        """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None
-        without one.
+        """Read the newest or the best checkpoint that is complete, to the CPU, and add its
+        ``path``. Returns None where there is none.
 
         No file is changed, because another process may be training in the folder. That process
         passes ``repair``: a file that is cut short or fails its checksum is renamed to ``.torn-1``,
@@ -233,7 +234,7 @@ class CheckpointFolder:
         return None
 
     def _list(self, which: Which = "newest") -> list[Path]:
-        """In the order of their steps."""
+        """Return the checkpoints of Drive and of this machine in the order of their steps."""
         with explain_read(self.run), guard_drive(self.run):
             paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
         return sorted(paths, key=lambda path: path.name)
@@ -316,7 +317,9 @@ def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:
 
 
 def _list_files(folder: Path, which: Which) -> list[Path]:
-    """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
+    """Return the checkpoints in the order of their steps. A Drive that is lost is an error, and
+    never an empty folder.
+    """
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

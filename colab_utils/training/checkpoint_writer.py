@@ -40,7 +40,8 @@ class CheckpointWriter:
         self._jobs: list[Future[Path]] = []
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:
-        """Whether a checkpoint is due after this step; never while the last one is being written.
+        """Return whether a checkpoint is due after this step. None is due while the last one is
+        being written.
 
         Raises:
             ColabUtilsError: The last one could not be written: said now, and not with the next one.
@@ -83,8 +84,8 @@ class CheckpointWriter:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """A copy that training no longer changes, in the usual order of memory, as code that reads
-    weights expects it.
+    """Return a copy that training no longer changes. It is in the usual order of memory, as code
+    that reads weights expects it.
 
     Example:
         >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})

@@ -53,7 +53,7 @@ def detect(
 def _find_in_boxes(
     model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]
 ) -> list[dict[str, Tensor]]:
-    """The result of ``model(images)``, with masks as the mask head makes them. Source:
+    """Return the result of ``model(images)``, with masks as the mask head makes them. Source:
     ``GeneralizedRCNN.forward``.
     """
     transform = model.transform
@@ -72,28 +72,28 @@ def _find_in_boxes(
 
 
 def describe_detections(
-    found: Mapping[str, NDArray[Any]],
+    detections: Mapping[str, NDArray[Any]],
     *,
     image_id: int,
     size: Sequence[int],
     category_ids: Mapping[int, int],
 ) -> list[dict[str, Any]]:
-    """The objects of an image, found by `detect`, as COCO's results with boxes and masks.
+    """Return the objects that `detect` found in an image as COCO's results, with boxes and masks.
 
     Labels without a category id are left out; ``size`` is the image's height and width.
     """
     from pycocotools import mask as coco_mask
 
-    known = np.isin(found["labels"], list(category_ids))
-    boxes = found["boxes"][known]
-    masks = found["masks"][known]
+    known = np.isin(detections["labels"], list(category_ids))
+    boxes = detections["boxes"][known]
+    masks = detections["masks"][known]
     if masks.dtype == np.bool_:
         rles = [coco_mask.encode(np.asfortranarray(mask, np.uint8)) for mask in masks]
     else:
         rles = encode_masks(torch.from_numpy(masks), torch.from_numpy(boxes), size)
     sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1).tolist()
-    labels = found["labels"][known].tolist()
-    scores = found["scores"][known].tolist()
+    labels = detections["labels"][known].tolist()
+    scores = detections["scores"][known].tolist()
     rows = zip(labels, scores, sides, rles, strict=True)
     return [
         {
@@ -108,8 +108,8 @@ def describe_detections(
 
 
 def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict[str, Any]]:
-    """The masks that torchvision pastes into an image of ``size`` (height and width), above 0.5, as
-    compressed RLE.
+    """Encode the masks that torchvision pastes into an image of ``size`` (height and width), above
+    0.5, as compressed RLE.
 
     Bit for bit the masks of ``paste_masks_in_image`` in torchvision
     ``models/detection/roi_heads.py``, from ``masks``, float32 [D, 28, 28], and ``boxes``, float32

@@ -149,7 +149,9 @@ def _check_classes(model: Any, dataset: Any) -> None:
 
 @contextmanager
 def _set_up(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with exact boxes; afterwards every module has the mode that it had."""
+    """Keep a model in evaluation mode with exact boxes. Afterwards, every module has the mode that
+    it had.
+    """
     modes = [(module, module.training) for module in model.modules()]
     hooks = keep_boxes_exact(model)
     model.eval()
@@ -201,7 +203,7 @@ def _evaluate(
 def _group_images(
     model: nn.Module, dataset: ShardDataset | CocoFolder, batch_size: int
 ) -> list[list[int]]:
-    """Batches of images that the model's transform pads to the same shape."""
+    """Group images in batches that the model's transform pads to the same shape."""
     if not isinstance(model, MaskRCNN):
         return [[i] for i in range(len(dataset))]
     groups: dict[Size, list[int]] = {}
@@ -217,7 +219,7 @@ def _group_images(
 def _decode_ahead(
     dataset: Any, batches: Iterable[list[int]]
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Each batch with its images, decoded in threads while the model works on the batch
+    """Yield each batch with its images, which threads decode while the model works on the batch
     before it.
     """
 
@@ -246,15 +248,18 @@ def _keep_truth(truth: Any) -> None:
 
 
 def _draw(
-    found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], category_ids: dict[int, int]
+    detections: dict[str, NDArray[Any]],
+    image_id: int,
+    size: Sequence[int],
+    category_ids: dict[int, int],
 ) -> None:
     _results.extend(
-        describe_detections(found, image_id=image_id, size=size, category_ids=category_ids)
+        describe_detections(detections, image_id=image_id, size=size, category_ids=category_ids)
     )
 
 
 def _score() -> AveragePrecision:
-    """The average precision of the results so far, by pycocotools."""
+    """Return the average precision of the results so far, by pycocotools."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -262,9 +267,9 @@ def _score() -> AveragePrecision:
     stats = []
     # pycocotools prints, and its loadRes takes no empty list.
     with redirect_stdout(io.StringIO()):
-        found = truth.loadRes(_results) if _results else COCO()
+        predictions = truth.loadRes(_results) if _results else COCO()
         for kind in ("bbox", "segm"):
-            evaluation = COCOeval(truth, found, kind)
+            evaluation = COCOeval(truth, predictions, kind)
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()

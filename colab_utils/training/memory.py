@@ -129,8 +129,9 @@ def _find_limit(step: TrainingStep) -> int:
 
 
 def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Images in an order whose first B are the heaviest batch of B: the largest one, to which the
-    others are padded, then those with the most objects, wide ones to a wide one.
+    """Return the images in an order whose first B are the heaviest batch of B. The largest image
+    comes first, because the others are padded to it. Images that are wide or upright as it is
+    follow, those with the most objects first.
     """
     areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
     largest = int(np.lexsort((counts, areas))[-1])

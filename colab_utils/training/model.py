@@ -189,7 +189,7 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
 
 
 def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
-    """The model of a checkpoint, in training mode."""
+    """Return the model of a checkpoint, in training mode."""
     with explain_state(state):
         plan = state["plan"]
         model = assemble_mask_rcnn(
@@ -234,7 +234,9 @@ the sizes.
 
 
 def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
-    """The published weights of a model; None, with a warning, where the download fails."""
+    """Fetch the published weights of a model. Returns None, with a warning, where the download
+    fails.
+    """
     timeout = socket.getdefaulttimeout()
     # A network that swallows packets would hang for minutes, and not for 15 seconds.
     socket.setdefaulttimeout(15.0)
@@ -253,7 +255,7 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
 
 
 def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
-    """The model of a run's best checkpoint, else of its newest, and its class names."""
+    """Load the model of a run's best checkpoint, or else of its newest, and its class names."""
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
         raise ColabUtilsError(
@@ -272,8 +274,8 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
 def _replace_heads(
     model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]
 ) -> None:
-    """Last layers for other classes: those of classes whose name was ``known`` are copied, the rest
-    is random.
+    """Replace the last layers by those for other classes. The rows of classes whose name was
+    ``known`` are copied, and the rest is random.
     """
     labels = {
         name.lower(): label

@@ -62,8 +62,8 @@ def fold_norms(model: nn.Module) -> int:
 
 
 def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
-    """Convolutions with the norm that follows each, in the order in which torchvision's blocks call
-    them.
+    """Yield each convolution with the norm that follows it, in the order in which torchvision's
+    blocks call them.
     """
     for module in model.modules():
         for conv, norm in pairwise(module.children()):

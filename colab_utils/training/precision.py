@@ -12,8 +12,8 @@ from torchvision.models.detection import (
 
 
 def choose_precision(device: str | torch.device) -> torch.dtype:
-    """The dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), float16,
-    float32 on a CPU.
+    """Choose the dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), else
+    float16, and float32 on a CPU.
 
     Example:
         >>> choose_precision("cpu")
@@ -53,6 +53,8 @@ def _to_float(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 def _give_float_features(generator: nn.Module, inputs: tuple[Any, list[Tensor]]) -> Any:
-    """Anchors take only the shapes, the device and the dtype of the features."""
+    """Replace the features for the anchors by empty ones in float32, because anchors take only the
+    shapes, the device and the dtype.
+    """
     images, features = inputs
     return images, [part.new_empty((), dtype=torch.float32).expand(part.shape) for part in features]

@@ -30,18 +30,18 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the files."""
+        """Return whether this process writes the files."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each process, in the order of their ranks."""
+        """Return the values of all processes, in the order of their ranks."""
         values = [value] * self.count
         if self.count > 1:
             distributed.all_gather_object(values, value)
         return values
 
     def send(self, value: Any) -> Any:
-        """The value of the first process, in all of them."""
+        """Return the value of the first process, in every process."""
         values = [value]
         if self.count > 1:
             distributed.broadcast_object_list(values, 0)
@@ -50,8 +50,8 @@ class Ranks:
 
 @contextmanager
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
-    """The processes that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; without
-    it, one alone.
+    """Join the processes that ``torchrun`` started, by NCCL on GPUs and by gloo on CPUs. Without
+    ``torchrun``, this process is alone.
 
     Example:
         >>> with join_ranks(torch.device("cpu")) as ranks:

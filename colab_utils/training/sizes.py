@@ -11,8 +11,8 @@ Size = tuple[int, int]
 
 
 def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
-    """The size that a model's transform gives each image; in training random where it has several
-    ``min_size``.
+    """Choose the size that a model's transform gives each image. In training it is random where the
+    transform has several ``min_size``.
 
     Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and
     ``fixed_size``; the random numbers are the same ones, of torch on the CPU.
@@ -41,8 +41,8 @@ def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[i
 
 
 def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
-    """The shape that a batch of images of these sizes is padded to, as torchvision does it: the
-    largest sides, each rounded up to a multiple of ``step``.
+    """Return the shape to which torchvision pads a batch of images of these sizes: the largest
+    sides, each rounded up to a multiple of ``step``.
 
     Example:
         >>> fit_shape([(800, 1066), (750, 1000)], step=32)

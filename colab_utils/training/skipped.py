@@ -70,8 +70,8 @@ class SkippedSteps:
             is_last: Whether the run ends after them. At least half of them must not be skipped
                 then.
         """
-        most = _MOST_WITH_SCALE if self._has_scale else _MOST_IN_A_ROW
-        if self.in_a_row >= most:
+        limit = _MOST_WITH_SCALE if self._has_scale else _MOST_IN_A_ROW
+        if self.in_a_row >= limit:
             return f"none in the last {self.in_a_row} steps, from {self._first_in_a_row}, on"
         if is_last and self.count and 2 * self.count >= trained:
             return f"none in {self.count} of {trained} steps, first in {self._first}"

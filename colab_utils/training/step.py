@@ -172,7 +172,7 @@ class TrainingStep:
         total: int | None = None,
         synchronize: bool = True,
     ) -> Tensor | None:
-        """The gradients of a batch, and its loss; None where memory ran out.
+        """Add the gradients of a batch, and return its loss, or None where memory ran out.
 
         ``synchronize=False`` leaves the gradients of several processes apart.
         """
@@ -306,5 +306,5 @@ class _SummedLosses(nn.Module):
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
+    """Return whether a GPU's memory ran out. Each of its libraries has its own message."""
     return bool(_OUT_OF_MEMORY.search(str(error)))

@@ -150,7 +150,7 @@ class Trainer:
         )
 
     def _load_batches(self) -> Iterator[Any]:
-        """Batches of one epoch after the other, until the plan's last step."""
+        """Yield the batches of one epoch after the other, until the plan's last step."""
         batches = chain.from_iterable(repeat(self.loader))
         while self.done < self.plan.steps:
             # For transforms that run on the device.
@@ -173,8 +173,8 @@ class Trainer:
                 )
 
     def _train(self, batch: Any) -> None:
-        """One step with a packed batch, with images and targets, or with None where this process
-        has none of them.
+        """Train one step with a packed batch, with images and targets, or with None where this
+        process has no image of the batch.
         """
         rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
@@ -213,15 +213,15 @@ class Trainer:
         return own
 
     def _seed(self, use: int) -> None:
-        """All random numbers come from (seed, step, process), so that no random state has to be
+        """Seed all random numbers from (seed, step, process), so that no random state has to be
         saved.
         """
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
     def _measure(self) -> tuple[float, float]:
-        """Images per second of the wall clock since the last call, and the share of it that batches
-        were waited for.
+        """Return the images per second of the wall clock since the last call, and the share of that
+        time in which batches were waited for.
         """
         now = (self.clock.images, self.clock.read(), self.clock.seconds)
         images, wait_s, wall_s = np.subtract(now, self._measured).tolist()
