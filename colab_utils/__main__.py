@@ -91,7 +91,9 @@ def _finish(report: Any, command: str, target: str) -> int:
             "good folder, or delete it and run preprocess again."
         )
     if not getattr(report, "ok", True):
-        problem = next(one for one in report.problems if not one.effect.startswith("note"))
+        problem = next(
+            problem for problem in report.problems if not problem.effect.startswith("note")
+        )
         cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
         # Some effects end with what to do.
         if ": " in problem.effect:

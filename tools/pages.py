@@ -163,7 +163,7 @@ def _show_comparison(
 
 def _show_chart(figure: DescribedFigure, heading: str, bars: str) -> str:
     """Return a chart under its title, and the same as bars of HTML, which fit on a phone."""
-    figure.set_size_inches(9, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
+    figure.set_size_inches(10, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
     title = figure.get_suptitle().replace("\n", " ")
     heading_html = f"<{heading}>{escape(title)}</{heading}>" if heading else ""
     return f'{heading_html}<div class="wide">{show_chart(figure, "")}</div>{bars}'

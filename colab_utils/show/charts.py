@@ -293,7 +293,7 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
     figure = make_figure(title, width=12, height=7.2)
     axes = figure.subplot_mosaic("AB;AC;AD").values()
     for axis, (name, values) in zip(axes, panels.items(), strict=True):
-        _lay_rows(axis, [textwrap.shorten(one, 28) for one in values], fontsize=12)
+        _lay_rows(axis, [textwrap.shorten(label, 28) for label in values], fontsize=12)
         bars = axis.barh(range(len(values)), [*values.values()], color=BLUE)
         axis.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=12)
         axis.set_title(name, loc="left", fontsize=14)

@@ -64,7 +64,7 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
             note += f", repeats differ by {measure_spread(repeats):.0%}"
         # Such a bar would touch the line if the workers left the step its core.
         elif row["wait_share"] < _LITTLE and longer > 1 + _LITTLE:
-            note += f", step {longer:.1f} times as long"
+            note += f", step {longer:.1f} x"
         notes[row["label"]] = note
         spread[row["label"]] = (min(repeats), max(repeats))
     figure = plot_bars(

@@ -299,6 +299,6 @@ def test_where_a_way_hardly_waits_a_longer_step_is_written_on_its_bar(make_timin
     texts = read_texts(plot_comparison(make_comparison(make_timing("sequential"), longer)))
     assert texts[:3] == [
         "1.6  waits 96%, repeats differ by 7%",
-        "31  waits 3%, step 1.3 times as long",
+        "31  waits 3%, step 1.3 x",
         "the step alone: 40",
     ]
