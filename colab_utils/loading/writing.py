@@ -123,8 +123,11 @@ class Writing(Arrival):
             self._sendings.append(self._senders.submit(self._send, part.shards[0]))
 
     def _send(self, shard: ShardInfo) -> None:
-        for file in shard.files():
-            self._sending.copy_file(*file)
+        tar, arrays = shard.files()
+        # As they are written: a tar without arrays could be anybody's, and the next session would
+        # refuse the folder.
+        self._sending.copy_file(*arrays)
+        self._sending.copy_file(*tar)
 
     def _finish(self) -> None:
         index = join_index(self._plan, self._done)

@@ -28,6 +28,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.writing import WritingShards
 from colab_utils.shards import plan, write
+from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.job_plan import make_plan
 from colab_utils.shards.jobs import run_part
@@ -353,6 +354,20 @@ def wait_until(is_true):
 
 def count_tars(folder):
     return len(list(folder.glob("shard-*.tar")))
+
+
+def test_no_tar_is_on_drive_before_its_arrays(tiny_dataset, places, monkeypatch):
+    """A session that is killed between the two would leave a folder that could be anybody's."""
+    copy_file = Copying.copy_file
+
+    def note(self, name, *rest):
+        if name.endswith(".tar"):
+            assert (places["drive"] / name).with_suffix(".arrays").exists()
+        return copy_file(self, name, *rest)
+
+    monkeypatch.setattr(Copying, "copy_file", note)
+    open_tiny(tiny_dataset, places).wait()
+    assert count_tars(places["drive"]) > 2
 
 
 @pytest.mark.parametrize("is_new_machine", [False, True])
