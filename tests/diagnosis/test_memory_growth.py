@@ -125,11 +125,13 @@ def test_a_worker_that_hoards_is_found_out():
     count = 0
     began_s = time.perf_counter()
     log = MemoryLog()
-    while time.perf_counter() - began_s < 7:
+    found = None
+    # Readings of a busy machine scatter: it may take some more of them.
+    while time.perf_counter() - began_s < 7 or (found is None and count < 350):
         next(batches)
         count += 1
         log.look(count)
-    found = find_growth(log.readings)
+        found = find_growth(log.readings)
     assert found.mb_per_batch == pytest.approx(40, rel=0.4)
     assert len(found.by_process) == 2
     batches._shutdown_workers()
