@@ -87,12 +87,14 @@ fuzz: setup
 	$(RUN) -m tests.fuzz --cases $(or $(CASES),100000) --seed $(or $(SEED),0)
 
 # Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, a check of 5,000
-# images, with limits on time and memory, and 200 kills of preprocess
+# images, with limits on time and memory, 200 kills of preprocess, 40 of a training that writes its
+# shards
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
 	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) tests/stress/kill_preprocess.py
+	$(RUN) tests/stress/kill_open_dataset.py
 
 # An environment for each loader that `make benchmark` compares with; what cannot be installed is
 # named
