@@ -175,7 +175,8 @@ class CocoDataset:
         """Return these images alone, in this order, in arrays of their own (small to send to
         another process).
         """
-        counts = np.diff(self.first)[indices]
+        # Of these images alone: a check takes thousands of small parts.
+        counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
         names, name_ends = _take_parts(self.names, self.name_ends, indices)
         texts, text_ends = _take_parts(self.texts, self.text_ends, indices)
