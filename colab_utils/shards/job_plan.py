@@ -26,6 +26,7 @@ import colab_utils
 from colab_utils.data.coco import CocoDataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+from colab_utils.shards.plan import split_images
 
 PLAN_NAME = "plan.json"
 
@@ -144,11 +145,11 @@ def read_plan(folder: Path) -> JobPlan | None:
 
 def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> JobPlan:
     """Write a plan, and the annotations of each of its shards, which ``cut`` gives; return it with
-    their number.
+    their number, which is known before they are cut.
 
     Machines that do it at the same time write the same.
     """
-    plan = replace(plan, count=sum(1 for _ in cut()))
+    plan = replace(plan, count=len(split_images(plan.recipe, plan.images)))
     plan.files.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(cut()):
         write_file(_name_part(plan, number), _dump_part(part))
