@@ -1,10 +1,10 @@
 """The clocks: what batches of a loader and their steps cost, in wall time and in CPU time."""
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from glob import glob
 from time import perf_counter, process_time
 from typing import Any
 
@@ -18,7 +18,6 @@ from colab_utils.processes import list_processes, quiet_fork
 
 # Timing waits for so many batches of each worker, or for so many times its seconds.
 _ROUNDS = 3
-_THREADS = "/proc/self/task"
 
 
 @dataclass(frozen=True)
@@ -212,15 +211,10 @@ def measure_queues() -> dict[str, float]:
     Linux counts it in ``/proc/self/task/ID/schedstat``; elsewhere nothing is counted.
     """
     queued_s = {}
-    # A system without this folder counts nothing.
-    with suppress(OSError):
-        for thread in os.listdir(_THREADS):
-            # A thread may end meanwhile, and not every kernel counts.
-            with (
-                suppress(OSError, ValueError, IndexError),
-                open(f"{_THREADS}/{thread}/schedstat") as file,
-            ):
-                queued_s[thread] = int(file.read().split()[1]) / 1e9
+    for path in glob("/proc/self/task/*/schedstat"):
+        # A thread may end meanwhile, and not every kernel counts.
+        with suppress(OSError, ValueError, IndexError), open(path) as file:
+            queued_s[path] = int(file.read().split()[1]) / 1e9
     return queued_s
 
 
