@@ -131,7 +131,9 @@ def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
     # Where pytest-timeout is missing its setting is unknown; where hypothesis is, one file fails.
     command += ["-W", "ignore::pytest.PytestConfigWarning", "--continue-on-collection-errors"]
     # What else this machine has for pytest may warn, and warnings are errors.
-    command += [part for name in PLUGINS if find_spec(name) for part in ("-p", name)]
+    for name in PLUGINS:
+        if find_spec(name):
+            command += ["-p", name]
     if find_spec("xdist"):
         command += ["-n", "auto", "--dist", "loadfile"]
     try:
