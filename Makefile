@@ -93,8 +93,8 @@ stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
 	$(RUN) tests/stress/check_large_dataset.py
-	$(RUN) tests/stress/kill_preprocess.py
-	$(RUN) tests/stress/kill_open_dataset.py
+	$(RUN) -m tests.stress.kill_preprocess
+	$(RUN) -m tests.stress.kill_open_dataset
 
 # An environment for each loader that `make benchmark` compares with; what cannot be installed is
 # named

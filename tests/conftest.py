@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import time
 import zlib
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,3 +147,18 @@ def tiny_shards(tiny_dataset: BuiltinDataset, tmp_path_factory: pytest.TempPathF
         tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=shard_mb, workers=1
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium, by playwright; without them, the tests are skipped."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
+    if path is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -31,19 +31,6 @@ from tests.drive_mount import mount_or_skip
 SHARD_MB = 0.03
 
 
-@pytest.fixture
-def dataset(tiny_dataset, tmp_path):
-    """A copy of the tiny dataset that a test may spoil: its images and its JSON."""
-    shutil.copytree(tiny_dataset.images, tmp_path / "images")
-    shutil.copy(tiny_dataset.annotations, tmp_path / "annotations.json")
-    return tmp_path / "images", tmp_path / "annotations.json"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "shards"
-
-
 def write_alone(dataset, folder, **options):
     settings = {"shard_mb": SHARD_MB, "workers": 1, **options}
     write_shards(*dataset, shards=folder, **settings)

@@ -50,19 +50,6 @@ from tests.bad_reads import BadReads, cut
 SHARD_MB = 0.03  # a few images of the tiny dataset
 
 
-@pytest.fixture
-def dataset(tiny_dataset, tmp_path):
-    """A copy of the tiny dataset that a test may spoil: its images and its JSON."""
-    shutil.copytree(tiny_dataset.images, tmp_path / "images")
-    shutil.copy(tiny_dataset.annotations, tmp_path / "annotations.json")
-    return tmp_path / "images", tmp_path / "annotations.json"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "shards"
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tiny_dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "shards"

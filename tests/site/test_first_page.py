@@ -5,7 +5,6 @@ are left in ``runs/browser``.
 """
 
 import re
-import shutil
 
 import pytest
 
@@ -34,20 +33,6 @@ def test_the_page_is_light_and_asks_for_nothing_from_elsewhere():
     for path in files:
         if path.suffix in {".css", ".js"}:
             assert not re.search(r"https?://|@import|url\(|fetch\(", path.read_text("utf-8")), path
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    path = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    if path is None:
-        pytest.skip("no Chromium: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(params=[(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")])

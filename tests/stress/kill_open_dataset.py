@@ -1,7 +1,7 @@
 """Kill a training that writes its shards behind it, at random moments of its first epoch: no
 finished shard is written again, and both folders end byte-identical to ``write_shards``.
 
-    python tests/stress/kill_open_dataset.py [--kills 40] [--seed 0] [--folder DIR]
+    python -m tests.stress.kill_open_dataset [--kills 40] [--seed 0] [--folder DIR]
 
 After some kills the SSD is lost, as on a fresh Colab machine. The same call goes on each time.
 Exits 1 at the first difference.
@@ -13,7 +13,6 @@ import argparse
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.lock import WRITER_NAME
 from colab_utils.shards.write import write_shards
+from tests.stress.kill_preprocess import kill_session
 
 SESSION = """
 import sys
@@ -71,23 +71,6 @@ def wait_for_writing(session: subprocess.Popen[str], folder: Path) -> bool:
     return False
 
 
-def kill_session(session: subprocess.Popen[str], after_s: float, chance: random.Random) -> bool:
-    """Kill the process, or all of its group, after so many seconds; False where it had ended."""
-    try:
-        output, _ = session.communicate(timeout=after_s)
-    except subprocess.TimeoutExpired:
-        if chance.random() < 0.5:
-            os.killpg(session.pid, signal.SIGKILL)
-        else:
-            # Its helpers notice.
-            session.kill()
-        session.communicate()
-        return True
-    if session.returncode:
-        sys.exit(f"the training failed: {output}")
-    return False
-
-
 def list_shards(folder: Path) -> dict[str, int]:
     """Return when each finished shard was written, by the name of its tar."""
     tars = folder.glob("shard-*.tar")
@@ -95,7 +78,7 @@ def list_shards(folder: Path) -> dict[str, int]:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file of a folder, those of a writer left out."""
+    """Return the content of each file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 

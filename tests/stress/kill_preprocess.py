@@ -1,7 +1,7 @@
 """Kill preprocess again and again at random moments: nothing is lost, and nothing looks finished
 that is not.
 
-    python tests/stress/kill_preprocess.py [--kills 200] [--seed 0] [--folder DIR]
+    python -m tests.stress.kill_preprocess [--kills 200] [--seed 0] [--folder DIR]
 
 After each kill every finished shard must be byte-identical to that of an undisturbed run, and an
 index may be there only with all of them; the same command goes on. When it ends, all must be
@@ -67,23 +67,31 @@ def find_difference(left: dict[str, str], expected: dict[str, str]) -> str:
 
 
 def kill_once(command: list[str], after_s: float, chance: random.Random) -> bool:
-    """Run the command and kill the process, or all of its group, after so many seconds; says
-    whether it was alive.
-    """
-    process = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    """Run the command and kill it as `kill_session` does; says whether it was alive."""
+    session = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
+    return kill_session(session, after_s, chance)
+
+
+def kill_session(session: subprocess.Popen[str], after_s: float, chance: random.Random) -> bool:
+    """Kill the process, or all of its group, after so many seconds; False where it had ended."""
     try:
-        output = process.communicate(timeout=after_s)[0]
+        output, _ = session.communicate(timeout=after_s)
     except subprocess.TimeoutExpired:
         if chance.random() < 0.5:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(session.pid, signal.SIGKILL)
         else:
-            process.kill()  # its workers notice
-        process.communicate()
+            # Its helpers notice.
+            session.kill()
+        session.communicate()
         return True
-    if process.returncode:
-        sys.exit(f"the command failed: {output.decode()}")
+    if session.returncode:
+        sys.exit(f"the command failed: {output}")
     return False
 
 
