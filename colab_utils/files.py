@@ -47,21 +47,18 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     Example:
         >>> open_file("/dev/zero")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, ...
+        colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, and no file. ...
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     try:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ColabUtilsError(
-                f"expected a file at {path} that memory holds, found a device or a pipe: "
-                "put the file there"
-            )
+            raise ColabUtilsError(f"{path} is a device or a pipe, and no file. Put the file there.")
         if status.st_size > most_bytes:
             raise ColabUtilsError(
-                f"expected a file at {path} that memory holds, found "
-                f"{format_bytes(status.st_size)}, "
-                f"more than {format_bytes(most_bytes)}: split it, or save it smaller"
+                f"{path} has {format_bytes(status.st_size)}, more than the "
+                f"{format_bytes(most_bytes)} that are read into memory. Split it, or save it "
+                "smaller."
             )
     except BaseException:
         file.close()
@@ -356,7 +353,7 @@ def require_new(path: Path, mark: bytes = b"") -> Path:
         is_ours = not content or mark in content
     if path.exists() and not is_ours:
         raise ColabUtilsError(
-            f"expected a new file, found {path}: name another: nothing of yours is overwritten"
+            f"{path} is there already, and nothing of yours is overwritten. Name another file."
         )
     return path
 

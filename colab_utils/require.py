@@ -23,12 +23,12 @@ def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     Example:
         >>> require_choice("storage", "zip", ("keep", "shrink"))
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected storage as one of keep, shrink; found ...
+        colab_utils.errors.ColabUtilsError: storage must be one of keep, shrink; it is 'zip'. ...
     """
     if value not in list(choices):
         known = ", ".join(map(str, choices))
         raise ColabUtilsError(
-            f"expected {name} as one of {known}; found {_describe(value)}. Choose one of them."
+            f"{name} must be one of {known}; it is {_describe(value)}. Choose one of them."
         )
 
 

@@ -164,13 +164,13 @@ def make_dataset(
         text = annotations.read_bytes()
     if json.dumps(recipe).encode() not in text:
         raise ColabUtilsError(
-            f"expected {recipe} in {folder}, found another dataset: choose another folder"
+            f"{folder} holds another dataset than {recipe}. Choose another folder."
         )
     content = json.loads(text)
     size = sum(path.stat().st_size for path in images.glob("*.jpg"))
     if size != content["info"]["bytes"]:
         raise ColabUtilsError(
-            f"expected {n} images in {images}, found some missing or cut: delete {folder}"
+            f"Some of the {n} images in {images} are missing or cut short. Delete {folder}."
         )
     return BuiltinDataset(images, annotations, n, len(content["annotations"]), size)
 

@@ -31,9 +31,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, read):
 def test_what_no_memory_holds_is_not_read(tmp_path):
     with open(tmp_path / "photo.jpg", "wb") as file:
         file.truncate(10**9 + 1)
-    with pytest.raises(
-        ColabUtilsError, match=r"expected a file at .*photo.jpg that memory holds, found 1.0 GB"
-    ):
+    with pytest.raises(ColabUtilsError, match=r"photo.jpg has 1.0 GB, more than"):
         read_file(tmp_path / "photo.jpg")
     with pytest.raises(IsADirectoryError):
         read_file(tmp_path)

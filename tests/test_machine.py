@@ -21,7 +21,7 @@ def test_another_system_than_linux_is_told_so(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(
         ColabUtilsError,
-        match="expected Linux to share memory, found win32: use Colab, a Linux machine",
+        match=r"It takes Linux to share memory, and this is win32. Use Colab, a Linux machine",
     ):
         require_linux("share memory")
 

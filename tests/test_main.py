@@ -293,11 +293,11 @@ BAD = [
     (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
     (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),  # somebody's file
     (["check", *COCO, "--json", "{}/images"], "images"),
-    (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "expected a new file"),
+    (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "is there already"),
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
     (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
     # places where nothing can be written
-    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "expected to write into"),
+    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "cannot be written into"),
     (["preprocess", *COCO, "--shards", "/proc/colab_utils", "--storage", "keep"], "/proc"),
     (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
     (["train", "--shards", "{}/shards", "--run", "/proc/colab_utils", "--steps", 1], "/proc"),

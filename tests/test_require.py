@@ -12,14 +12,14 @@ from colab_utils.require import require_choice, require_count, require_number, r
 def test_a_choice_passes_and_all_else_is_named_with_the_choices():
     require_choice("deliver", "dense", ("dense", "packed"))
     with pytest.raises(
-        ColabUtilsError, match=r"expected deliver as one of dense, packed; found 'x'\. Choose one"
+        ColabUtilsError, match=r"deliver must be one of dense, packed; it is 'x'\. Choose one"
     ):
         require_choice("deliver", "x", {"dense": 1, "packed": 2})
 
 
 @pytest.mark.parametrize("value", [[1], {}, None])
 def test_what_has_no_hash_is_no_choice(value):
-    with pytest.raises(ColabUtilsError, match="expected scene as one of a, b; found"):
+    with pytest.raises(ColabUtilsError, match="scene must be one of a, b; it is"):
         require_choice("scene", value, {"a": 1, "b": 2})
 
 

@@ -455,7 +455,7 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
         ssd=tmp_path / "another_machine",
         scene=REAL,
     )
-    with pytest.raises(ColabUtilsError, match=r"expected a zip at .*export\.zip, found none"):
+    with pytest.raises(ColabUtilsError, match=r"There is no zip at .*export\.zip"):
         ensure_dataset(again)
 
 

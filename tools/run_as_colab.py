@@ -143,9 +143,7 @@ def build_environment(folder: Path) -> Path:
             "--disable-pip-version-check",
         ]
         if subprocess.run([*pip, "-r", str(requirements)]).returncode:
-            raise ColabUtilsError(
-                f"expected to install {requirements}, found that pip failed: see its lines above"
-            )
+            raise ColabUtilsError(f"pip failed to install {requirements}. Its lines above say why.")
         done.write_text(key)
     return python
 
@@ -164,9 +162,7 @@ def read_small_settings() -> dict[str, Any]:
             and node.targets[0].id == "TINY"
         ):
             return dict(ast.literal_eval(node.value))
-    raise ColabUtilsError(
-        "expected TINY = {...} in tests/notebooks/test_run_notebooks.py, found none"
-    )
+    raise ColabUtilsError("tests/notebooks/test_run_notebooks.py has no TINY = {...}. Put it back.")
 
 
 @contextmanager

@@ -118,12 +118,10 @@ def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
     """
     if not re.fullmatch(SLUG, slug) or slug.endswith((".git", "/.", "/..")):
         raise ValueError(
-            f"expected REPO=owner/name as on GitHub, found {slug!r}: make badges REPO=owner/name"
+            f"REPO={slug!r} is no owner/name as on GitHub. Run make badges REPO=owner/name."
         )
     if ref and not re.fullmatch(REF, ref):
-        raise ValueError(
-            f"expected REF=tag, such as v1.0, found {ref!r}: make badges REPO=owner/name REF=v1.0"
-        )
+        raise ValueError(f"REF={ref!r} is no tag. Run make badges REPO=owner/name REF=v1.0, say.")
     texts = {path: path.read_text(encoding="utf-8") for path in list_files(root)}
     old = set().union(*map(find_slugs, texts.values()))
     names = "|".join(re.escape(name) for name in sorted(old, key=len, reverse=True))

@@ -267,7 +267,7 @@ def compare(
             empty = replace(empty, note=note)
         if not any(row.times for row in rows):
             raise ColabUtilsError(
-                f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}"
+                f"None of the strategies can be timed. Mend first: {rows[0].note}"
             )
         timings = tuple(map(_Row.summarise, rows))
         busy = ""

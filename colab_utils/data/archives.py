@@ -76,12 +76,12 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     Example:
         >>> unpack_dataset("no/such/export.zip", Path("datasets"))
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a zip at no/such/export.zip, found none: ...
+        colab_utils.errors.ColabUtilsError: There is no zip at no/such/export.zip. ...
     """
     folder = require_local_path(folder)
     is_url = source.lower().startswith(_DOWNLOADS)
     if not is_url and not os.path.isfile(require_local_path(source)):
-        raise ColabUtilsError(f"expected a zip at {source}, found none: check IMAGES")
+        raise ColabUtilsError(f"There is no zip at {source}. Check IMAGES.")
     version = 0 if is_url else os.stat(source).st_mtime_ns
     key = xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}"))
     target = folder / key
@@ -102,9 +102,9 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
                 # It comes anew.
                 download.unlink(missing_ok=True)
                 raise ColabUtilsError(
-                    f"expected a whole zip of a COCO export at {source}, found "
-                    f"{str(error) or type(error).__name__}: open it on your computer, then "
-                    "export or copy it again"
+                    f"{source} is not a whole zip of a COCO export: "
+                    f"{str(error) or type(error).__name__}. Open it on your computer, then export "
+                    "or copy it again."
                 ) from error
             write_file(done, json.dumps(names).encode())
             download.unlink(missing_ok=True)
@@ -124,11 +124,11 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
         members = _fit_names(archive, source, bases)
         wanted = {name: members[name] for name in members if take_base_name(name) in bases}
         if not wanted:
-            cure = "name another JSON in ANNOTATIONS, or export it with its images"
+            cure = "Name another JSON in ANNOTATIONS, or export it with its images."
             if not all(map(str.isascii, members)):
-                cure = "the names in the zip are garbled, zip it again with names in UTF-8"
+                cure = "The names in the zip are garbled: zip it again with names in UTF-8."
             raise ColabUtilsError(
-                f"expected in {source} the images of {text}, found none of {len(names):,}: {cure}"
+                f"{source} has none of the {len(names):,} images of {text}. {cure}"
             )
         _extract(archive, wanted, target)
         return _find_folder(names, members), text
@@ -156,11 +156,14 @@ def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: s
     end = f"/{annotations}" if annotations else ".json"
     texts = [name for name in members if f"/{name}".endswith(end)]
     if len(texts) != 1:
-        names = ", ".join(texts[:_NAMED])
-        none = f"{len(members):,} files and no such one: export COCO instances"
+        if texts:
+            raise ColabUtilsError(
+                f"{source} holds several such files: {', '.join(texts[:_NAMED])}. Name in "
+                "ANNOTATIONS the one that you mean."
+            )
         raise ColabUtilsError(
-            f"expected {annotations or 'one .json'} in {source}, found {names or none}; or name in "
-            "ANNOTATIONS the one that you mean"
+            f"None of the {len(members):,} files in {source} is {annotations or 'a .json'}. Export "
+            "COCO instances, or name in ANNOTATIONS the file that you mean."
         )
     return texts[0]
 
@@ -200,8 +203,8 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
             problem = "a name with control characters, or none at all"
         if problem:
             raise ColabUtilsError(
-                f"expected only files and folders in {source}, found {name!r:.80}, {problem}: "
-                "nothing is unpacked, zip it again"
+                f"{source} holds {name!r:.80}, {problem}, so nothing is unpacked. Zip it again "
+                "with files and folders alone."
             )
         members[name] = info
     return members
@@ -264,7 +267,7 @@ def _receive(url: str, file: BinaryIO, bar: Any) -> None:
             raise
         if not file.tell():
             raise ColabUtilsError(
-                f"expected a zip at {url}, found {error}: check IMAGES and the network"
+                f"The zip at {url} cannot be read: {error}. Check IMAGES and the network."
             ) from error
         # The server has no bytes after those that are here: the file is whole.
         if (
@@ -273,6 +276,5 @@ def _receive(url: str, file: BinaryIO, bar: Any) -> None:
         ):
             return
         raise DriveLostError(
-            f"expected all of {url}, found that the download broke off ({error}): run this again, "
-            "it goes on there"
+            f"The download of {url} broke off ({error}). Run this again: it goes on there."
         ) from error

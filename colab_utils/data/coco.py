@@ -260,9 +260,8 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     for kind, ids in strangers.items():
         if ids.size:
             raise ColabUtilsError(
-                f"expected annotations of images with ids of their own in {annotations}, "
-                f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs "
-                "them (--repair OUT.json)."
+                f"{annotations} has {ids.size} {kind}, such as id {ids[0]}. See `check`, which "
+                "repairs them (--repair OUT.json)."
             )
     # The first image stands for all. Where it cannot be found, its reader says so.
     with suppress(ColabUtilsError, IndexError):

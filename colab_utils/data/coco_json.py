@@ -85,7 +85,7 @@ def _read_text(path: Path) -> tuple[str, str]:
         data = read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
         reason = explain_os_error(error, "Check the name; on Colab, mount Drive first.")
-        raise ColabUtilsError(f"expected an annotations file at {path}, found: {reason}") from None
+        raise ColabUtilsError(f"The annotations {path} cannot be read: {reason}") from None
     kind = name_kind(data)
     if kind:
         raise _expect(path, kind, "Then name the JSON.")
@@ -98,7 +98,7 @@ def _read_text(path: Path) -> tuple[str, str]:
 
 
 def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
-    return ColabUtilsError(f"expected COCO instance JSON in {path}, found {found}. {cure}")
+    return ColabUtilsError(f"{path} does not hold COCO instances: {found}. {cure}")
 
 
 def _read_sections(text: str, path: Path, columns: "Columns") -> set[str]:

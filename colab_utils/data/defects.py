@@ -115,8 +115,8 @@ def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float)
     allowed = count_allowed(total, max_bad)
     if faults.total() > allowed:
         raise ColabUtilsError(
-            f"expected at most {allowed:,} bad objects of {total:,}, found "
-            f"{faults.total():,} so far ({describe_faults(faults)}). Repair the annotations with "
+            f"{faults.total():,} objects are bad so far, and at most {allowed:,} of {total:,} may "
+            f"be ({describe_faults(faults)}). Repair the annotations with "
             "`check --repair OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
         )
 

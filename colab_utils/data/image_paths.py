@@ -49,7 +49,7 @@ def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tu
         return path, False
     number = "no" if relative == "" else "more than one image or"
     raise ColabUtilsError(
-        f"expected a file_name below {folder}, found {name!r:.80}, which leads out of it, and "
+        f"The file_name {name!r:.80} leads out of {folder}, which holds "
         f"{number} file of that name. Put the images there."
     )
 
@@ -71,7 +71,7 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(folder)) and not _is_shortcut(folder, real):
         raise ColabUtilsError(
-            f"expected an image below {folder}, found the link {path} to {real}, which is not "
+            f"The link {path} leads out of {folder}, to {real}, which is not "
             f"opened. Name {real.parent} as the image folder (IMAGES), or copy the images there."
         )
     return path
@@ -111,7 +111,7 @@ def require_folder(images: str | Path) -> None:
     with guard_drive(images):
         if not require_local_path(images).is_dir():
             raise ColabUtilsError(
-                f"expected an image folder, found none at {images}. On Colab, mount Drive first."
+                f"There is no image folder at {images}. On Colab, mount Drive first."
             )
     list_base_names.cache_clear()
 
@@ -177,5 +177,5 @@ def list_base_names(folder: str) -> dict[str, str | None]:
                         places[base] = os.path.relpath(entry.path, folder) if is_new else None
     except OSError as error:
         reason = explain_os_error(error, "Check the folder.")
-        raise ColabUtilsError(f"expected to list the images in {folder}, found: {reason}") from None
+        raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
     return places

@@ -73,7 +73,7 @@ def convert_masks(
     Example:
         >>> convert_masks("PNGImages", "no/such/PedMasks", output="people.json", category="person")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of image files at PNGImages, found ...
+        colab_utils.errors.ColabUtilsError: PNGImages has no image files. ...
     """
     output = require_new(require_local_path(output))
     rows: list[dict[str, Any]] = []
@@ -97,7 +97,7 @@ def convert_masks(
             texts.append(json.dumps(ids | annotation).encode())
     if not texts:
         raise ColabUtilsError(
-            f"expected objects in the masks of {masks}, found only background. Black and "
+            f"The masks of {masks} hold only background. Black and "
             "transparent pixels are background: give background=VALUE if another value is."
         )
     with explain_write(output.parent):
@@ -117,13 +117,11 @@ def _list_images(folder: Path) -> dict[str, Path]:
         if path.suffix.lower() not in known:
             continue
         if path.stem in images:
-            raise ColabUtilsError(
-                f"expected one file called {path.stem} in {folder}, found two. Remove one of them."
-            )
+            raise ColabUtilsError(f"{folder} has two files called {path.stem}. Remove one of them.")
         images[path.stem] = path
     if not images:
         raise ColabUtilsError(
-            f"expected a folder of image files at {folder}, found none. Check the name; for masks "
+            f"{folder} has no image files. Check the name; for masks "
             "in folders of their own, docs/FORMATS.md has a recipe."
         )
     return images
@@ -142,8 +140,8 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     end = ends[0] if ends else ""
     alone = {stem + end for stem in pictures} ^ set(drawn)
     raise ColabUtilsError(
-        "expected a mask called like each image, with one ending for all, found "
-        f"{len(alone)} files without the other, such as {min(alone)}. Rename them; where each "
+        "Each image needs a mask of its name, with one ending for all. "
+        f"{len(alone)} files are without the other, such as {min(alone)}. Rename them; where each "
         "mask is one object, docs/FORMATS.md has a recipe."
     )
 
@@ -171,7 +169,7 @@ def _read_mask(
     # Pillow's many readers raise whatever they like on damaged data.
     except Exception as error:
         raise ColabUtilsError(
-            f"expected an image at {image} and a mask at {mask}, found: {error}"
+            f"The image {image} or its mask {mask} cannot be read: {error}"
         ) from None
     if values.shape[:2] != ((width, height) if is_turned else (height, width)):
         raise ColabUtilsError(
@@ -180,7 +178,7 @@ def _read_mask(
         )
     if kind == "JPEG" and threshold is None:
         raise ColabUtilsError(
-            f"expected a mask that keeps its values at {mask}, found a JPEG. Export masks as PNG, "
+            f"The mask {mask} is a JPEG, which does not keep its values. Export masks as PNG, "
             "or give threshold=127 if each mask is one object."
         )
     if values.ndim == 3:
@@ -196,8 +194,8 @@ def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:
     objects: list[int] = np.unique(values[values >= 0]).tolist()
     if len(objects) > _MOST_OBJECTS:
         raise ColabUtilsError(
-            f"expected a mask with one colour an object at {mask}, "
-            f"found {len(objects):,} colours. Is it a photo?"
+            f"The mask {mask} has {len(objects):,} colours, where each is to be one object. Is it "
+            "a photo?"
         )
     return objects
 
@@ -208,7 +206,7 @@ def _require_background(values: NDArray[np.int64], mask: Path) -> None:
     value = max(corners, key=corners.count)
     if value >= 0 and corners.count(value) >= 3:
         raise ColabUtilsError(
-            f"expected objects on a background at {mask}, found the value {value} in its corners "
+            f"The mask {mask} may have no background of 0: the value {value} is in its corners "
             f"and in {np.mean(values == value):.0%} of its pixels. Give background={value} if all "
             "masks have that background, background=0 if it is an object."
         )
@@ -235,7 +233,7 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
         touched = np.isin(others, neighbours[neighbours[:, 4] == void]).sum()
         if touched and max(others) <= most:
             raise ColabUtilsError(
-                f"expected one value an object at {mask}, found {void} beside {touched:,} others, "
+                f"The mask {mask} has the value {void} beside {touched:,} others, "
                 f"as for pixels without a label. Give background=(0, {void}) to leave it out, "
                 "background=0 if it is an object."
             )
@@ -253,7 +251,7 @@ def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mas
     objects = (all_values >= 0).sum()
     if mixed_pixels[is_edge].sum() >= _EDGE_PIXELS and 2 * edges >= objects:
         raise ColabUtilsError(
-            f"expected one value an object at {mask}, found that {edges:,} of {objects:,} values "
+            f"In the mask {mask}, {edges:,} of {objects:,} values "
             "are the soft edges of others. Export masks without smoothing; or give threshold=127 "
             "if each mask is one object, background=0 if each value is one."
         )

@@ -93,7 +93,7 @@ def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
         return _encode_rle(segmentation, height, width)
     if isinstance(segmentation, list) and segmentation:
         return _encode_polygons(segmentation, height, width)
-    raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
+    raise ColabUtilsError("the annotation has no mask: polygons or RLE")
 
 
 def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     counts = rle.get("counts")
     size = rle.get("size")
     if not isinstance(counts, list | str | bytes):
-        raise ColabUtilsError("expected RLE with counts and size, found one without counts")
+        raise ColabUtilsError("the RLE has no counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(
             f"expected RLE of size [{height}, {width}], the image's, found {size}"
@@ -127,7 +127,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         runs = np.ravel(numbers).tolist() if np.ndim(numbers) == 1 else []
     if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
         raise ColabUtilsError(
-            f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones"
+            f"the RLE is damaged: its counts do not add up to {height} x {width} pixels"
         )
     runs = [*map(int, runs)]
     if 0 in runs[1:]:

@@ -116,8 +116,8 @@ def repair_annotations(
         if kept:
             reasons.append(f"{len(kept):,} x crowd")
         raise ColabUtilsError(
-            f"expected objects to keep, found none in {annotations} with an image in {folder} and "
-            f"masks ({', '.join(reasons)}). Name the right image folder, export polygons, or use "
+            f"{annotations} has no object to keep, with an image in {folder} and masks "
+            f"({', '.join(reasons)}). Name the right image folder, export polygons, or use "
             "--crowds objects."
         )
     with explain_write(output.parent):

@@ -135,7 +135,7 @@ def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
     try:
         parts = [read_numbers(polygon) for polygon in polygons]
     except (TypeError, ValueError, OverflowError):
-        text = "expected polygons made of numbers, found something else in one"
+        text = "a polygon holds something that is no number"
         raise ColabUtilsError(text) from None
     drawn = [part for part in parts if not _is_short(part)] or parts
     for part in drawn:
@@ -160,5 +160,5 @@ def _check_polygon(part: NDArray[np.float64]) -> None:
     # What is not a number is not less than any other.
     if not farthest < _FARTHEST_PIXEL:
         raise ColabUtilsError(
-            f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}"
+            f"a polygon lies outside of the image: it reaches to pixel {farthest:.6g}"
         )

@@ -61,7 +61,7 @@ def read_run(path: str | Path) -> dict[str, float]:
     Example:
         >>> read_run("no/such/before.json")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at ...
+        colab_utils.errors.ColabUtilsError: There is no JSON of an earlier run at ...
     """
     file = require_local_path(path)
     try:
@@ -71,6 +71,5 @@ def read_run(path: str | Path) -> dict[str, float]:
         return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ColabUtilsError(
-            f"expected the JSON of an earlier run at {path}, found none: write one with --json or "
-            "Summary.save"
+            f"There is no JSON of an earlier run at {path}. Write one with --json or Summary.save."
         ) from None

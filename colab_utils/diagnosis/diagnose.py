@@ -133,9 +133,7 @@ def diagnose(
     """
     if isinstance(loader, Iterator | str) or not hasattr(loader, "__iter__"):
         kind = "an iterator" if isinstance(loader, Iterator) else repr(loader)
-        raise ColabUtilsError(
-            f"expected a loader that starts again, found {kind}: pass the DataLoader itself"
-        )
+        raise ColabUtilsError(f"A {kind} cannot start again. Pass the DataLoader itself.")
     require_number("seconds", seconds, above=0)
     loader = take_watched(loader)
     with put_back(loader, restore):

@@ -123,9 +123,8 @@ def simulate(
     slowest_s = max(load_s / max(1, workers), step_s)
     if not 0 < seconds <= slowest_s * _MAX_BATCHES:
         raise ColabUtilsError(
-            f"expected 1 to {_MAX_BATCHES:,} batches, "
-            f"found {seconds} s with one each {slowest_s} s: "
-            "give load_s or step_s more than 0, or fewer seconds"
+            f"{seconds} s with a batch each {slowest_s} s are not 1 to {_MAX_BATCHES:,} batches. "
+            "Give load_s or step_s more than 0, or fewer seconds."
         )
 
     # Without workers the training process loads: one lane, one batch ahead.

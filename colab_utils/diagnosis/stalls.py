@@ -67,7 +67,7 @@ class Stall:
             who = f"worker {self.job.worker} (pid {self.job.pid})"
         finding = FINDINGS[self.verdict].text
         what = finding.format(call=self.seen.call or "a call", file=self.file)
-        waited = f"expected a batch, found none for {self.waited_s:.3g} s"
+        waited = f"No batch came for {self.waited_s:.3g} s"
         return f"{waited}: {who} {what}{self._describe_place()}. {self.cure}"
 
     def _describe_place(self) -> str:

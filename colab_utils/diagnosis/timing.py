@@ -168,8 +168,8 @@ def time_batches(
         cpu_s = measure_tree_cpu() - cpu_began_s
     if not waits:
         raise ColabUtilsError(
-            f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: "
-            "pass a loader that can be iterated again, or warmup=0"
+            f"The loader gives no more than the {warmup} batches of the warm-up, and no second "
+            "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
     return BatchTimes(
         tuple(waits),
@@ -232,7 +232,7 @@ def _run_step(step: Callable[..., Any], batch: Any, number: int) -> None:
         _synchronize()
     except Exception as error:
         raise ColabUtilsError(
-            f"expected a step that takes batch {number}, found {describe_error(error)}. "
+            f"The step failed at batch {number}: {describe_error(error)}. "
             "Try it alone: step(*next(iter(loader)))"
         ) from error
 
@@ -278,16 +278,12 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
             if shut_down is not None and not getattr(loader, "persistent_workers", False):
                 # The traceback would keep the workers alive.
                 shut_down()
-            reason = f"found {describe_error(error)}".replace("found expected a batch, ", "")
+            reason = describe_error(error)
             if not isinstance(error, ColabUtilsError):
-                reason += ": correct the dataset"
-            raise ColabUtilsError(
-                f"expected batch {number + 1} from the loader, {reason}"
-            ) from error
+                reason += ". Correct the dataset."
+            raise ColabUtilsError(f"The loader gives no batch {number + 1}: {reason}") from error
         if number == 0:
-            raise ColabUtilsError(
-                "expected batches from the loader, found none: lower the batch size"
-            )
+            raise ColabUtilsError("The loader gives no batch. Lower the batch size.")
         if number == before:
             # An iterator cannot start again.
             return

@@ -64,9 +64,7 @@ def watch(
     require_number("timeout_s", timeout_s, above=0, below=inf)
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         name = type(loader).__name__
-        raise ColabUtilsError(
-            f"expected a loader to iterate over, found {name}: pass your DataLoader"
-        )
+        raise ColabUtilsError(f"A {name} cannot be iterated over. Pass your DataLoader.")
     kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
     watched = kind(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)
@@ -103,9 +101,7 @@ class WatchedLoader:
         """
         summary = self._record.summarise()
         if summary is None:
-            raise ColabUtilsError(
-                "expected a batch to look at, found none: loop over the watched loader first"
-            )
+            raise ColabUtilsError("No batch was seen yet. Loop over the watched loader first.")
         return summary
 
     def __len__(self) -> int:

@@ -114,22 +114,22 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         writer = find_writer(folder)
         if writer:
             raise ColabUtilsError(
-                f"expected finished shards in {folder}, found that preprocess is writing there "
-                f"({writer!r}). Wait until it has ended."
+                f"preprocess is still writing the shards in {folder} ({writer!r}). Wait until it "
+                "has ended."
             ) from None
-        problem = f"expected a folder of shards, found nothing at {folder}"
+        problem = f"There is no folder of shards at {folder}"
         if folder.exists():
-            problem = f"expected {INDEX_NAME} in {folder}, found none"
+            problem = f"{folder} has no {INDEX_NAME}"
         raise ColabUtilsError(
             f"{problem}. Run preprocess (or copy) first: "
             "where it was interrupted, it continues where it stopped."
         ) from None
     except OSError as error:
         reason = explain_os_error(error, "Make the file readable.")
-        raise ColabUtilsError(f"expected to read {path}, found: {reason}") from None
+        raise ColabUtilsError(f"{path} cannot be read: {reason}") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
-            f"expected the index that was written in {path}, found one that was changed since: "
+            f"The index {path} was changed since it was written: "
             f"{error!s:.100}. Copy the folder again, or delete it and run preprocess again: "
             "finished shards stay."
         ) from None
@@ -145,13 +145,13 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     """
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise ColabUtilsError(
-            f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another."
+            f"The index in {folder} is not one of {FORMAT_NAME}. Name another folder."
         )
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {folder}, "
-            f"found version {version!s:.20}. "
+            f"The shards in {folder} have format version {version!s:.20}, and this version of "
+            f"colab_utils reads version {FORMAT_VERSION}. "
             "Update colab_utils, or run preprocess again, into another folder."
         )
     checksum = raw.pop("xxh3_64")

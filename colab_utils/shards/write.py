@@ -240,10 +240,7 @@ def _find_run(folder: Path) -> ShardIndex | None:
         if index is not None:
             return index
     if any(folder.glob("shard-*.tar")):
-        raise ColabUtilsError(
-            f"expected an empty folder, found shards without an index in {folder}. "
-            "Name another one."
-        )
+        raise ColabUtilsError(f"{folder} holds shards without an index. Name an empty folder.")
     return None
 
 
@@ -259,7 +256,7 @@ def _find_own_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) ->
         difference = "made with other settings"
     if difference:
         raise ColabUtilsError(
-            f"expected nothing or the same shards, found shards {difference} in {folder}. "
+            f"{folder} holds shards {difference}. "
             "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
         )
     return index
@@ -424,7 +421,7 @@ def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> 
     if len(bad) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
         raise ColabUtilsError(
-            f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far "
+            f"{len(bad)} images are bad so far, and at most {allowed} of {total:,} may be "
             f"({examples}). Repair them, or their annotations with `check --repair OUT.json`, "
             "or allow more with --max-bad SHARE."
         )

@@ -260,7 +260,7 @@ class CheckpointFolder:
 
     def _refuse_write(self, path: Path, error: Any) -> ColabUtilsError:
         return ColabUtilsError(
-            f"expected to write the checkpoint {path}, found: {error.strerror or error}. The "
+            f"The checkpoint {path} cannot be written: {error.strerror or error}. The "
             f"newest complete one is {self.newest}. Free disk space or choose another run "
             "folder, then start again: training resumes."
         )

@@ -89,7 +89,7 @@ class TrainingStep:
             if not _is_out_of_memory(error):
                 raise
             raise ColabUtilsError(
-                "expected room for the model on the GPU, found its memory taken. Restart the "
+                "The GPU's memory is taken: the model does not fit. Restart the "
                 "session (Runtime > Restart session), or end the other process that nvidia-smi "
                 "lists."
             ) from error
@@ -152,8 +152,8 @@ class TrainingStep:
         if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
             size = -(-count // self.parts)
             raise ColabUtilsError(
-                f"expected {size} of the {count} images of a batch to fit into the GPU's memory, "
-                f"found that they do not ({self._memory_error}). Train smaller batches, a smaller "
+                f"{size} of the {count} images of a batch do not fit into the GPU's memory "
+                f"({self._memory_error}). Train smaller batches, a smaller "
                 "min_size or a lighter model."
             )
         self.parts *= 2

@@ -151,7 +151,7 @@ def train(
     Example:
         >>> report = train("no/such/shards", "runs/first", steps=200, log=print)
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
+        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
     transforms = augment if callable(augment) else None
     asked = AskedSettings(
@@ -280,7 +280,7 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         require_count("epochs", epochs, most=LARGEST_COUNT)
         if steps is not None:
             raise ColabUtilsError(
-                f"expected epochs of at least 1, and no steps beside them, found {epochs}. Pass "
+                f"epochs must be at least 1, with no steps beside them; it is {epochs}. Pass "
                 "another value."
             )
     if checkpoint_steps is not None:
@@ -333,8 +333,8 @@ def _choose_settings(
         settings = choose_settings(asked, read_settings(state["plan"]), on_gpu=on_gpu)
         if settings.augment == OWN_TRANSFORMS and transforms is None:
             raise ColabUtilsError(
-                f"expected the transforms that the run of {state['path']} was begun with, "
-                "found none. Pass them again as augment."
+                f"The run of {state['path']} was begun with transforms of your own. Pass them "
+                "again as augment."
             )
         _check_checkpoint(state, settings, data, device=device, seed=seed)
     return settings
@@ -375,8 +375,8 @@ def _check_checkpoint(
     for name, value in needed.items():
         if before[name] != value:
             raise ColabUtilsError(
-                f"expected a checkpoint with {name.replace('_', ' ')} {value}, "
-                f"found {before[name]} in {path}. Train into {_ELSEWHERE}: "
+                f"The checkpoint {path} is of a run with {name.replace('_', ' ')} {before[name]}, "
+                f"not {value}. Train into {_ELSEWHERE}: "
                 "older checkpoints are then moved to a folder of their own."
             )
     if before["device"] == "cpu" and device.type == "cuda":

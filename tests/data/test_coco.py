@@ -725,7 +725,7 @@ def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files, why):
 
 def test_a_folder_that_cannot_be_listed_is_told(tmp_path):
     with pytest.raises(
-        ColabUtilsError, match=r"expected to list the images in .*images, found: .*Check the folder"
+        ColabUtilsError, match=r"The images in .*images cannot be listed: .*Check the folder"
     ):
         find(tmp_path, ["C:\\photos\\a.jpg"], files=[])
 

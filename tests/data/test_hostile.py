@@ -128,7 +128,7 @@ def test_files_that_were_moved_since_are_found(tmp_path, coco):
 
 def test_no_folder_of_validation_images_is_said(tmp_path, coco):
     check(tmp_path, coco)
-    with pytest.raises(ColabUtilsError, match=r"expected an image folder, found none at .*missing"):
+    with pytest.raises(ColabUtilsError, match=r"There is no image folder at .*missing"):
         check(tmp_path, coco, validation=(tmp_path / "missing", tmp_path / "a.json"))
 
 

@@ -366,7 +366,7 @@ def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
     # the lines of this process alone are seen
     where = r"at sample 8\." if workers else "at sample 8, in "
     with pytest.raises(
-        ColabUtilsError, match=rf"expected batch 3 from the loader, found none for .* {where}"
+        ColabUtilsError, match=rf"The loader gives no batch 3: No batch came for .* {where}"
     ):
         diagnose(loader, _sleep_step(0.001), seconds=2)
     assert set(multiprocessing.active_children()) <= before
@@ -386,7 +386,7 @@ def test_a_step_that_fails_is_named():
         raise ValueError("expected 4 channels")
 
     with pytest.raises(
-        ColabUtilsError, match="a step that takes batch 1, found ValueError: expected 4 channels"
+        ColabUtilsError, match="The step failed at batch 1: ValueError: expected 4 channels"
     ):
         diagnose(DataLoader(_Sleepy(), batch_size=4), fail, seconds=1)
 

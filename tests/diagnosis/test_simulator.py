@@ -128,7 +128,7 @@ def test_a_load_longer_than_the_simulation_gives_no_batch():
         ({"load_s": -1}, "load_s"),  # negative time
         ({"load_s": float("nan")}, "load_s"),  # no number
         ({"load_s": 0, "step_s": 0}, "load_s or step_s more than 0"),  # endless batches
-        ({"seconds": 0}, "expected 1 to 1,000,000 batches"),  # no time at all
+        ({"seconds": 0}, "are not 1 to 1,000,000 batches"),  # no time at all
         ({"load_s": 1e-9, "step_s": 1e-9}, "fewer seconds"),  # would run for hours
     ],
 )

@@ -78,7 +78,7 @@ def test_attributes_of_the_loader_are_reachable():
     watched.worker_init_fn = print  # as a framework sets it
     assert loader.worker_init_fn is print
     assert isinstance(watched, DataLoader)
-    with pytest.raises(ColabUtilsError, match="expected a batch to look at, found none"):
+    with pytest.raises(ColabUtilsError, match="No batch was seen yet"):
         watched.summary()
 
 

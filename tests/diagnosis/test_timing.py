@@ -194,9 +194,7 @@ class TestTimeBatches:
     @pytest.mark.parametrize("workers", [0, 1])
     def test_names_the_error_and_the_batch(self, workers):
         loader = DataLoader(_Samples(8, broken=5), batch_size=2, num_workers=workers)
-        with pytest.raises(
-            ColabUtilsError, match=r"expected batch 3 .* ValueError: bad jpeg"
-        ) as caught:
+        with pytest.raises(ColabUtilsError, match=r"no batch 3: ValueError: bad jpeg") as caught:
             time_batches(loader, batches=4)
         assert "\n" not in str(caught.value)
 

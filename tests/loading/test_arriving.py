@@ -484,7 +484,7 @@ def test_shards_take_turns_in_no_folder_that_holds_files(
     before = {path.name: path.read_bytes() for path in ssd.iterdir()}
     with pytest.raises(
         ColabUtilsError,
-        match=r"expected a new or empty folder .* found files in .*ssd, which are never",
+        match=r"need a new or empty folder, and .*ssd holds files, which are never",
     ):
         ArrivingShards(drive, ssd, limit_gb=limit_gb)
     assert {path.name: path.read_bytes() for path in ssd.iterdir()} == before
@@ -543,13 +543,13 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
 
 
 def test_a_limit_that_is_no_number_is_refused(drive, tmp_path):
-    with pytest.raises(ColabUtilsError, match="expected a limit that holds two shards"):
+    with pytest.raises(ColabUtilsError, match="does not hold two shards"):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=float("nan"))
 
 
 def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
     with pytest.raises(
-        ColabUtilsError, match=r"expected a limit that holds two shards, .* GB, found 1\.0 kB"
+        ColabUtilsError, match=r"A limit of 1\.0 kB does not hold two shards, .* GB"
     ):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=1e-6)
     assert not (tmp_path / "ssd").exists()
@@ -564,7 +564,7 @@ def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
 
 
 def test_the_folder_that_shards_come_from_is_no_target(drive):
-    with pytest.raises(ColabUtilsError, match="expected two folders"):
+    with pytest.raises(ColabUtilsError, match="is source and target at once"):
         ArrivingShards(drive, drive)
 
 
@@ -574,7 +574,7 @@ def test_a_status_that_is_no_file_is_no_status(tiny_shards, tmp_path):
     assert len(dataset[11][1]["labels"]) == len(ShardDataset(tiny_shards)[11][1]["labels"])
     dataset.stop()
     (tmp_path / "other" / "arriving.json").mkdir(parents=True)
-    with pytest.raises(ColabUtilsError, match="expected to write into"):
+    with pytest.raises(ColabUtilsError, match="cannot be written into"):
         ArrivingShards(tiny_shards, tmp_path / "other")
 
 

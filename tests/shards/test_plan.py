@@ -129,7 +129,7 @@ def test_a_lost_drive_and_an_ended_process(run, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"storage": "zip"}, "expected storage as one of"),
+        ({"storage": "zip"}, "storage must be one of"),
         ({"min_size": 0}, "expected min_size between"),
         ({"workers": 0}, "expected workers between"),
     ],

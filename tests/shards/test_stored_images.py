@@ -456,7 +456,7 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"segmentation": []}, "annotation 5: expected polygons or RLE"),
+        ({"segmentation": []}, "annotation 5: the annotation has no mask: polygons or RLE"),
     ],
 )
 def test_bad_annotations_are_named(changes, found):

@@ -239,7 +239,7 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(tiny_dataset):
         (boxes_only, packed, "found FasterRCNN.*deliver='dense'"),
         (torch.nn.Identity(), packed, "found Identity"),
         (build(samples).eval(), packed, "evaluation mode: call model.train"),
-        (model, (images, targets), "expected a packed batch, found tuple.*deliver='packed'"),
+        (model, (images, targets), "A tuple is no packed batch.*deliver='packed'"),
     ]
     for one, batch, message in refused:
         with pytest.raises(ColabUtilsError, match=message):

@@ -285,7 +285,7 @@ def test_a_refused_run_leaves_no_folder(other_shards, tmp_path):
 
 @pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"])
 def test_a_run_whose_name_no_disk_takes_is_told(tiny_shards, tmp_path, name):
-    with pytest.raises(ColabUtilsError, match="expected to write into"):
+    with pytest.raises(ColabUtilsError, match="cannot be written into"):
         train(tiny_shards, tmp_path / name, steps=1, **TINY)
 
 
@@ -728,9 +728,7 @@ def test_fewer_images_of_the_same_dataset_are_refused(undisturbed, dataset, tmp_
         workers=1,
         max_bad=0.5,
     )
-    with pytest.raises(
-        ColabUtilsError, match=r"expected a checkpoint with images 5, found 6 in .*resume='never'"
-    ):
+    with pytest.raises(ColabUtilsError, match=r"is of a run with images 6, not 5.*resume='never'"):
         train(
             tmp_path / "shards",
             Path(undisturbed.checkpoint).parent,
@@ -930,9 +928,7 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
 @pytest.mark.filterwarnings("ignore:.*skipped")
 @pytest.mark.parametrize("rate", [1e4, 1e8, 1e30, 1e38])
 def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, rate):
-    with pytest.raises(
-        ColabUtilsError, match=r"expected a finite loss.*learning_rate below"
-    ) as told:
+    with pytest.raises(ColabUtilsError, match=r"the loss is .*learning_rate below") as told:
         train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
     assert "\n" not in str(told.value)
 
@@ -1097,7 +1093,7 @@ def test_a_dataset_in_place_of_its_folder_is_refused_in_words(tiny_shards, tmp_p
 def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
     run = tmp_path / "run"
     run.write_text("the user's")
-    with pytest.raises(ColabUtilsError, match=r"expected to write into .*run, found: File exists"):
+    with pytest.raises(ColabUtilsError, match=r"run cannot be written into: File exists"):
         train(
             tiny_shards,
             run,
@@ -1109,7 +1105,7 @@ def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
 
 
 def test_unknown_model_is_named_before_the_checkpoint(undisturbed, tiny_shards):
-    with pytest.raises(ColabUtilsError, match="expected model as one of maskrcnn_resnet50_fpn_v2"):
+    with pytest.raises(ColabUtilsError, match="model must be one of maskrcnn_resnet50_fpn_v2"):
         train(tiny_shards, Path(undisturbed.checkpoint).parent, **{**TINY, "model": "yolo"})
 
 
@@ -1168,9 +1164,7 @@ def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
 
 
 def test_dataset_without_objects_is_refused(other_shards, tmp_path):
-    with pytest.raises(
-        ColabUtilsError, match=r"expected images with objects .* found none in 3 images"
-    ):
+    with pytest.raises(ColabUtilsError, match=r"None of the 3 images in .* has objects"):
         train(other_shards["no objects"], tmp_path, **TINY)
 
 
@@ -1353,7 +1347,7 @@ def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(tiny_shards, run, mo
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "load", fail)
-    with pytest.raises(ColabUtilsError, match=r"expected to load .*can't allocate"):
+    with pytest.raises(ColabUtilsError, match=r"cannot be loaded, .*can't allocate"):
         train(tiny_shards, run, steps=6, **TINY)
     monkeypatch.undo()
     assert list_names(run) == names
