@@ -25,12 +25,16 @@ AHEAD_BYTES = 64_000_000
 
 
 class Reading:
-    """One file that was asked for: see `Reader.ask`."""
+    """One file that was asked for: see `Reader.ask`.
+
+    Attributes:
+        content: of the file, once it was read; `take` waits for it and frees its memory.
+    """
 
     def __init__(self, reader: "Reader", name: Any) -> None:
         self.name = name
         self._reader = reader
-        self._content: Future[Any] = Future()
+        self.content: Future[Any] = Future()
 
     def take(self) -> Any:
         """Return what was read; wait for it where it has not come yet.
@@ -41,7 +45,7 @@ class Reading:
         """
         self._reader._hurry(self)
         try:
-            return self._content.result()
+            return self.content.result()
         finally:
             self._reader._release(self)
 
@@ -264,9 +268,9 @@ class Reader:
                 self._tune()
                 self._start_more()
         if error is None:
-            reading._content.set_result(content)
+            reading.content.set_result(content)
         else:
-            reading._content.set_exception(error)
+            reading.content.set_exception(error)
 
     def _tune(self) -> None:
         """Tell the tuner of a file that came; the lock is held."""
