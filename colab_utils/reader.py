@@ -23,6 +23,10 @@ from colab_utils.streams import (
 AHEAD_BYTES = 64_000_000
 """Bytes that a reader holds of files that nobody has taken yet."""
 
+# Files that are asked for, for each stream: while the one that is needed next takes 16 times as
+# long as others, these keep coming.
+_FILES_A_STREAM = 16
+
 
 class Reading:
     """One file that was asked for: see `Reader.ask`.
@@ -199,8 +203,8 @@ class Reader:
             self._threads = 0
 
     def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield names until twice the streams are asked for."""
-        for _ in range(max(1, 2 * self.streams - pending)):
+        """Yield names until some files for each stream are asked for."""
+        for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
             try:
                 yield next(source)
             except StopIteration:

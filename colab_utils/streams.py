@@ -32,6 +32,7 @@ _FILES_A_STREAM = 3
 _LEAST_FILES = 16
 # Windows until a wider try, where the last one gained nothing or was refused.
 _PATIENCE = 3
+_PATIENCE_AFTER_REFUSAL = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class StreamTuner:
     """Choose how many files are read at once, while they are read.
 
     The number doubles as long as files come faster by a tenth. Where they do not, it falls back
-    and is tried again later; where the folder refuses, it is halved, and later tries are smaller.
+    and is tried again later. Where the folder refuses, it is halved, or what was tried is given up;
+    then the middle between what works and what was refused is tried.
     The method is that of TCP's slow start (RFC 5681), with files a second in place of
     acknowledgements.
 
@@ -73,6 +75,8 @@ class StreamTuner:
         self._accepted = streams
         self._accepted_rate = 0.0
         self._factor = _FACTOR
+        # The number that was refused last; None where it was long ago.
+        self._refused: int | None = None
         self._patience = 0
         self._ignored = 0
         self._is_trial = False
@@ -113,6 +117,7 @@ class StreamTuner:
             self._ignored -= 1
             return
         self._ignored = self.streams
+        self._refused = self.streams
         if self._is_trial:
             self.streams = self._accepted
         else:
@@ -120,7 +125,7 @@ class StreamTuner:
             self._accepted = self.streams
         self._is_trial = False
         self._factor = _FACTOR_AFTER_REFUSAL
-        self._patience = _PATIENCE
+        self._patience = _PATIENCE_AFTER_REFUSAL
         self._restart()
 
     def _restart(self) -> None:
@@ -153,6 +158,13 @@ class StreamTuner:
 
     def _try_wider(self) -> None:
         wider = min(MOST_STREAMS, max(self.streams + 1, round(self.streams * self._factor)))
+        if self._refused is not None:
+            wider = (self.streams + self._refused) // 2
+        if self._refused is not None and wider < _GAIN * self.streams:
+            # This is close enough. What was refused may be served later.
+            self._refused = None
+            self._patience = _PATIENCE
+            return
         self._is_trial = wider > self.streams
         self.streams = wider
 

@@ -163,7 +163,27 @@ def test_names_are_drawn_as_they_are_needed(tmp_path):
     reader = Reader(str, place=tmp_path, streams=4)
     readings = reader.read_all(draw())
     assert next(readings).take() == "0"
-    assert len(drawn) <= 8
+    assert len(drawn) <= 16 * 4
+    readings.close()
+    reader.close()
+
+
+def test_a_slow_file_keeps_no_stream_from_its_work(tmp_path):
+    """While the first file does not come, the other streams read ten files each."""
+    slow = threading.Event()
+    names = []
+
+    def read(name):
+        names.append(name)
+        if name == 0:
+            slow.wait(10)
+
+    reader = Reader(read, place=tmp_path, streams=4)
+    readings = reader.read_all(range(1000))
+    first = next(readings)
+    wait_until(lambda: len(names) >= 40)
+    slow.set()
+    first.take()
     readings.close()
     reader.close()
 
