@@ -26,13 +26,12 @@ _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", 
 _GAIN = 1.1
 # Each try is wider by this factor, and by less after a refusal.
 _FACTOR = 2.0
-_FACTOR_AFTER_REFUSAL = 1.25
+_FACTOR_AFTER_REFUSAL = 1.5
 # Files that a window counts, for each stream; the first one of each stream is left out.
 _FILES_A_STREAM = 3
 _LEAST_FILES = 16
-# Windows until a wider try, where the last one gained nothing or was refused.
+# Windows until a wider try, where the last one gained nothing.
 _PATIENCE = 3
-_PATIENCE_AFTER_REFUSAL = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class StreamTuner:
             self._accepted = self.streams
         self._is_trial = False
         self._factor = _FACTOR_AFTER_REFUSAL
-        self._patience = _PATIENCE_AFTER_REFUSAL
+        self._patience = 0
         self._restart()
 
     def _restart(self) -> None:
@@ -140,7 +139,7 @@ class StreamTuner:
         if self._is_trial and rate < _GAIN * self._accepted_rate:
             self.streams = self._accepted
             self._is_trial = False
-            self._patience = _PATIENCE
+            self._settle()
         elif self._is_trial:
             self._accept(rate)
             self._factor = _FACTOR
@@ -157,16 +156,19 @@ class StreamTuner:
         self._accepted_rate = rate
 
     def _try_wider(self) -> None:
-        wider = min(MOST_STREAMS, max(self.streams + 1, round(self.streams * self._factor)))
+        wider = round(self.streams * self._factor)
         if self._refused is not None:
             wider = (self.streams + self._refused) // 2
-        if self._refused is not None and wider < _GAIN * self.streams:
-            # This is close enough. What was refused may be served later.
-            self._refused = None
-            self._patience = _PATIENCE
-            return
-        self._is_trial = wider > self.streams
-        self.streams = wider
+            if wider < _GAIN * self.streams:
+                self._settle()
+                return
+        self.streams = min(MOST_STREAMS, max(self.streams + 1, wider))
+        self._is_trial = self.streams > self._accepted
+
+    def _settle(self) -> None:
+        """Keep the number for some windows. What was refused may be served after them."""
+        self._refused = None
+        self._patience = _PATIENCE
 
 
 def require_streams(streams: int | str) -> int | str:
