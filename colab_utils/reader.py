@@ -55,7 +55,7 @@ class Reading:
 
     def drop(self) -> None:
         """Give up the file: what comes of it is forgotten."""
-        self._reader._drop(self)
+        self._reader._drop([self])
 
 
 class Reader:
@@ -151,8 +151,7 @@ class Reader:
                     return
                 yield pending.popleft()
         finally:
-            for reading in pending:
-                reading.drop()
+            self._drop(pending)
 
     def prefetch(self, names: Iterable[Hashable]) -> None:
         """Begin to read files for later calls of `take`, once for each time that they are named."""
@@ -176,9 +175,11 @@ class Reader:
 
     def forget(self, names: Iterable[Hashable]) -> None:
         """Give up what `prefetch` began to read of these files."""
+        dropped = []
         for name in names:
             while self.is_ahead(name):
-                self._pop_ahead(name).drop()
+                dropped.append(self._pop_ahead(name))
+        self._drop(dropped)
 
     def forget_all(self) -> None:
         """Give up all that `prefetch` began to read and nobody took."""
@@ -302,10 +303,15 @@ class Reader:
             self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()
 
-    def _drop(self, reading: Reading) -> None:
+    def _drop(self, readings: Iterable[Reading]) -> None:
+        """Forget readings, all before another one starts: else each would make room for the next.
+
+        Reads in flight go on, and count no more.
+        """
+        dropped = set(readings)
         with self._lock:
-            if reading in self._waiting:
-                self._waiting.remove(reading)
-            self._active.discard(reading)
-            self._held_bytes -= self._held.pop(reading, 0)
+            self._waiting = deque(reading for reading in self._waiting if reading not in dropped)
+            self._active -= dropped
+            for reading in dropped:
+                self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()
