@@ -10,6 +10,7 @@ import psutil
 import xxhash
 
 from colab_utils.drive import find_mount
+from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
 
@@ -183,7 +184,10 @@ def require_streams(streams: int | str) -> int | str:
     """
     if isinstance(streams, str) and streams == "auto":
         return streams
-    return require_count("streams", streams, most=MOST_STREAMS)
+    try:
+        return require_count("streams", streams, most=MOST_STREAMS)
+    except ColabUtilsError as error:
+        raise ColabUtilsError(f'{str(error).removesuffix(".")}, or "auto".') from None
 
 
 def guess_streams(place: str | Path) -> int:
