@@ -4,7 +4,7 @@
 Preprocess is compared with decoding, resizing and encoding alone, on as many processes: of the
 images (Pillow), and of images and masks (pycocotools, and torch's nearest neighbour, as
 torchvision's references resize them). From a mounted Drive (FUSE) the bare calls read a file at a
-time in each process. The copy from such a mount is compared with as many streams that read the same
+time in each process. The copy from such a mount is compared with four streams that read the same
 files from start to end and keep nothing.
 """
 
@@ -90,7 +90,7 @@ def _store_mask(segmentation: Any, stored: StoredImage) -> None:
 
 
 def read_bare(shards: Path) -> float:
-    """Seconds in which as many streams as `copy_shards` has read every file from start to end."""
+    """Seconds in which four streams read every file from start to end."""
     began_s = perf_counter()
     with ThreadPoolExecutor(COPY_STREAMS) as pool:
         list(pool.map(_read_through, [shards / name for name, _, _ in read_index(shards).files()]))

@@ -23,14 +23,22 @@ from colab_utils.streams import (
 AHEAD_BYTES = 64_000_000
 """Bytes that a reader holds of files that nobody has taken yet."""
 
+# Files that are asked for, for each stream: while the one that is needed next takes 16 times as
+# long as others, these keep coming.
+_FILES_A_STREAM = 16
+
 
 class Reading:
-    """One file that was asked for: see `Reader.ask`."""
+    """One file that was asked for: see `Reader.ask`.
+
+    Attributes:
+        content: of the file, once it was read; `take` waits for it and frees its memory.
+    """
 
     def __init__(self, reader: "Reader", name: Any) -> None:
         self.name = name
         self._reader = reader
-        self._content: Future[Any] = Future()
+        self.content: Future[Any] = Future()
 
     def take(self) -> Any:
         """Return what was read; wait for it where it has not come yet.
@@ -41,13 +49,13 @@ class Reading:
         """
         self._reader._hurry(self)
         try:
-            return self._content.result()
+            return self.content.result()
         finally:
             self._reader._release(self)
 
     def drop(self) -> None:
         """Give up the file: what comes of it is forgotten."""
-        self._reader._drop(self)
+        self._reader._drop([self])
 
 
 class Reader:
@@ -143,8 +151,7 @@ class Reader:
                     return
                 yield pending.popleft()
         finally:
-            for reading in pending:
-                reading.drop()
+            self._drop(pending)
 
     def prefetch(self, names: Iterable[Hashable]) -> None:
         """Begin to read files for later calls of `take`, once for each time that they are named."""
@@ -168,9 +175,11 @@ class Reader:
 
     def forget(self, names: Iterable[Hashable]) -> None:
         """Give up what `prefetch` began to read of these files."""
+        dropped = []
         for name in names:
             while self.is_ahead(name):
-                self._pop_ahead(name).drop()
+                dropped.append(self._pop_ahead(name))
+        self._drop(dropped)
 
     def forget_all(self) -> None:
         """Give up all that `prefetch` began to read and nobody took."""
@@ -195,8 +204,8 @@ class Reader:
             self._threads = 0
 
     def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield names until twice the streams are asked for."""
-        for _ in range(max(1, 2 * self.streams - pending)):
+        """Yield names until some files for each stream are asked for."""
+        for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
             try:
                 yield next(source)
             except StopIteration:
@@ -264,9 +273,9 @@ class Reader:
                 self._tune()
                 self._start_more()
         if error is None:
-            reading._content.set_result(content)
+            reading.content.set_result(content)
         else:
-            reading._content.set_exception(error)
+            reading.content.set_exception(error)
 
     def _tune(self) -> None:
         """Tell the tuner of a file that came; the lock is held."""
@@ -294,10 +303,15 @@ class Reader:
             self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()
 
-    def _drop(self, reading: Reading) -> None:
+    def _drop(self, readings: Iterable[Reading]) -> None:
+        """Forget readings, all before another one starts: else each would make room for the next.
+
+        Reads in flight go on, and count no more.
+        """
+        dropped = set(readings)
         with self._lock:
-            if reading in self._waiting:
-                self._waiting.remove(reading)
-            self._active.discard(reading)
-            self._held_bytes -= self._held.pop(reading, 0)
+            self._waiting = deque(reading for reading in self._waiting if reading not in dropped)
+            self._active -= dropped
+            for reading in dropped:
+                self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()

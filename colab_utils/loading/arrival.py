@@ -130,6 +130,8 @@ class Arrival:
         self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
+        # Shards take turns, and no other one is wanted now.
+        self._is_full = False
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
 
@@ -151,12 +153,13 @@ class Arrival:
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the copy has ended.
+        """Wait until the copy has ended; where shards take turns, until those that fit are there.
 
         Raises:
             ColabUtilsError: it cannot be done.
         """
-        self._thread.join()
+        while self.is_at_work and not self._is_full:
+            self._thread.join(POLL_S)
         if self._error is not None:
             raise self._error
 
@@ -248,9 +251,10 @@ class Arrival:
         except Exception as failure:
             error = failure
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
+        reason = str(error).removesuffix(".")
         with self._lock:
             self._error = kind(
-                f"{error}; {len(self.spans_s)} of {len(self._sizes)} shards in "
+                f"{reason}; {len(self.spans_s)} of {len(self._sizes)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
             try:
@@ -272,6 +276,7 @@ class Arrival:
             try:
                 while not self.retries.stop.is_set() and not self.is_complete:
                     self._start_moves(pool)
+                    self._is_full = self.rolls and not self._moves
                     self.retries.stop.wait(POLL_S)
                     ended = [number for number, move in self._moves.items() if move.done()]
                     for number in ended:

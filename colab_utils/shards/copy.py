@@ -1,7 +1,11 @@
 """Copy shards from Drive to this machine's disk, index last."""
 
 import os
-from concurrent.futures import CancelledError
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -11,23 +15,30 @@ import xxhash
 
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, has_size, name_temporary
+from colab_utils.files import DriveFile, has_size, hash_file, name_temporary
 from colab_utils.machine import require_space
 from colab_utils.os_errors import explain_os_error
-from colab_utils.processes import ThreadPool, pop_done
+from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
+from colab_utils.reader import AHEAD_BYTES, Reader
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
 from colab_utils.shards.verify import find_fault
+from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes
 
 COPY_STREAMS = 4
-"""Files that are copied at the same time."""
+"""Whole files that others than `copy_shards` copy at the same time."""
 
-PIECE_BYTES = 1 << 20
-"""Bytes of a file between two looks at whether to stop."""
+PART_BYTES = 8_000_000
+"""Bytes of a large file that one stream reads, while others read the next ones."""
 
+PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
+"""Bytes between two looks at whether to stop: each stream holds so many."""
+
+# Threads whose copy ended are waited for so long: a read of Drive may hang.
+_STOP_S = 10.0
 # More of the disk than the files alone take.
 _DISK_MARGIN = 1.02
 
@@ -57,10 +68,15 @@ class CopyReport:
 
 
 def copy_shards(
-    source: str | Path, target: str | Path, *, limit_gb: float | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    limit_gb: float | None = None,
+    streams: int | str = "auto",
 ) -> CopyReport:
-    """Copy a folder of shards, file by file, and check the checksum of each on the way.
+    """Copy a folder of shards, and check the checksum of each file before it gets its name.
 
+    Many small files are read at once, and many parts of large ones: 64 MB in flight at most.
     A file that is complete in ``target`` is not copied again, so an interrupted copy continues.
     Each file appears under its name only when it is complete; the index comes last. Where Drive
     fails, the copy goes on from the byte that it had reached; after four tries with growing waits
@@ -72,10 +88,11 @@ def copy_shards(
         limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in
             ``target`` then lists only those and is marked ``partial``; a later copy without a limit
             completes it.
+        streams: reads at the same time, up to 256. "auto" measures what ``source`` gives.
 
     Raises:
         ColabUtilsError: no shards in ``source``, too little free disk, other shards in ``target``,
-            or a file whose checksum is wrong twice.
+            ``streams`` is out of range, or a file whose checksum is wrong twice.
         DriveLostError: Drive went away; what was copied stays, and the same call continues.
 
     Example:
@@ -85,18 +102,24 @@ def copy_shards(
     """
     source = require_local_path(source)
     target = require_local_path(target)
+    streams = require_streams(streams)
     retries = Retries()
     index = read_index(source, retries)
     previous = read_target(source, target, index)
     chosen = _choose_shards(index, limit_gb)
     files = [file for shard in chosen for file in shard.files()]
-    check_space(target, files, cached=is_on_drive(source))
+    check_space(
+        target,
+        files,
+        cached=is_on_drive(source),
+        ahead_bytes=MOST_STREAMS * PART_BYTES,
+    )
     with explain_write(target):
         target.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
         started = perf_counter()
         copying = Copying(source, target, retries, overwrite=previous is not None)
-        copied = copying.run(files)
+        copied = copying.run(files, streams)
         merged = _merge(index, previous, chosen, target)
         write_index(target, merged)
     skipped = [shard for shard in chosen if not copied & {shard.name, shard.arrays_name}]
@@ -107,6 +130,23 @@ def copy_shards(
         skipped_shards=len(skipped),
         left_out_shards=len(index.shards) - len(chosen),
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a file that is copied."""
+
+    name: str
+    size: int
+    """Bytes of the whole file."""
+    checksum: str
+    """Checksum of the whole file."""
+    start: int = 0
+    """Its first byte in the file."""
+    stop: int = 0
+    """The byte after its last one; of the last part one more, so that a longer file shows."""
+    temporary: Path | None = None
+    """What the parts are written to; None of a file that is copied whole."""
 
 
 class Copying:
@@ -132,31 +172,79 @@ class Copying:
         self.overwrite = overwrite
         self.retries = retries
         self.stop = retries.stop
-        self._bytes_done: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._bytes_done = Counter[str]()
+        # Parts of each file that have not come yet.
+        self._parts_left = Counter[str]()
 
-    def run(self, files: list[tuple[str, int, str]]) -> set[str]:
-        """Copy what is not there yet; return the names of these files.
+    def run(self, files: list[tuple[str, int, str]], streams: int | str) -> set[str]:
+        """Copy what is not there yet, many reads at once; return the names of these files.
 
         The bar moves in this thread: a notebook shows nothing from others.
         """
         total = sum(size for _, size, _ in files)
+        parts = [part for file in files for part in self._cut_file(*file)]
+        self._parts_left.update(part.name for part in parts)
+        reader = Reader(
+            self._copy_part,
+            place=self.source,
+            streams=streams,
+            retries=self.retries,
+        )
         copied: set[str] = set()
         with (
+            closing(reader),
             show_progress("copying shards", total=total, unit="B", scale=True) as bar,
-            ThreadPool(COPY_STREAMS, thread_name_prefix="copy") as pool,
         ):
+            pending = {reading.content for reading in reader.ask(parts)}
             try:
-                pending = {pool.submit(self.copy_file, *file) for file in files}
                 while pending:
-                    names = {future.result() for future in pop_done(pending)}
+                    names = {content.result() for content in pop_done(pending)}
                     copied |= names - {""}
                     bar.set_postfix_str(str(self.retries), refresh=False)
                     bar.update(sum(list(self._bytes_done.values())) - bar.n)
             finally:
                 # On an error or Ctrl-C the other threads end at their next piece.
                 self.stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
+                wait(pending, _STOP_S)
+                for part in parts:
+                    if part.temporary is not None:
+                        part.temporary.unlink(missing_ok=True)
         return copied
+
+    def _cut_file(self, name: str, size: int, checksum: str) -> Iterator[_Part]:
+        """Yield the parts of a file: one, if it is small or may be there already."""
+        path = self.target / name
+        if size <= PART_BYTES or path.exists():
+            yield _Part(name, size, checksum)
+            return
+        temporary = name_temporary(path)
+        for start in range(0, size, PART_BYTES):
+            stop = start + PART_BYTES
+            if stop >= size:
+                stop = size + 1
+            yield _Part(name, size, checksum, start, stop, temporary)
+
+    def _copy_part(self, part: _Part) -> str:
+        """Copy a part; return the name of its file if this completed the file, else ""."""
+        if self.stop.is_set():
+            raise CancelledError
+        if part.temporary is None:
+            return self.copy_file(part.name, part.size, part.checksum)
+        with explain_write(self.target):
+            self._transfer(part.name, part.start, part.stop, part.temporary)
+            if self._count_left(part.name):
+                return ""
+            if hash_file(part.temporary) != (part.size, part.checksum):
+                self._transfer_whole(part.name, part.size, part.checksum, part.temporary, 1)
+            os.replace(part.temporary, self.target / part.name)
+        return part.name
+
+    def _count_left(self, name: str) -> int:
+        """Return how many parts of a file are left, now that one more has come."""
+        with self._lock:
+            self._parts_left[name] -= 1
+            return self._parts_left[name]
 
     def copy_file(self, name: str, size: int, checksum: str) -> str:
         """Copy one file unless it is there; return its name if it was copied, else ""."""
@@ -172,37 +260,37 @@ class Copying:
                 )
             temporary = name_temporary(path)
             try:
-                self._transfer_twice(name, size, checksum, temporary)
+                self._transfer_whole(name, size, checksum, temporary, 2)
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
         return name
 
-    def _transfer_twice(self, name: str, size: int, checksum: str, temporary: Path) -> None:
-        """Copy the bytes under a temporary name; once more if their checksum is wrong."""
-        for _ in range(2):
-            if self._transfer(name, size, temporary) == (size, checksum):
+    def _transfer_whole(
+        self, name: str, size: int, checksum: str, temporary: Path, tries: int
+    ) -> None:
+        """Copy the bytes under a temporary name, again if their checksum is wrong."""
+        for _ in range(tries):
+            temporary.unlink(missing_ok=True)
+            self._bytes_done[name] = 0
+            if self._transfer(name, 0, size + 1, temporary) == (size, checksum):
                 return
         raise ColabUtilsError(
             f"{name} in {self.source} is damaged: twice its checksum was another than that of the "
             "index. Run verify on it, then preprocess again what it names."
         )
 
-    def _transfer(self, name: str, size: int, temporary: Path) -> tuple[int, str]:
-        """Copy the bytes, few more than ``size``; return their number and their checksum."""
-        try:
-            file = DriveFile(self.source / name, self.retries)
-        except OSError as error:
-            raise ColabUtilsError(
-                f"{name}, which {INDEX_NAME} lists, cannot be read in {self.source}: "
-                f"{explain_os_error(error, 'Run verify, then preprocess again what it names.')}"
-            ) from error
+    def _transfer(self, name: str, start: int, stop: int, temporary: Path) -> tuple[int, str]:
+        """Copy the bytes from ``start`` to ``stop``; return their number and their checksum."""
         state = xxhash.xxh3_64()
-        offset = 0
+        offset = start
         piece = memoryview(bytearray(PIECE_BYTES))
-        with file, open(temporary, "wb") as out:
-            while offset <= size:
-                count = file.readinto(piece, offset)
+        temporary.touch()
+        with self._open_source(name) as file, open(temporary, "r+b") as out:
+            out.seek(start)
+            while offset < stop:
+                with self._explain_read(name):
+                    count = file.readinto(piece[: stop - offset], offset)
                 if not count:
                     break
                 if self.stop.is_set():
@@ -210,8 +298,25 @@ class Copying:
                 out.write(piece[:count])
                 state.update(piece[:count])
                 offset += count
-                self._bytes_done[name] = offset
-        return offset, state.hexdigest()
+                with self._lock:
+                    self._bytes_done[name] += count
+        return offset - start, state.hexdigest()
+
+    def _open_source(self, name: str) -> DriveFile:
+        """Open a file to copy; its ``readinto`` reads a range into a buffer."""
+        with self._explain_read(name):
+            return DriveFile(self.source / name, self.retries)
+
+    @contextmanager
+    def _explain_read(self, name: str) -> Iterator[None]:
+        """Turn an error of reading a file of the source into one line with its cure."""
+        try:
+            yield
+        except OSError as error:
+            raise ColabUtilsError(
+                f"{name}, which {INDEX_NAME} lists, cannot be read in {self.source}: "
+                f"{explain_os_error(error, 'Run verify, then preprocess again what it names.')}"
+            ) from error
 
 
 def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | None:
@@ -265,16 +370,19 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
     return tuple(chosen)
 
 
-def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool) -> None:
+def check_space(
+    target: Path, files: list[tuple[str, int, str]], *, cached: bool, ahead_bytes: int = 0
+) -> None:
     """Refuse a copy that the disk cannot hold, before its first byte.
 
     ``cached``: Drive keeps what is read on this disk too. Its cache gives way to what the disk
-    needs, but a file only after its last byte was read: the largest files under way count twice.
+    needs, but a file only after its last byte was read: the largest files under way count twice,
+    four of them and as many as hold ``ahead_bytes``.
     """
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
     needed = sum(sizes)
     if cached:
-        needed += sum(sizes[-COPY_STREAMS:])
+        needed += min(needed, ahead_bytes + sum(sizes[-COPY_STREAMS:]))
     require_space(
         target,
         needed * _DISK_MARGIN,

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, namedtuple
 from dataclasses import replace
@@ -348,11 +349,10 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "DriveFile", VanishingFile)
-        patch.setattr(module, "COPY_STREAMS", 1)
         with pytest.raises(
             DriveLostError, match=r"disconnected.*force_remount.*run again: what is done is safe"
         ):
-            copy_shards(source, tmp_path / "ssd")
+            copy_shards(source, tmp_path / "ssd", streams=1)
         left = names(tmp_path / "ssd")
         assert left == [
             "shard-000000.arrays",
@@ -434,11 +434,12 @@ def test_mistakes_are_named(source, tmp_path):
     assert not (tmp_path / "ssd").exists()
 
 
-@pytest.fixture
-def running(tmp_path):
+@pytest.fixture(params=[50_000, 1_000_000], ids=["in parts", "whole files"])
+def running(tmp_path, request):
     """A copy in another process, stopped by a signal once one file has arrived and another is under
     way.
     """
+    part_bytes = request.param
     source = make_source(tmp_path / "drive", tar_bytes=200_000)
 
     def stop(number):
@@ -446,9 +447,10 @@ def running(tmp_path):
             "import sys\n"
             "from colab_utils.shards import copy\n"
             "from colab_utils.slow_drive import DriveProfile, slow_down\n"
-            "copy.PIECE_BYTES, copy.COPY_STREAMS = 2000, 2\n"
+            "copy.PIECE_BYTES = 2000\n"
+            f"copy.PART_BYTES = {part_bytes}\n"
             "slow_down(sys.argv[1], DriveProfile('test', 0.001, 4e5, ''))\n"
-            "copy.copy_shards(*sys.argv[1:])"
+            "copy.copy_shards(*sys.argv[1:], streams=2)"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(source), str(tmp_path / "ssd")],
@@ -494,3 +496,109 @@ def test_the_profile_may_be_of_your_own(source, tmp_path):
     slow_down(source, DriveProfile("mine", open_s=0.0, bytes_per_s=1e9, source=""))
     copy_shards(source, tmp_path / "ssd")
     assert_same(source, tmp_path / "ssd")
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Files of 3,000 bytes are copied in five parts."""
+    monkeypatch.setattr(module, "PART_BYTES", 700)
+    monkeypatch.setattr(module, "PIECE_BYTES", 300)
+
+
+@pytest.mark.parametrize("streams", [1, 16, "auto"])
+def test_the_parts_of_a_file_make_the_same_file(source, tmp_path, opened, small_parts, streams):
+    report = copy_shards(source, tmp_path / "ssd", streams=streams)
+    assert_same(source, tmp_path / "ssd")
+    assert report.bytes == read_index(source).bytes
+    # The first file has 3,000 bytes.
+    assert opened["shard-000000.tar"] == 5
+
+
+def test_a_file_of_exactly_some_parts_is_copied(tmp_path, small_parts):
+    source = make_source(tmp_path / "drive", shards=1, tar_bytes=2100, arrays_bytes=700)
+    copy_shards(source, tmp_path / "ssd")
+    assert_same(source, tmp_path / "ssd")
+
+
+def test_parts_of_a_file_are_read_at_once(tmp_path, monkeypatch):
+    """Each read waits until the other parts are being read, too."""
+    monkeypatch.setattr(module, "PART_BYTES", 1000)
+    barrier = threading.Barrier(4)
+
+    class WaitingFile(DriveFile):
+        def readinto(self, buffer, offset):
+            if self.path.suffix == ".tar" and offset % 1000 == 0:
+                barrier.wait(20)
+            return super().readinto(buffer, offset)
+
+    monkeypatch.setattr(module, "DriveFile", WaitingFile)
+    source = make_source(tmp_path / "drive", shards=1, tar_bytes=3999)
+    copy_shards(source, tmp_path / "ssd", streams=4)
+    assert_same(source, tmp_path / "ssd")
+
+
+def test_a_part_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch, small_parts):
+    bad = [1400]
+
+    class FlakyFile(DriveFile):
+        def readinto(self, buffer, offset):
+            count = super().readinto(buffer, offset)
+            if self.path.name == "shard-000001.tar" and offset in bad:
+                bad.remove(offset)
+                buffer[:count] = b"?" * count
+            return count
+
+    monkeypatch.setattr(module, "DriveFile", FlakyFile)
+    copy_shards(source, tmp_path / "ssd")
+    assert bad == []
+    assert_same(source, tmp_path / "ssd")
+
+
+@pytest.mark.parametrize("size", [0, 100, 1400, 3002, 4000])
+def test_a_damaged_source_that_is_copied_in_parts_is_named(source, tmp_path, size, small_parts):
+    """It is empty, ends within a part or between two, or is longer than what was written."""
+    content = (source / "shard-000001.tar").read_bytes()
+    (source / "shard-000001.tar").write_bytes((content + content)[:size])
+    with pytest.raises(ColabUtilsError, match=r"shard-000001\.tar.*the source is damaged.*verify"):
+        copy_shards(source, tmp_path / "ssd")
+    assert not {INDEX_NAME, "shard-000001.tar"} & set(names(tmp_path / "ssd"))
+    assert not [name for name in names(tmp_path / "ssd") if name.endswith(".part")]
+
+
+def test_a_drive_that_refuses_some_reads_gives_every_file(source, tmp_path, monkeypatch):
+    """Each file fails once; the reader is told, and the copy goes on."""
+    failed = set()
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
+    preadv = os.preadv
+
+    def refuse(descriptor, *rest):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name not in failed:
+            failed.add(name)
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(descriptor, *rest)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    copy_shards(source, tmp_path / "ssd")
+    monkeypatch.undo()
+    assert len(failed) == 8
+    assert_same(source, tmp_path / "ssd")
+
+
+def test_a_read_error_of_the_source_is_not_told_as_one_of_the_target(source, tmp_path, monkeypatch):
+    class BrokenFile(DriveFile):
+        def readinto(self, buffer, offset):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, "DriveFile", BrokenFile)
+    message = rf"expected shard-00000.*in {re.escape(str(source))}, found: Input/output error"
+    with pytest.raises(ColabUtilsError, match=message):
+        copy_shards(source, tmp_path / "ssd")
+
+
+@pytest.mark.parametrize("streams", [0, 10_000, -1, 1.5, True, "many", None])
+def test_streams_out_of_range_are_refused(source, tmp_path, streams):
+    with pytest.raises(ColabUtilsError, match="streams"):
+        copy_shards(source, tmp_path / "ssd", streams=streams)
+    assert not (tmp_path / "ssd").exists()
