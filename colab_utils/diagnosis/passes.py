@@ -19,6 +19,7 @@ from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
+from colab_utils.machine import count_oom_kills
 from colab_utils.processes import quiet_fork, start_thread
 
 # Seconds between two looks; less where timeout_s is short.
@@ -54,6 +55,7 @@ class Pass:
         self._monitor = record.monitor
         self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
+        self._oom_kills = count_oom_kills()
         # the thread that waits for a batch, and since when it does
         self._thread = threading.current_thread()
         self._asked_s: float | None = None
@@ -206,7 +208,7 @@ class Pass:
         """
         if ending:
             verdict = "dead"
-            death, _, cure = explain_death(ending).partition("). ")
+            death, _, cure = explain_death(ending, self._oom_kills).partition("). ")
             seen = self._monitor.inspect_worker(job.pid)
             seen = seen._replace(call=death.rpartition("(")[2])
         else:

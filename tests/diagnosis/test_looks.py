@@ -21,6 +21,7 @@ from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.loading.prefetcher import describe_exit, explain_death
+from colab_utils.machine import count_oom_kills
 from colab_utils.processes import find_cut_file
 
 pytestmark = [
@@ -279,7 +280,7 @@ def test_a_page_that_is_written_to_counts_as_ones_own():
 def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
     ending = describe_exit(-7)
     assert find_cut_file() == ""
-    said = explain_death(ending)
+    said = explain_death(ending, 0)
     assert "A mapped file (a numpy memmap, an LMDB) became shorter" in said
     assert "of /dev/shm are free" in said
     assert "memory ran out" not in said
@@ -289,5 +290,13 @@ def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
         assert find_cut_file() == ""
         os.truncate(path, 5000)
         assert find_cut_file() == str(path)
-        assert f"{path} became shorter while it was mapped" in explain_death(ending)
+        assert f"{path} became shorter while it was mapped" in explain_death(ending, 0)
     assert find_cut_file() == ""
+
+
+def test_want_of_memory_is_named_where_the_system_counted_it():
+    ending = describe_exit(-9)
+    kills = count_oom_kills()
+    assert "Who killed it was not seen" in explain_death(ending, kills)
+    text = explain_death(ending, kills - 1)
+    assert "ended a process for want of memory: use fewer workers" in text
