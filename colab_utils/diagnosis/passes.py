@@ -257,26 +257,21 @@ class Pass:
             if jobs:
                 return jobs[0]
         samples = self._monitor.list_samples()
-        pids = list(samples)
-        # each worker's first sample is the one that it has been at longest
-        at_work = [(at[0], pid) for pid, at in samples.items() if at]
-        if at_work:
-            longest, pid = min(at_work)
-            return WorkerJob(pids.index(pid), pid, indices=(longest.sample,))
+        pids = sorted(samples) or list_other_workers()
+        for pid, sample in samples.items():
+            if sample >= 0:
+                return WorkerJob(pids.index(pid), pid, indices=(sample,))
         alive = [pid for pid in pids if not read_ending(pid)]
-        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle]
-        candidates = busy or alive
-        waits_here = self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF)
-        if waits_here and all(find_wait(pid, pid) == "process" for pid in candidates):
-            candidates = []
-        if not pids:
+        if not samples:
             # Their samples are not seen. One that waits for work polls a pipe.
-            pids = list_other_workers()
-            candidates = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
-        if candidates:
-            return WorkerJob(pids.index(candidates[0]), candidates[0])
-        sample = self._monitor.inspect_thread(self._thread).sample
-        return WorkerJob(None, os.getpid(), indices=() if sample is None else (sample,))
+            alive = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
+        elif self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF):
+            alive = [pid for pid in alive if find_wait(pid, pid) != "process"]
+        alive.sort(key=lambda pid: self._monitor.inspect_worker(pid).idle)
+        if alive:
+            return WorkerJob(pids.index(alive[0]), alive[0])
+        own_sample = self._monitor.inspect_thread(self._thread).sample
+        return WorkerJob(None, os.getpid(), indices=() if own_sample is None else (own_sample,))
 
     def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
         """Return the worker whose end made the loader fail, and how it ended; None where none
@@ -285,13 +280,13 @@ class Pass:
         if isinstance(self._loader, Loader):
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
         text = f"{error} {error.__cause__}"
-        for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
+        for place, (pid, sample) in enumerate(sorted(self._monitor.list_samples().items())):
             ending = read_ending(pid)
             was_killed = "signal" in ending
             if was_killed:
                 return WorkerJob(place, pid), ending
             # Linux tells an exit code only once. The loader asked for it, and its error has it.
-            if ending and (at_work or str(pid) in text):
+            if ending and (sample >= 0 or str(pid) in text):
                 return WorkerJob(place, pid), text
         return None
 

@@ -35,7 +35,8 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("call", "path", "kind"),
     [
-        ("futex", "", "lock"),
+        ("shared futex", "", "lock"),
+        ("futex", "", "thread"),
         ("flock", "", "lock"),
         ("clock_nanosleep", "", "sleep"),
         ("pread64", "/data/1.jpg", "read"),
@@ -92,6 +93,26 @@ def test_a_thread_that_waits_for_another_one_waits_for_what_that_waits_for(tmp_p
             pool.submit(fifo.read_bytes).result()
 
     assert _find_wait_of(read_in_a_pool) == "read"
+
+
+def test_a_lock_of_several_processes_is_told_from_one_of_threads():
+    shared = multiprocessing.Lock()
+    own = threading.Lock()
+    with shared, own:
+        assert _find_wait_of(shared.acquire) == "lock"
+        assert _find_wait_of(own.acquire) == "thread"
+
+
+def test_a_thread_that_waits_for_a_download_of_another_one_waits_for_no_lock():
+    reader, writer = os.pipe()
+
+    def read_in_a_pool():
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(os.read, reader, 1).result()
+
+    assert _find_wait_of(read_in_a_pool) == "process"
+    os.close(reader)
+    os.close(writer)
 
 
 def test_workers_that_are_not_forked_are_listed():
