@@ -36,13 +36,13 @@ from colab_utils.show.table import make_table
 
 __all__ = ["main", "try_cause", "try_healthy"]
 
-# For a batch that hangs, and for one of a healthy loop, whose workers may have to import torch.
+# For a batch that hangs, and for one of any other loop, whose workers may have to import torch.
 TIMEOUT_S = 3.0
 PATIENCE_S = 60.0
 
 
 def watch_loop(
-    make_loop: Callable[[Path], Any], folder: Path, seconds: float, timeout_s: float = TIMEOUT_S
+    make_loop: Callable[[Path], Any], folder: Path, seconds: float, timeout_s: float
 ) -> tuple[list[Cause], str]:
     """Return the causes that a summary of the running loop names, and the truth by its clocks."""
     watched: list[WatchedLoader] = []
@@ -65,7 +65,8 @@ def try_cause(name: str, *, seconds: float) -> dict[str, Any]:
     """Run a planted cause, and say whether it was named."""
     planted = get_cause(name)
     with TemporaryDirectory() as folder:
-        seen, truth = watch_loop(planted.make_loop, Path(folder), seconds)
+        timeout_s = TIMEOUT_S if name == "hang" else PATIENCE_S
+        seen, truth = watch_loop(planted.make_loop, Path(folder), seconds, timeout_s)
         if name != "hang":
             loader, step, _ = planted.make_loop(Path(folder))
             seen_there = [*diagnose(loader, step, seconds=seconds).causes]

@@ -170,7 +170,8 @@ class Pass:
             with suppress(Exception):
                 if asked_s is not None:
                     self._look(asked_s)
-                self._record.looks.take(self._record.phase, self._thread)
+                record = self._record
+                record.looks.take(record.phase, self._thread, starts=record.starts)
                 self._record.memory.look(self._record.clock.count)
 
     def _look(self, asked_s: float) -> None:

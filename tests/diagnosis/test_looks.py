@@ -137,7 +137,7 @@ def test_a_start_of_a_spawned_worker_is_no_sample():
         looks = Looks(WorkerMonitor(None))
         until_s = time.monotonic() + 20
         while not looks.waits and time.monotonic() < until_s:
-            looks.take("first start", threading.current_thread())
+            looks.take("wait", threading.current_thread(), starts=True)
             assert not looks.waits
             looks.take("wait", threading.current_thread())
         assert looks.waits.total() == 1
