@@ -68,6 +68,10 @@ class MemoryLog:
     """Readings of the memory of this process and its children: each quarter of a second, later
     after each twelfth of the time so far.
 
+    Attributes:
+        readings: so far.
+        known_bytes: of this process that are no growth, as whoever looks on holds them.
+
     Example:
         >>> log = MemoryLog()
         >>> log.look(batches=0)
@@ -77,6 +81,7 @@ class MemoryLog:
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
+        self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
 
@@ -86,7 +91,9 @@ class MemoryLog:
         if now_s < self._due_s:
             return
         cpu_began_s = thread_time()
-        self.readings.append(Reading(batches, _measure_own()))
+        own_bytes = _measure_own()
+        own_bytes[os.getpid()] -= self.known_bytes
+        self.readings.append(Reading(batches, own_bytes))
         least_s = _PAUSE_TIMES * (thread_time() - cpu_began_s)
         self._due_s = now_s + max(_PAUSE_S, least_s, (now_s - self._began_s) * _PAUSE_SHARE)
 

@@ -23,6 +23,7 @@ from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.changes import compare_runs, read_run
 from colab_utils.diagnosis.diagnose import Diagnosis, describe_verdict, diagnose
 from colab_utils.diagnosis.fixes import Fix, rank_fixes
+from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.diagnosis.watch import watch
@@ -226,13 +227,17 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
     def note(free_bytes, count):
         monkeypatch.setattr(module, "find_free_memory", lambda: free_bytes)
         kept = {}
+        memory = MemoryLog()
         for number in range(count):
             # 10,000 bytes
             module._keep_batch(
                 kept,
+                memory,
                 number,
                 (torch.zeros(1000), [{"masks": torch.zeros(1500)}]),
             )
+        # What a diagnosis keeps is no growth of the loop.
+        assert memory.known_bytes == 10_000 * len(kept)
         return list(kept)
 
     assert note(1e9, 3) == [0, 1]
