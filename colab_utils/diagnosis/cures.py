@@ -13,8 +13,8 @@ CURES = {
     "alone": "Use worker processes (num_workers): they load while this process trains.",
     "lock": "More workers would not help: hold the lock for less, or give each worker a file or a "
     "connection of its own.",
-    "other_process": "Ask for less, or keep it in each worker or in a file. Where one process "
-    "answers all workers, more of them would not help.",
+    "other_process": "Ask for less, or keep it in each worker or in a file; make a program that a "
+    "sample starts cheaper. Where one process answers all workers, more of them would not help.",
     "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
     "has locked, or a wait for something that is not there yet.",
     "wait": "Look at what a sample waits for.",

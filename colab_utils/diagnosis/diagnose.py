@@ -241,7 +241,6 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
                 step,
                 now,
                 cached,
-                loading_stages.stages,
                 indices,
                 seconds,
                 verify,

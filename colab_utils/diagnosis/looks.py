@@ -49,8 +49,8 @@ class Looks:
         if phase == "wait":
             is_idle = all(self._monitor.inspect_worker(pid).idle for pid in pids)
             self._busy_count += not is_idle
-        # Workers that were not forked import their modules when they start: that is no sample.
-        if pids or not starts:
+        # A worker that starts may import its modules: that is no sample.
+        if self._monitor.sees_samples or not starts:
             self.waits.update(self._monitor.list_waits())
 
     @property

@@ -87,17 +87,6 @@ class SampleTimes(NamedTuple):
         return max(0.0, self.wall_s - self.cpu_s)
 
 
-class _ThreadIo(threading.local):
-    """What Linux counts of the bytes that a thread reads. The file stays open: opening it for each
-    sample would take longer than to read it.
-    """
-
-    def __init__(self) -> None:
-        self.file: int | None = None
-        with suppress(OSError):
-            self.file = os.open("/proc/thread-self/io", os.O_RDONLY)
-
-
 class _SampleNotes:
     """Where a worker notes its samples: a row of memory that it shares with the process that
     watches.
@@ -106,13 +95,17 @@ class _SampleNotes:
     def __init__(self, row: Any) -> None:
         self._row = row
         self._has_loaded = False
-        self._io = _ThreadIo()
+        self._io: int | None = None
 
     def begin(self) -> None:
         """Take the row over from a worker that ended."""
         self._row["sample"] = -1
         self._row["cpu"] = (self._row["cpu"].sum(), 0)
         self._row["pid"] = os.getpid()
+        # What Linux counts of the bytes that it reads. The file stays open: opening it for each
+        # sample would take longer than to read it.
+        with suppress(OSError):
+            self._io = os.open("/proc/self/io", os.O_RDONLY)
 
     @contextmanager
     def mark_sample(self, sample: int, count: int) -> Iterator[None]:
@@ -133,10 +126,10 @@ class _SampleNotes:
             self._add_to_totals(sample, count, wall_s, self._count() - counts)
 
     def _count(self) -> NDArray[np.float64]:
-        """Return CPU seconds of this process, and bytes that this thread read, so far."""
+        """Return CPU seconds of this process, and bytes that it read, so far."""
         bytes_read = 0
-        if self._io.file is not None:
-            bytes_read = int(os.pread(self._io.file, 64, 0).split()[1])
+        if self._io is not None:
+            bytes_read = int(os.pread(self._io, 64, 0).split()[1])
         return np.array([process_time(), bytes_read])
 
     def _add_to_totals(
@@ -170,6 +163,7 @@ class WorkerMonitor:
             dataset = dataset.dataset
         self.dataset = dataset
         self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
+        self._rows["sample"] = -1
 
     def enter(self) -> None:
         """Let this process, a worker, be seen from now on."""
@@ -212,15 +206,21 @@ class WorkerMonitor:
         times = SampleTimes(*sums)
         return times._replace(worker_cpu_s=worker_cpu_s, slowest=(slowest, *totals[slowest]))
 
+    @property
+    def sees_samples(self) -> bool:
+        """Return whether a sample was seen."""
+        return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
+
     def list_waits(self) -> list[str]:
-        """Return what each worker waits for that is at a sample, as `find_wait` calls it; of
-        workers that were not forked, of each one that does not wait for work.
+        """Return what each worker waits for that is at a sample, as `find_wait` calls it; where
+        samples are not seen, of each one that does not wait for work.
         """
         samples = self.list_samples()
         pids = [pid for pid, sample in samples.items() if sample >= 0]
-        if not samples:
+        if not pids and not self.sees_samples:
+            workers = [*samples] or list_other_workers()
             # One that waits for work polls a pipe.
-            pids = [pid for pid in list_other_workers() if read_call(pid, pid)[0] != "poll"]
+            pids = [pid for pid in workers if read_call(pid, pid)[0] != "poll"]
         return [find_wait(pid, pid) for pid in pids]
 
     def forget_ended(self) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
 from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
@@ -254,6 +254,21 @@ def test_workers_that_take_turns_at_a_lock_are_named(capsys):
     (cause,) = watched.summary().causes
     assert cause.id == "lock"
     assert "More workers would not help" in cause.next
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        for number in range(40):
+            time.sleep(0.05)
+            yield number
+
+
+def test_a_worker_whose_samples_are_not_seen_is_looked_at(capsys):
+    watched = watch(DataLoader(_Stream(), batch_size=2, num_workers=1))
+    list(watched)
+    (cause,) = watched.summary().causes
+    assert cause.id == "sleep"
+    assert "looks at workers" in cause.why
 
 
 class _Batched(Dataset):
