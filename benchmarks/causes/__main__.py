@@ -27,6 +27,7 @@ from benchmarks.causes import CAUSES, get_cause
 from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import run_loop
 from benchmarks.command import make_parser, run_to_end
+from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.watch import WatchedLoader
@@ -36,9 +37,11 @@ from colab_utils.show.table import make_table
 
 __all__ = ["main", "try_cause", "try_healthy"]
 
-# For a batch that hangs, and for one of any other loop, whose workers may have to import torch.
-TIMEOUT_S = 3.0
+# For a batch that never comes, and for one of any other loop. Workers may have to import torch.
+TIMEOUT_S = 10.0
 PATIENCE_S = 60.0
+# These loops end with an error: `diagnose` would, too.
+ENDING = ("hang", "cut_file", "spawned_hang")
 
 
 def watch_loop(
@@ -52,7 +55,7 @@ def watch_loop(
             watched.append(WatchedLoader(loader, timeout_s, "raise"))
         return watched[0]
 
-    truth = "the loop hung"
+    truth = "the loop ended with an error"
     try:
         truth = str(run_loop(make_loop, folder, seconds=seconds, around=around))
     except ColabUtilsError as error:
@@ -65,9 +68,9 @@ def try_cause(name: str, *, seconds: float) -> dict[str, Any]:
     """Run a planted cause, and say whether it was named."""
     planted = get_cause(name)
     with TemporaryDirectory() as folder:
-        timeout_s = TIMEOUT_S if name == "hang" else PATIENCE_S
+        timeout_s = TIMEOUT_S if name in ENDING else PATIENCE_S
         seen, truth = watch_loop(planted.make_loop, Path(folder), seconds, timeout_s)
-        if name != "hang":
+        if name not in ENDING:
             loader, step, _ = planted.make_loop(Path(folder))
             seen_there = [*diagnose(loader, step, seconds=seconds).causes]
         else:
@@ -161,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measure() -> None:
         torch.set_num_threads(1)
+        # The causes are looked at. Fixes are not tried.
+        fixes._LATE = 0.0
         with load_cores(options.load):
             for name in names:
                 row = (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)
