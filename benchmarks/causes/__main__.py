@@ -58,7 +58,7 @@ def watch_loop(
     truth = "the loop ended with an error"
     try:
         truth = str(run_loop(make_loop, folder, seconds=seconds, around=around))
-    except ColabUtilsError as error:
+    except (ColabUtilsError, RuntimeError) as error:
         print(error, file=sys.stderr)
     summary = watched[0].summary()
     return [*summary.causes] or [Cause("step", summary.parts[1].share, "", summary.verdict)], truth

@@ -178,7 +178,8 @@ def make_quick_loaders(folder: Path) -> Loop:
 
 def make_whole_file(folder: Path) -> Loop:
     """A mapped file that stays as it is."""
-    return cut_file.make_loop(folder, cut_at=None)
+    loader, _, _ = cut_file.make_loop(folder, cut_at=None)
+    return loader, Step(STEP_MS), None
 
 
 def make_quick_database(folder: Path) -> Loop:
