@@ -61,7 +61,10 @@ def watch_loop(
         truth = str(run_loop(make_loop, folder, seconds=seconds, around=around))
     except (ColabUtilsError, RuntimeError) as error:
         print(error, file=sys.stderr)
-    summary = watched[0].summary()
+    try:
+        summary = watched[0].summary()
+    except ColabUtilsError as error:
+        return [], str(error)
     return [*summary.causes] or [Cause("step", summary.parts[1].share, "", summary.verdict)], truth
 
 
