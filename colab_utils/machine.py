@@ -98,14 +98,34 @@ def find_group_memory(root: Path = Path("/")) -> float:
     return free
 
 
-def _read_groups(root: Path, controller: str, *names: str) -> list[str]:
-    """Return the text of these files, of each control group that limits this process.
+def count_oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes were killed for want of memory: of this process's control group,
+    else of the machine, since it was started.
 
-    These are its own and those around it. Version 1 has a tree of groups for each controller,
-    version 2 has one for all, and a machine may have both. Within a container the inner folders
-    may not be seen: its own group is then the top of the tree.
+    Args:
+        root: Folder that holds ``proc`` and ``sys``.
     """
-    texts: list[str] = []
+    paths: list[Path] = []
+    for folder in _list_groups(root, "memory"):
+        paths += [folder / "memory.events", folder / "memory.oom_control"]
+    for path in (*paths, root / "proc/vmstat"):
+        # It may not be there, or not be readable.
+        with suppress(OSError):
+            count = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
+            if count:
+                return int(count[1])
+    return 0
+
+
+def _list_groups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of the control groups that hold this process: its own, then those around
+    it.
+
+    Version 1 has a tree of groups for each controller, version 2 has one for all, and a machine may
+    have both. Within a container the inner folders may not be seen: its own group is then the top
+    of the tree.
+    """
+    folders: list[Path] = []
     table = root / "proc/self/cgroup"
     lines = table.read_text().splitlines() if table.is_file() else []
     for line in lines:
@@ -114,12 +134,19 @@ def _read_groups(root: Path, controller: str, *names: str) -> list[str]:
             continue
         for tree in [controller] if controllers else ["", "unified"]:
             folder = root / "sys/fs/cgroup" / tree / group.strip("/")
-            for place in (folder, *folder.parents):
-                paths = [place / name for name in names]
-                text = "".join(path.read_text() for path in paths if path.is_file())
-                # "max" and -1 are no limit.
-                if text[:1].isdigit():
-                    texts.append(text)
+            folders += [folder, *folder.parents]
+    return folders
+
+
+def _read_groups(root: Path, controller: str, *names: str) -> list[str]:
+    """Return the text of these files, of each control group that limits this process."""
+    texts: list[str] = []
+    for folder in _list_groups(root, controller):
+        paths = [folder / name for name in names]
+        text = "".join(path.read_text() for path in paths if path.is_file())
+        # "max" and -1 are no limit.
+        if text[:1].isdigit():
+            texts.append(text)
     return texts
 
 

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.machine import find_group_cores, find_group_memory, require_linux
+from colab_utils.machine import (
+    count_oom_kills,
+    find_group_cores,
+    find_group_memory,
+    require_linux,
+)
 
 NO_LIMIT_V1 = 9223372036854771712
 
@@ -162,3 +167,39 @@ print(find_free_memory())
         )
     assert done.returncode == 0, done.stderr
     assert 300_000_000 < int(done.stdout) <= 500_000_000
+
+
+EVENTS = "low 0\nhigh 3\nmax 40\noom 5\noom_kill 2\noom_group_kill 0"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 2"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files"),
+    [
+        (
+            ["0::/job"],
+            {
+                "sys/fs/cgroup/job/memory.events": EVENTS,
+                "sys/fs/cgroup/memory.events": "oom_kill 9",
+            },
+        ),
+        (
+            ["4:memory:/job"],
+            {"sys/fs/cgroup/memory/job/memory.oom_control": CONTROL},
+        ),
+        # a container that does not see its own group
+        (
+            ["0::/docker/0123abc"],
+            {"sys/fs/cgroup/memory.events": EVENTS},
+        ),
+        # no control groups: what the whole machine counts
+        (["9:name=systemd:/"], {"proc/vmstat": "pgfault 7\noom_kill 2"}),
+        (["0::/"], {"proc/vmstat": "oom_kill 2"}),
+    ],
+)
+def test_kills_for_want_of_memory_are_counted(tmp_path, groups, files):
+    assert count_oom_kills(tmp_path) == 0
+    join_groups(tmp_path, *groups)
+    make_files(tmp_path, files)
+    make_files(tmp_path, {"proc/vmstat": files.get("proc/vmstat", "oom_kill 9")})
+    assert count_oom_kills(tmp_path) == 2

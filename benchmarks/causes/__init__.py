@@ -34,6 +34,12 @@ CAUSES = (
     "first_samples",
     "helper_threads",
     "other_process",
+    "batched",
+    "copy_on_access",
+    "two_loaders",
+    "cut_file",
+    "spawned_hang",
+    "database",
 )
 """The modules of this package that plant one."""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader
 
-EXPECTED = "read"
-NEXT = r"(?i)local disk"
+EXPECTED = "sleep"
+NEXT = r"(?i)what sleeps"
 EPOCHS = 1
 FILES = 8
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from benchmarks.causes import accumulation, sampler
+from benchmarks.causes import accumulation, copy_on_access, cut_file, sampler, two_loaders
+from benchmarks.causes.batched import Batched
+from benchmarks.causes.database import Stored
 from benchmarks.causes.first_samples import Files
 from benchmarks.causes.helper_threads import Threaded
 from benchmarks.causes.lock import Locked
@@ -156,6 +158,55 @@ def make_quick_process(folder: Path) -> Loop:
     return make_plain_loader(dataset), Step(2 * STEP_MS), None
 
 
+def make_quick_batched(folder: Path) -> Loop:
+    """A dataset that gives whole batches at once."""
+    dataset = Batched(folder)
+    dataset.cpu_ms = 1
+    return make_plain_loader(dataset), Step(STEP_MS), None
+
+
+def make_short_list(folder: Path) -> Loop:
+    """A list of Python objects that is soon copied."""
+    loader, _, _ = copy_on_access.make_loop(folder, names=12_000)
+    return loader, Step(STEP_MS), None
+
+
+def make_quick_loaders(folder: Path) -> Loop:
+    """Two loaders in one loop, both in time."""
+    return two_loaders.make_loop(folder, cpu_ms=0)
+
+
+def make_whole_file(folder: Path) -> Loop:
+    """A mapped file that stays as it is."""
+    loader, _, _ = cut_file.make_loop(folder, cut_at=None)
+    return loader, Step(STEP_MS), None
+
+
+def make_quick_database(folder: Path) -> Loop:
+    """A database that is locked for a moment."""
+    dataset = Stored(folder)
+    dataset.held_ms = 1
+    return make_plain_loader(dataset), Step(2 * STEP_MS), None
+
+
+class Cached(Photos):
+    """Keeps what it loaded: a cache that fits."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index not in self.cache:
+            self.cache[index] = super().__getitem__(index)
+        return self.cache[index]
+
+
+def make_cache(folder: Path) -> Loop:
+    """A cache in memory that fills in the first moments."""
+    return make_plain_loader(Cached(folder)), Step(STEP_MS), None
+
+
 def make_many_workers(folder: Path) -> Loop:
     """Four workers for each core, which have little to do."""
     return make_plain_loader(Photos(folder), workers=4 * count_cores()), Step(2 * STEP_MS), None
@@ -211,5 +262,11 @@ HEALTHY: dict[str, Callable[[Path], Loop]] = {
     "uneven_samples": make_uneven_samples,
     "spawned": make_spawned,
     "lists": make_lists,
+    "quick_batched": make_quick_batched,
+    "short_list": make_short_list,
+    "quick_loaders": make_quick_loaders,
+    "whole_file": make_whole_file,
+    "quick_database": make_quick_database,
+    "cache": make_cache,
 }
 """The loops by name."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep, thread_time
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ __all__ = [
     "Truth",
     "burn",
     "make_plain_loader",
-    "read_slowly",
     "run_loop",
 ]
 
@@ -46,19 +44,6 @@ def burn(cpu_ms: float) -> None:
         np.sin(_WORK)
 
 
-def read_slowly(path: Path, *, open_s: float = 0.0, bytes_per_s: float = inf) -> bytes:
-    """Read a file as a distant disk gives it: ``open_s`` until its first byte, ``bytes_per_s`` from
-    there on.
-    """
-    with open(path, "rb") as file:
-        sleep(open_s)
-        pieces = []
-        while piece := file.read(1 << 18):
-            sleep(len(piece) / bytes_per_s)
-            pieces.append(piece)
-    return b"".join(pieces)
-
-
 class Photos(Dataset[tuple[Tensor, int]]):
     """Small JPEG files in ``folder``, made here: ``count`` of them, each with so many
     ``extra_bytes`` at its end.
@@ -76,6 +61,7 @@ class Photos(Dataset[tuple[Tensor, int]]):
         read: Callable[[Path], bytes] = Path.read_bytes,
         transforms: Callable[[Tensor, int], tuple[Tensor, int]] | None = None,
     ) -> None:
+        self.folder = folder
         self.paths = [folder / f"photo-{number}.jpg" for number in range(count)]
         self.read = read
         self.transforms = transforms

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader, read_slowly
+from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader
+from colab_utils.files import read_file
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 EXPECTED = "read"
 NEXT = r"(?i)shards|local (SSD|disk)|more workers"
@@ -14,4 +15,5 @@ EPOCHS = 1
 
 def make_loop(folder: Path) -> Loop:
     """Small files that are slow to open."""
-    return make_plain_loader(Photos(folder, read=partial(read_slowly, open_s=0.06))), Step(), None
+    slow_down(folder, DriveProfile("distant", open_s=0.06, bytes_per_s=1e9, source="planted"))
+    return make_plain_loader(Photos(folder, read=read_file)), Step(), None

@@ -15,6 +15,7 @@ from colab_utils.diagnosis.waits import (
     explain_starts,
     explain_waits,
     find_rare,
+    waits_for_cores,
     weigh_evidence,
 )
 from colab_utils.machine import count_cores
@@ -22,10 +23,8 @@ from colab_utils.machine import count_cores
 # A share of the loop, and seconds of all of it, below which a cause is not worth a cure.
 _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
-# Of the cores are busy.
-_ALL_CORES = 0.85
-# Of the time of samples that crowd the cores.
-_ON_CORES = 0.75
+# Of the cores' time, or of the loop's, that is taken or lost.
+_HALF = 0.5
 # Times, for a step beside a loader.
 _SLOWER = 1.3
 
@@ -43,16 +42,12 @@ def find_causes(
         loop_s: seconds of the whole loop without what lay between the passes.
         facts: what else was seen.
     """
+    step_share = 1 - float(waits.sum() + between.sum()) / loop_s
     causes = [_explain_between(between, loop_s, facts)]
-    place, looks = facts.looks.find_place("step")
-    if place == OTHER_LOADER:
-        step_share = 1 - float(waits.sum() + between.sum()) / loop_s
-        why = f"Within its step, the loop waits for another loader ({looks})."
-        causes.append(make_cause("other_loader", step_share, why))
-    crowd = _explain_crowd(waits, loop_s, facts)
-    if crowd is not None:
-        causes.append(crowd)
-    else:
+    causes += _explain_other_loader("step", step_share, facts)
+    crowd = _explain_cores(waits, loop_s, facts)
+    causes += crowd
+    if not crowd or crowd[0].id == "other_programs":
         is_start = is_first if facts.workers else np.arange(len(waits)) == 0
         causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
         # Every run starts once.
@@ -88,7 +83,7 @@ def refine_causes(
         waits: whether loading has something to win; else only what will end the run is left.
     """
     if not waits:
-        return [cause for cause in causes if cause.id in ("hang", "memory")]
+        return [cause for cause in causes if cause.id in ("hang", "memory", "other_programs")]
     refined = []
     for cause in causes:
         if cause.id in ("work", "collate"):
@@ -120,6 +115,8 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
 def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain how long this process is busy after each step, or after a few, and at which line."""
     share = float(between.sum()) / loop_s
+    for other in _explain_other_loader("between", share, facts):
+        return other
     place, looks = facts.looks.find_place("between")
     where = f" It is at {place} ({looks})." if place else ""
     rare = find_rare(between)
@@ -135,20 +132,29 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
     return make_cause("between", share, why + where)
 
 
-def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
-    """Explain that there are more workers than cores. They wait for one another, at the start of a
-    pass most of all.
+def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that a loop with two loaders waits for the other one in a phase."""
+    place, looks = facts.looks.find_place(phase)
+    if place != OTHER_LOADER:
+        return []
+    why = f"Beside its own batches, the loop waits for another loader ({looks})."
+    return [make_cause("other_loader", share, why)]
+
+
+def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that the loop or its workers wait for a core: other programs have them, or there are
+    more workers than cores, which wait for one another, at the start of a pass most of all.
     """
     cores = count_cores()
-    is_busy = facts.cpu_s >= _ALL_CORES * cores * loop_s
-    evidence = weigh_evidence(facts.times, facts.looks)
-    whole_s = sum(evidence.values())
-    waits_for_cores = evidence.get("queue", 0.0) >= whole_s / 2
-    # Workers that mostly wait for something else do not crowd the cores.
-    on_cores_s = sum(evidence.get(name, 0.0) for name in ("work", "collate", "queue"))
-    if facts.workers <= cores or on_cores_s < _ON_CORES * whole_s:
-        return None
-    if not (is_busy or waits_for_cores):
-        return None
-    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-    return make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)
+    queued_share = facts.queued_s / loop_s
+    share = float(waits[1:].sum()) / loop_s
+    is_crowded = waits_for_cores(weigh_evidence(facts))
+    others = facts.others_s / loop_s
+    if others >= _HALF * cores and (is_crowded or queued_share >= _HALF):
+        why = f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
+        why += "cores busy, and the loop waits for a core."
+        return [make_cause("other_programs", max(share, queued_share), why)]
+    if is_crowded and facts.workers > cores:
+        why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+        return [make_cause("too_many_workers", share, why, cores=cores)]
+    return []

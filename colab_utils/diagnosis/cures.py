@@ -9,15 +9,14 @@ CURES = {
     "preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
     "work": "Make a sample cheaper, or do its work once, offline.",
-    "no_core": "End the other programs that take the cores, or raise the limit of this container: "
-    "more workers would not help.",
+    "other_programs": "End them, or measure again when they are done: more workers would not help.",
     "alone": "Use worker processes (num_workers): they load while this process trains.",
     "lock": "More workers would not help: hold the lock for less, or give each worker a file or a "
     "connection of its own.",
-    "other_process": "Ask for less, or keep it in each worker or in a file. Where one process "
-    "answers all workers, more of them would not help.",
-    "sleep": "Look at what sleeps: a limit on requests, a retry, or a wait for something that is "
-    "not there yet.",
+    "other_process": "Ask for less, or keep it in each worker or in a file; make a program that a "
+    "sample starts cheaper. Where one process answers all workers, more of them would not help.",
+    "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
+    "has locked, or a wait for something that is not there yet.",
     "wait": "Look at what a sample waits for.",
     "decode": "Shrink images once, offline (preprocess), to the size that training needs.",
     "masks": "Load shards with make_loader: masks stay packed until the device has them.",

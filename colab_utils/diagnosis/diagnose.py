@@ -21,6 +21,7 @@ from colab_utils.diagnosis.causes import refine_causes
 from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, time_loop
+from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
@@ -183,7 +184,7 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
             put(state)
 
 
-def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
+def _keep_batch(kept: dict[int, Any], memory: MemoryLog, number: int, batch: Any) -> None:
     """Copy batches 1, 2, 4, 8, ... and keep the last four, or fewer where memory is short: early
     ones come while the step still warms up.
     """
@@ -198,13 +199,21 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
         del kept[min(kept)]
     # A loader may use the memory of its batch again.
     kept[number] = copy.deepcopy(batch)
+    kept_bytes = sum(tensor.nbytes for tensor in find_tensors([*kept.values()]) if tensor.is_cpu)
+    memory.known_bytes = max(memory.known_bytes, kept_bytes)
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
     began_s = perf_counter()
     kept: dict[int, Any] = {}
     watched = WatchedLoader(loader, TIMEOUT_S, "raise")
-    now = time_loop(watched, step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
+    now = time_loop(
+        watched,
+        step,
+        seconds,
+        0.5,
+        on_batch=partial(_keep_batch, kept, watched._record.memory),
+    )
     cached = now
     slower = 1.0
     ceiling = now.images_per_second
@@ -230,7 +239,6 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
                 step,
                 now,
                 cached,
-                loading_stages.stages,
                 indices,
                 seconds,
                 verify,

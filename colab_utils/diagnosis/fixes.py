@@ -15,11 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+)
 
 from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_size
-from colab_utils.diagnosis.stages import Stage
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.drive import is_on_drive
@@ -29,7 +34,6 @@ from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
-from colab_utils.processes import quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
@@ -54,7 +58,6 @@ FIXES = {
         "shards on the local SSD, images resized once",
         "Preprocess shrinks images that are larger than training needs",
     ),
-    "data_and_workers": ("other data, with more workers", "Both together"),
 }
 # A call of it gives the options of `open_like`.
 _Prepare = partial[dict[str, Any]]
@@ -118,10 +121,8 @@ class Situation:
     """Your loader with your step."""
     cached: BatchTimes
     """Your step on batches that lie ready."""
-    stages: dict[str, Stage]
-    """Of loading, by name."""
     indices: Sequence[int]
-    """Of the images that these were timed on."""
+    """Of the images that the stages of loading were timed on."""
     seconds: float
     """Of the whole diagnosis."""
     verify: bool
@@ -215,18 +216,18 @@ def open_like(
             deliver=getattr(loader, "deliver", "dense"),
         )
     else:
-        names = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context")
-        settings = {name: getattr(loader, name) for name in names}
+        # The constructor would not take over what it was not given.
+        rebuilt = copy(loader)
+        changes: dict[str, Any] = {"num_workers": workers, "dataset": data, "_iterator": None}
         if workers:
             keeps = persistent or loader.persistent_workers or not loader.num_workers
-            settings |= {"prefetch_factor": prefetch, "persistent_workers": keeps}
-        if same and loader.batch_sampler is not None:
-            settings["batch_sampler"] = loader.batch_sampler
-        else:
-            settings["batch_size"] = None if loader.batch_sampler is None else batch_size
-            settings["sampler"] = loader.sampler if same else SequentialSampler(data)
-        with quiet_fork():
-            rebuilt = DataLoader(data, num_workers=workers, **settings)
+            changes |= {"prefetch_factor": prefetch, "persistent_workers": keeps}
+        if not same:
+            changes["sampler"] = SequentialSampler(data)
+        if not same and loader.batch_sampler is not None:
+            changes["batch_size"] = batch_size
+            changes["batch_sampler"] = BatchSampler(changes["sampler"], batch_size, False)
+        vars(rebuilt).update(changes)
     try:
         yield rebuilt
     finally:
@@ -381,21 +382,10 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
         if share <= _SMALLER:
             fixes.append(_make_fix("resize", f" to {share:.0%} of the pixels"))
     make = partial(_prepare_shards, now, folder, is_slow=is_slow)
-    plans += [(fix, partial(make, fix.id)) for fix in fixes]
-    if fixes:
-        stages = [now.stages[name] for name in ("read", "decode", "masks") if name in now.stages]
-        cpu_ms = sum(stage.cpu_ms for stage in stages)
-        # On the local SSD, no file is waited for.
-        workers = now.choose_workers(cpu_ms, cpu_ms)
-        last = fixes[-1]
-        both = replace(last, id="data_and_workers", name=f"{last.name}, and workers={workers}")
-        plans.append((both, partial(make, last.id, workers=workers)))
-    return plans
+    return plans + [(fix, partial(make, fix.id)) for fix in fixes]
 
 
-def _prepare_shards(
-    now: Situation, folder: Path, id: str, *, is_slow: bool, **options: Any
-) -> dict[str, Any]:
+def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> dict[str, Any]:
     """Return a loader's options for shards of the images that were timed, as they are or resized.
 
     They lie on the local disk; shards are copied to it where they lie on a slow one (``is_slow``).
@@ -414,7 +404,7 @@ def _prepare_shards(
             dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9)
         )
     sample = ShardDataset(shards if shards.exists() else dataset.folder)
-    return {"dataset": sample, "packs": id == "packed_masks", **options}
+    return {"dataset": sample, "packs": id == "packed_masks"}
 
 
 def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:

@@ -39,16 +39,18 @@ class Looks:
         self._places: dict[str, Counter[str]] = {}
         self._busy_count = 0
 
-    def take(self, phase: str, thread: threading.Thread) -> None:
-        """Look at the thread that runs the loop, in this phase of it, and at the workers."""
+    def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
+        """Look at the thread that runs the loop, in this phase of it, and at the workers, which may
+        still start.
+        """
         place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
         pids = self._monitor.list_samples()
         if phase == "wait":
             is_idle = all(self._monitor.inspect_worker(pid).idle for pid in pids)
             self._busy_count += not is_idle
-        # Workers that were not forked import their modules when they start: that is no sample.
-        if pids or not phase.endswith("start"):
+        # A worker that starts may import its modules: that is no sample.
+        if self._monitor.sees_samples or not starts:
             self.waits.update(self._monitor.list_waits())
 
     @property

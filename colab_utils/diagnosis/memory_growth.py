@@ -20,7 +20,7 @@ _PAUSE_TIMES = 25
 _LEAST_READINGS = 5
 # A slope counts if it is so many standard errors over 0.
 _SURE = 3
-# Growth as a share of the memory. Less is the allocator's breathing.
+# Growth as a share of the memory of all processes. Less is the allocator's breathing.
 _LEAST_GROWTH = 0.05
 
 
@@ -46,7 +46,7 @@ class Growth:
     full_at_batch: int
     """The batch at which memory is full if it goes on to grow."""
     by_process: Mapping[str, float]
-    """MB a batch of each process that grows."""
+    """MB a batch of this process and of the workers together, where they grow."""
 
     @property
     def cure(self) -> str:
@@ -68,6 +68,10 @@ class MemoryLog:
     """Readings of the memory of this process and its children: each quarter of a second, later
     after each twelfth of the time so far.
 
+    Attributes:
+        readings: so far.
+        known_bytes: of this process that are no growth, as whoever looks on holds them.
+
     Example:
         >>> log = MemoryLog()
         >>> log.look(batches=0)
@@ -77,6 +81,7 @@ class MemoryLog:
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
+        self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
 
@@ -86,51 +91,57 @@ class MemoryLog:
         if now_s < self._due_s:
             return
         cpu_began_s = thread_time()
-        self.readings.append(Reading(batches, _measure_own()))
+        own_bytes = _measure_own()
+        own_bytes[os.getpid()] -= self.known_bytes
+        self.readings.append(Reading(batches, own_bytes))
         least_s = _PAUSE_TIMES * (thread_time() - cpu_began_s)
         self._due_s = now_s + max(_PAUSE_S, least_s, (now_s - self._began_s) * _PAUSE_SHARE)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
-    """Return by how much memory grows; None where it does not, or little.
-
-    The second half of a process's readings counts, when caches and pools are full. Growth is not
-    sure where noise could be the reason, or where it slows down. A process that hardly grows is not
-    named.
+    """Return by how much memory grows, of this process and of its workers; None where it does not,
+    or little.
     """
     last = max((reading.batches for reading in readings), default=0)
     # After the last batch, workers end.
     running = [reading for reading in readings if reading.batches < last]
-    by_process: dict[str, float] = {}
-    grown_bytes = 0.0
-    used_bytes = 0.0
-    for pid in sorted({pid for reading in running for pid in reading.own_bytes}):
-        seen = [(batches, own_bytes[pid]) for batches, own_bytes in running if pid in own_bytes]
-        batches, own = np.array(seen[len(seen) // 2 :], np.float64).T
-        used_bytes += own[-1]
-        slope = _find_slope(batches, own)
-        rise = slope * float(np.ptp(batches))
-        if rise > _LEAST_GROWTH * own[-1]:
-            name = _OWN_NAME if pid == os.getpid() else f"pid {pid}"
-            by_process[name] = slope / 1e6
-            grown_bytes += rise
-    if grown_bytes <= _LEAST_GROWTH * used_bytes:
+    if not running:
         return None
+    newest = running[-1].own_bytes
+    own = []
+    workers = []
+    for batches, own_bytes in running:
+        own_part = own_bytes[os.getpid()]
+        own.append((batches, own_part))
+        # Workers that start or end meanwhile are no growth.
+        if own_bytes.keys() == newest.keys():
+            workers.append((batches, sum(own_bytes.values()) - own_part))
+    by_process = {}
+    for name, points in ((_OWN_NAME, own), ("workers", workers)):
+        slope = _find_slope(points, _LEAST_GROWTH * sum(newest.values()))
+        if slope > 0:
+            by_process[name] = slope / 1e6
     mb_per_batch = sum(by_process.values())
+    if not by_process:
+        return None
     left = int(find_free_memory() / 1e6 / mb_per_batch)
     return Growth(mb_per_batch, last + left, by_process)
 
 
-def _find_slope(batches: np.ndarray, own: np.ndarray) -> float:
-    """Return bytes a batch by which a process surely grows, else 0."""
+def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
+    """Return bytes a batch by which memory surely grows, at least by so many bytes in all; else 0.
+
+    The second half of the readings counts, when caches and pools are full. Growth is not sure where
+    noise could be the reason, or where it slows down.
+    """
+    batches, own_bytes = np.array(points[len(points) // 2 :], np.float64).T
     middle = len(batches) // 2
     if len(batches) < _LEAST_READINGS or np.ptp(batches[middle:]) == 0:
         return 0.0
-    (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
-    if slope <= _SURE * covariance[0, 0] ** 0.5:
-        return 0.0
-    later_slope = np.polyfit(batches[middle:], own[middle:], 1)[0]
-    return float(slope) if later_slope > slope / 2 else 0.0
+    (slope, _), covariance = np.polyfit(batches, own_bytes, 1, cov=True)
+    least = max(_SURE * covariance[0, 0] ** 0.5, least_bytes / np.ptp(batches))
+    later_slope = np.polyfit(batches[middle:], own_bytes[middle:], 1)[0]
+    return float(slope) if slope > least and later_slope > slope / 2 else 0.0
 
 
 def _measure_own() -> dict[int, int]:

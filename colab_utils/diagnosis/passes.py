@@ -19,6 +19,7 @@ from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
+from colab_utils.machine import count_oom_kills
 from colab_utils.processes import quiet_fork, start_thread
 
 # Seconds between two looks; less where timeout_s is short.
@@ -54,6 +55,7 @@ class Pass:
         self._monitor = record.monitor
         self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
+        self._oom_kills = count_oom_kills()
         # the thread that waits for a batch, and since when it does
         self._thread = threading.current_thread()
         self._asked_s: float | None = None
@@ -168,7 +170,8 @@ class Pass:
             with suppress(Exception):
                 if asked_s is not None:
                     self._look(asked_s)
-                self._record.looks.take(self._record.phase, self._thread)
+                record = self._record
+                record.looks.take(record.phase, self._thread, starts=record.starts)
                 self._record.memory.look(self._record.clock.count)
 
     def _look(self, asked_s: float) -> None:
@@ -206,7 +209,7 @@ class Pass:
         """
         if ending:
             verdict = "dead"
-            death, _, cure = explain_death(ending).partition("). ")
+            death, _, cure = explain_death(ending, self._oom_kills).partition("). ")
             seen = self._monitor.inspect_worker(job.pid)
             seen = seen._replace(call=death.rpartition("(")[2])
         else:
@@ -255,26 +258,21 @@ class Pass:
             if jobs:
                 return jobs[0]
         samples = self._monitor.list_samples()
-        pids = list(samples)
-        # each worker's first sample is the one that it has been at longest
-        at_work = [(at[0], pid) for pid, at in samples.items() if at]
-        if at_work:
-            longest, pid = min(at_work)
-            return WorkerJob(pids.index(pid), pid, indices=(longest.sample,))
+        pids = sorted(samples) or list_other_workers()
+        for pid, sample in samples.items():
+            if sample >= 0:
+                return WorkerJob(pids.index(pid), pid, indices=(sample,))
         alive = [pid for pid in pids if not read_ending(pid)]
-        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle]
-        candidates = busy or alive
-        waits_here = self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF)
-        if waits_here and all(find_wait(pid, pid) == "process" for pid in candidates):
-            candidates = []
-        if not pids:
+        if not samples:
             # Their samples are not seen. One that waits for work polls a pipe.
-            pids = list_other_workers()
-            candidates = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
-        if candidates:
-            return WorkerJob(pids.index(candidates[0]), candidates[0])
-        sample = self._monitor.inspect_thread(self._thread).sample
-        return WorkerJob(None, os.getpid(), indices=() if sample is None else (sample,))
+            alive = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
+        elif self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF):
+            alive = [pid for pid in alive if find_wait(pid, pid) != "process"]
+        alive.sort(key=lambda pid: self._monitor.inspect_worker(pid).idle)
+        if alive:
+            return WorkerJob(pids.index(alive[0]), alive[0])
+        own_sample = self._monitor.inspect_thread(self._thread).sample
+        return WorkerJob(None, os.getpid(), indices=() if own_sample is None else (own_sample,))
 
     def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
         """Return the worker whose end made the loader fail, and how it ended; None where none
@@ -283,13 +281,13 @@ class Pass:
         if isinstance(self._loader, Loader):
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
         text = f"{error} {error.__cause__}"
-        for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
+        for place, (pid, sample) in enumerate(sorted(self._monitor.list_samples().items())):
             ending = read_ending(pid)
             was_killed = "signal" in ending
             if was_killed:
                 return WorkerJob(place, pid), ending
             # Linux tells an exit code only once. The loader asked for it, and its error has it.
-            if ending and (at_work or str(pid) in text):
+            if ending and (sample >= 0 or str(pid) in text):
                 return WorkerJob(place, pid), text
         return None
 

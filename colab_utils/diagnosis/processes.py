@@ -6,6 +6,7 @@ that they are at. Elsewhere than on Linux most of it stays unknown.
 """
 
 import mmap
+import multiprocessing
 import operator
 import os
 import sys
@@ -19,25 +20,22 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from colab_utils.diagnosis.system_calls import find_wait, measure_use, read_call, read_ending
-from colab_utils.processes import list_processes
 
-# Workers that are remembered, and threads of each that can be at a sample.
+# Workers that are remembered.
 _ROWS = 128
-_THREADS = 16
 _HERE = os.path.dirname(__file__)
 # Methods of a dataset that give a sample.
 _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
-# What a thread of a worker notes of its sample: the index, or -1; since when; and its own id.
-_AT = np.dtype([("sample", np.int64), ("since_ns", np.int64), ("task", np.int64)])
 # What a worker notes.
 _ROW = np.dtype(
     [
         ("pid", np.int64),
-        ("at", _AT, _THREADS),
+        # the sample that it is at, or -1, and since when
+        ("sample", np.int64),
+        ("since_ns", np.int64),
         # the first four fields of SampleTimes
         ("sums", np.float64, 4),
         # the slowest sample: its index, how often it was loaded, and the seconds of these, in sum;
@@ -47,7 +45,6 @@ _ROW = np.dtype(
         ("cpu", np.float64, 2),
     ]
 )
-_NO_SAMPLE = (-1, -1, -1)
 
 
 class Activity(NamedTuple):
@@ -65,15 +62,6 @@ class Activity(NamedTuple):
     cpu_s: float = 0.0
     """CPU seconds that it has taken so far."""
     bytes_read: int = 0
-
-
-class SampleAtWork(NamedTuple):
-    """A sample that a worker is at. They are sorted by their beginning."""
-
-    since_ns: int
-    sample: int
-    task: int
-    """Linux's id of the thread."""
 
 
 class SampleTimes(NamedTuple):
@@ -99,17 +87,6 @@ class SampleTimes(NamedTuple):
         return max(0.0, self.wall_s - self.cpu_s)
 
 
-class _ThreadIo(threading.local):
-    """What Linux counts of the bytes that a thread reads. The file stays open: opening it for each
-    sample would take longer than to read it.
-    """
-
-    def __init__(self) -> None:
-        self.file: int | None = None
-        with suppress(OSError):
-            self.file = os.open("/proc/thread-self/io", os.O_RDONLY)
-
-
 class _SampleNotes:
     """Where a worker notes its samples: a row of memory that it shares with the process that
     watches.
@@ -117,39 +94,42 @@ class _SampleNotes:
 
     def __init__(self, row: Any) -> None:
         self._row = row
-        self._threads = row["at"]
         self._has_loaded = False
-        self._io = _ThreadIo()
+        self._io: int | None = None
 
     def begin(self) -> None:
         """Take the row over from a worker that ended."""
-        self._threads[:] = _NO_SAMPLE
+        self._row["sample"] = -1
         self._row["cpu"] = (self._row["cpu"].sum(), 0)
         self._row["pid"] = os.getpid()
+        # What Linux counts of the bytes that it reads. The file stays open: opening it for each
+        # sample would take longer than to read it.
+        with suppress(OSError):
+            self._io = os.open("/proc/self/io", os.O_RDONLY)
 
     @contextmanager
     def mark_sample(self, sample: int, count: int) -> Iterator[None]:
         """Note a sample, or the first of so many, while it is loaded, and how long it took."""
-        task = threading.get_native_id()
-        place = task % _THREADS
-        outer = self._threads[place].item()
+        # A method may call another one of them, in threads of its own, too. The outer one counts.
+        if self._row["sample"] >= 0:
+            yield
+            return
         began_ns = monotonic_ns()
         counts = self._count()
-        self._threads[place] = (sample, began_ns, task)
+        self._row["since_ns"] = began_ns
+        self._row["sample"] = sample
         try:
             yield
         finally:
-            wall_ns = monotonic_ns() - began_ns
-            self._threads[place] = outer
-            # A method may call another one of them. The outer one counts.
-            if outer[0] < 0:
-                self._add_to_totals(sample, count, wall_ns / 1e9, self._count() - counts)
+            self._row["sample"] = -1
+            wall_s = (monotonic_ns() - began_ns) / 1e9
+            self._add_to_totals(sample, count, wall_s, self._count() - counts)
 
     def _count(self) -> NDArray[np.float64]:
-        """Return CPU seconds of this process, and bytes that this thread read, so far."""
+        """Return CPU seconds of this process, and bytes that it read, so far."""
         bytes_read = 0
-        if self._io.file is not None:
-            bytes_read = int(os.pread(self._io.file, 64, 0).split()[1])
+        if self._io is not None:
+            bytes_read = int(os.pread(self._io, 64, 0).split()[1])
         return np.array([process_time(), bytes_read])
 
     def _add_to_totals(
@@ -183,6 +163,7 @@ class WorkerMonitor:
             dataset = dataset.dataset
         self.dataset = dataset
         self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
+        self._rows["sample"] = -1
 
     def enter(self) -> None:
         """Let this process, a worker, be seen from now on."""
@@ -206,18 +187,12 @@ class WorkerMonitor:
 
         return load_sample
 
-    def list_samples(self) -> dict[int, list[SampleAtWork]]:
-        """Return the samples that each worker is at, by its pid; the one that it began first in
-        front.
+    def list_samples(self) -> dict[int, int]:
+        """Return the sample that each worker is at, or -1, by its pid; the one that was begun first
+        in front.
         """
-        samples = {}
-        for row in sorted(self._rows[self._rows["pid"] > 0], key=lambda row: int(row["pid"])):
-            at_work = []
-            for sample, since_ns, task in row["at"].tolist():
-                if sample >= 0:
-                    at_work.append(SampleAtWork(since_ns, sample, task))
-            samples[int(row["pid"])] = sorted(at_work)
-        return samples
+        rows = np.sort(self._rows[self._rows["pid"] > 0], order="since_ns")
+        return dict(zip(rows["pid"].tolist(), rows["sample"].tolist(), strict=True))
 
     def read_times(self) -> SampleTimes:
         """Return how long samples took so far."""
@@ -227,31 +202,26 @@ class WorkerMonitor:
             totals[int(index)] = (earlier_count + count, earlier_s + seconds)
         slowest = max(totals, key=lambda index: totals[index][1])
         worker_cpu_s = float(self._rows["cpu"].sum())
-        times = SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
-        return times._replace(
-            # Samples that threads load at the same time have each counted the whole process.
-            cpu_s=min(times.cpu_s, worker_cpu_s),
-            worker_cpu_s=worker_cpu_s,
-            slowest=(slowest, *totals[slowest]),
-        )
+        sums = self._rows["sums"].sum(axis=0).tolist()
+        times = SampleTimes(*sums)
+        return times._replace(worker_cpu_s=worker_cpu_s, slowest=(slowest, *totals[slowest]))
+
+    @property
+    def sees_samples(self) -> bool:
+        """Return whether a sample was seen."""
+        return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
 
     def list_waits(self) -> list[str]:
-        """Return what each worker waits for that is at a sample, as `find_wait` calls it; of
-        workers that were not forked, of each one that does not wait for work.
+        """Return what each worker waits for that is at a sample, as `find_wait` calls it; where
+        samples are not seen, of each one that does not wait for work.
         """
-        waits = []
         samples = self.list_samples()
-        for pid, at_work in samples.items():
-            if at_work:
-                waits.append(find_wait(pid, at_work[0].task))
-        if not samples:
+        pids = [pid for pid, sample in samples.items() if sample >= 0]
+        if not pids and not self.sees_samples:
+            workers = [*samples] or list_other_workers()
             # One that waits for work polls a pipe.
-            pids = [pid for pid in list_other_workers() if read_call(pid, pid)[0] != "poll"]
-            waits = [find_wait(pid, pid) for pid in pids]
-        if len(waits) == 1:
-            # It takes turns with nobody.
-            waits[0] = waits[0].replace("lock", "thread")
-        return waits
+            pids = [pid for pid in workers if read_call(pid, pid)[0] != "poll"]
+        return [find_wait(pid, pid) for pid in pids]
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
@@ -260,18 +230,15 @@ class WorkerMonitor:
                 row["pid"] = 0
 
     def inspect_worker(self, pid: int) -> Activity:
-        """Return what a worker does, in the thread that has been longest at a sample; else in its
-        main thread.
-        """
-        at_work = self.list_samples().get(pid)
-        sample = at_work[0].sample if at_work else None
-        task = at_work[0].task if at_work else pid
-        call, path = read_call(pid, task)
+        """Return what a worker does in its main thread."""
+        sample = self.list_samples().get(pid, -1)
+        call, path = read_call(pid, pid)
         # The samples of a stream are not seen. A worker without any may be at one.
         has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
         waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
-        idle = not at_work and has_worked and waits_for_pipe
-        return Activity((), call, path, sample, idle, *measure_use(f"/proc/{pid}"))
+        idle = sample < 0 and has_worked and waits_for_pipe
+        known = sample if sample >= 0 else None
+        return Activity((), call, path, known, idle, *measure_use(f"/proc/{pid}"))
 
     def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""
@@ -316,15 +283,8 @@ def _read_index(index: Any) -> int:
 
 def list_other_workers() -> list[int]:
     """Return the processes that multiprocessing started in another way than by a fork."""
-    workers = []
-    for process in list_processes()[1:]:
-        # It may have ended.
-        with suppress(psutil.Error):
-            command = " ".join(process.cmdline())
-            is_server = "forkserver" in command and process.ppid() == os.getpid()
-            if "spawn_main" in command or ("forkserver" in command and not is_server):
-                workers.append(process.pid)
-    return workers
+    children = [*vars(multiprocessing.process)["_children"]]
+    return [child.pid for child in children if child._popen.method != "fork"]
 
 
 def _enter_child() -> None:

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import Any
+from threading import get_native_id
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -22,11 +24,12 @@ from colab_utils.diagnosis.looks import Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.ranks import compare_ranks, find_rank
-from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
+from colab_utils.diagnosis.timing import count_workers, find_error, measure_queues, measure_tree_cpu
 from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
 from colab_utils.progress import is_notebook
 from colab_utils.require import require_local_path
+from colab_utils.slow_drive import find_profile
 from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
@@ -36,6 +39,8 @@ _WORST = 10
 _SHOWN_S = 10.0
 # The samples of so many batches are kept.
 _KEPT = 1000
+# Of the cores' time is idle on a busy machine.
+_HARDLY = 0.1
 # Batches to a step of the optimizer, from which gradients are accumulated.
 _ACCUMULATES = 1.5
 
@@ -144,6 +149,28 @@ class Summary:
         write_file(require_local_path(path), (json.dumps(content, indent=1) + "\n").encode())
 
 
+class _CpuTimes(NamedTuple):
+    """CPU seconds so far."""
+
+    own_s: float
+    """Of this process and its children."""
+    busy_s: float
+    """Of all programs of the machine."""
+    idle_s: float
+    """In which its cores had nothing to do."""
+    queued_s: float
+    """In which one thread of this process could have run, and had no core."""
+
+    @classmethod
+    def measure(cls, thread: int) -> "_CpuTimes":
+        """Read the clocks; ``thread`` is a native id."""
+        times = psutil.cpu_times()
+        idle_s = times.idle + times.iowait
+        # The times of guests are counted in the first of the eight, too.
+        busy_s = sum(times[:8]) - idle_s
+        return cls(measure_tree_cpu(), busy_s, idle_s, measure_queues().get(thread, 0.0))
+
+
 class LoopRecord:
     """All that is noted while a watched loop runs.
 
@@ -155,7 +182,10 @@ class LoopRecord:
         restarts: whether these start anew in each pass.
         phase: of the loop: "first start", "start" (of a later pass), "wait", "step", "between".
         looks: at the loop and its workers.
-        cpu_s: CPU time of this process and its children in them.
+        cpu_s: CPU time of this process and its children in all passes.
+        others_s: CPU time of other programs in them, where hardly a core was idle.
+        queued_s: seconds in which the loop's thread could have run, and had no core.
+        is_slowed: whether the dataset lies in a slowed folder.
         times: of samples in workers.
         seen: batch to the samples that were loaded while it was waited for.
         memory: of this process and its children.
@@ -175,6 +205,10 @@ class LoopRecord:
         self.phase = ""
         self.looks = Looks(self.monitor)
         self.cpu_s = 0.0
+        self.others_s = 0.0
+        self.queued_s = 0.0
+        folder = getattr(self.monitor.dataset, "folder", None)
+        self.is_slowed = isinstance(folder, Path) and find_profile(folder) is not None
         self.times = SampleTimes()
         self.growth: Growth | None = None
         self.seen = dict[int, tuple[int, ...]]()
@@ -184,7 +218,8 @@ class LoopRecord:
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
         """Around a pass: see where steps end, and count CPU time."""
-        cpu_began_s = measure_tree_cpu()
+        thread = get_native_id()
+        began = _CpuTimes.measure(thread)
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
             yield
@@ -192,7 +227,18 @@ class LoopRecord:
             self.phase = ""
             self.clock.stop()
             handle.remove()
-            self.cpu_s += measure_tree_cpu() - cpu_began_s
+            used = _CpuTimes(*np.subtract(_CpuTimes.measure(thread), began).tolist())
+            self.cpu_s += used.own_s
+            self.queued_s += used.queued_s
+            if used.idle_s < _HARDLY * (used.idle_s + used.busy_s):
+                self.others_s += max(0.0, used.busy_s - used.own_s)
+
+    @property
+    def starts(self) -> bool:
+        """Return whether a worker may not have given its first batch of the pass."""
+        firsts = self.clock.firsts
+        has_begun = bool(firsts) and not self.phase.endswith("start")
+        return not has_begun or self.clock.count - firsts[-1] < self.workers
 
     def ask(self) -> float:
         """Note that the next batch is asked for. Returns the time, by `time.perf_counter`."""

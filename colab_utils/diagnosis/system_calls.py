@@ -22,7 +22,11 @@ _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
 _CALLS_WITH_PATH = ("openat", "newfstatat", "statx")
 _CALLS_OF_FILE = ("read", "pread64", "readv", "preadv", "preadv2", "fstat", "getdents64")
 _PATH_BYTES = 4096
-_LOCKS = ("futex", "flock", "fcntl", "semop", "semtimedop")
+# A lock that only the threads of a process share says so in its operation.
+_FUTEX = "futex"
+_SHARED_FUTEX = "shared futex"
+_PRIVATE = 128
+_LOCKS = (_SHARED_FUTEX, "flock", "fcntl", "semop", "semtimedop")
 _SLEEPS = ("nanosleep", "clock_nanosleep")
 # Where Linux sleeps in a page fault, until a mapped file's page has come.
 _PAGE_WAIT = re.compile("folio|wait_on_page")
@@ -75,6 +79,8 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
     name = f"system call {words[0]}"
     if platform.machine() == "x86_64":
         name = _CALLS.get(words[0], name)
+    if name == _FUTEX and not int(words[2], 16) & _PRIVATE:
+        name = _SHARED_FUTEX
     with suppress(OSError):
         if name in _CALLS_WITH_PATH:
             path = _read_path(pid, int(words[2], 16))
@@ -86,17 +92,18 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
 
 
 def find_wait(pid: int, task: int) -> str:
-    """Return what a thread waits for: "read" (a file), "lock", "sleep" or "process" (another one,
-    or the network); "" while it runs.
+    """Return what a thread waits for: "read" (a file), "lock" (of several processes), "sleep",
+    "process" (another one, or the network) or "thread" (another one of its process, or a lock of
+    theirs); "" while it runs.
 
     One that waits for other threads of its process waits for what these wait for.
     """
     kind = classify_call(*read_call(pid, task))
-    if kind != "lock":
+    if kind != "thread":
         return kind
     threads = map(int, os.listdir(f"/proc/{pid}/task"))
     kinds = [classify_call(*read_call(pid, other)) for other in threads if other != task]
-    for helping in ("", "read", "sleep"):
+    for helping in ("", "read", "lock", "sleep", "process"):
         if helping in kinds:
             return helping
     return kind
@@ -109,6 +116,8 @@ def classify_call(call: str, path: str) -> str:
         >>> classify_call("read", "/data/1.jpg"), classify_call("read", "pipe:[7]")
         ('read', 'process')
     """
+    if call == _FUTEX:
+        return "thread"
     if call in _LOCKS:
         return "lock"
     if call in _SLEEPS:

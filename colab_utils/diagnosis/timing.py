@@ -191,7 +191,7 @@ class _StepCosts:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
-        self.queued_s: defaultdict[str, float] = defaultdict(float)
+        self.queued_s: defaultdict[int, float] = defaultdict(float)
 
     def begin(self) -> None:
         """Read the clocks before a step."""
@@ -205,8 +205,9 @@ class _StepCosts:
             self.queued_s[thread] += seconds - self._queues_began_s.get(thread, 0.0)
 
 
-def measure_queues() -> dict[str, float]:
-    """Return how long each thread of this process could have run and had no core, in seconds.
+def measure_queues() -> dict[int, float]:
+    """Return how long each thread of this process, by its native id, could have run and had no
+    core, in seconds.
 
     Linux counts it in ``/proc/self/task/ID/schedstat``; elsewhere nothing is counted.
     """
@@ -214,7 +215,7 @@ def measure_queues() -> dict[str, float]:
     for path in glob("/proc/self/task/*/schedstat"):
         # A thread may end meanwhile, and not every kernel counts.
         with suppress(OSError, ValueError, IndexError), open(path) as file:
-            queued_s[path] = int(file.read().split()[1]) / 1e9
+            queued_s[int(path.split("/")[4])] = int(file.read().split()[1]) / 1e9
     return queued_s
 
 

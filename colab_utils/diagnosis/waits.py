@@ -27,14 +27,10 @@ _TIMES_SLOWER = 8
 _SLOW_SHARE = 0.4
 # A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`).
 _SENDS_MB_PER_S = 20
-# Bytes of a sample that reads a file: noting a sample reads a hundred.
-_LEAST_BYTES = 512
 # Looks at workers that tell what they wait for.
 _LEAST_LOOKS = 5
 # A part of the time of samples that is worth a word.
 _WORTH_A_WORD = 0.1
-# Of the cores are busy with a loop that waits for one: other programs have them.
-_LITTLE = 0.5
 # Of the time of samples. Two workers that only take turns wait for half of it.
 _IN_TURN = 0.3
 # Workers that were at work for less than this part of the waits were idle.
@@ -44,7 +40,7 @@ _EVIDENCE = {
     "work": ("work", "of work"),
     "queue": ("work", "until a core is free"),
     "read": ("read", "in reads of files"),
-    "lock": ("lock", "for a lock, in turn with other workers"),
+    "lock": ("lock", "for a lock that other processes hold"),
     "process": ("other_process", "for another process or the network"),
     "sleep": ("sleep", "asleep, in a call of sleep"),
     "thread": ("wait", "for a lock, or a thread of its own"),
@@ -62,6 +58,12 @@ class LoopFacts(Protocol):
     """Whether these start anew in each pass."""
     cpu_s: float
     """CPU seconds of this process and its children in all passes."""
+    others_s: float
+    """CPU seconds of all other programs of the machine in them, where hardly a core was idle."""
+    queued_s: float
+    """Seconds in which the loop's own thread could have run, and had no core."""
+    is_slowed: bool
+    """Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read."""
     times: SampleTimes
     looks: Looks
     stalls: list[Any]
@@ -82,12 +84,20 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     share = float(starts.sum()) / loop_s
     each_s = f"{starts.mean():.2g} s each"
     why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch"
-    place, looks = facts.looks.find_place("start")
-    if place not in ("", WORKERS, HANDOFF, SAMPLE):
-        return make_cause("main_process", share, f"{why}: this process is at {place} ({looks}).")
+    line = _find_own_line("start", facts)
+    if line:
+        return make_cause("main_process", share, f"{why}: {line}.")
     if facts.restarts:
         return make_cause("restarts", share, f"{why}: workers start anew.")
     return make_cause("restarts", share, f"{why}.", cure="starts")
+
+
+def _find_own_line(phase: str, facts: LoopFacts) -> str:
+    """Return in words at which line of its own this process was in a phase; "" where it waited."""
+    place, looks = facts.looks.find_place(phase)
+    if place in ("", WORKERS, HANDOFF, SAMPLE):
+        return ""
+    return f"this process is at {place} ({looks})"
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -96,15 +106,15 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """
     share = float(waits.sum()) / loop_s
     times = facts.times
-    place, looks = facts.looks.find_place("wait")
-    if place not in ("", WORKERS, HANDOFF, SAMPLE):
-        why = f"Before it takes a batch, this process is at {place} ({looks})."
-        return make_cause("main_process", share, why)
+    line = _find_own_line("wait", facts)
+    if line:
+        return make_cause("main_process", share, f"Before it takes a batch, {line}.")
     if not (facts.workers or times.samples):
         why = "This process loads the samples itself, between its steps."
         return make_cause("work", share, why, cure="alone")
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
+    place, looks = facts.looks.find_place("wait")
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
@@ -118,23 +128,20 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     """Name what takes most of the time of samples, by the evidence for each."""
     times = facts.times
-    evidence = weigh_evidence(times, facts.looks)
+    evidence = weigh_evidence(facts)
     # Where a worker waits for a core, others may wait for what it holds.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
-    if evidence.get("queue", 0.0) > sum(rest.values()):
+    if waits_for_cores(evidence):
         largest = "queue"
-    takes_turns = evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values())
-    if takes_turns and largest in ("work", "queue"):
+    # What a worker does while it holds a lock, the others wait for.
+    if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):
         largest = "lock"
     id, _ = _EVIDENCE[largest]
     cure = id
-    busy = facts.cpu_s / loop_s
     why = _describe_evidence(evidence, times, facts.looks)
     if id == "work":
-        why += f" {busy:.1f} of {count_cores()} cores are busy with it."
-        if largest == "queue" and busy < _LITTLE * count_cores():
-            cure = "no_core"
+        why += f" {facts.cpu_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
         mb_per_s = times.bytes_read / 1e6 / max(times.blocked_s, 1e-9)
         limit = "it waits mostly for the first byte of each file"
@@ -146,10 +153,17 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     return make_cause(id, share, why, cure=cure)
 
 
-def weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
+def waits_for_cores(evidence: Mapping[str, float]) -> bool:
+    """Return whether samples wait for a core for more than half of their time."""
+    return 2 * evidence.get("queue", 0.0) > sum(evidence.values())
+
+
+def weigh_evidence(facts: LoopFacts) -> dict[str, float]:
     """Return seconds of samples by what takes them, a key of `_EVIDENCE`; where no samples were
     seen, looks.
     """
+    times = facts.times
+    looks = facts.looks
     count = looks.waits.total()
     is_seen = count >= _LEAST_LOOKS
     wall_s = times.wall_s
@@ -163,12 +177,11 @@ def weigh_evidence(times: SampleTimes, looks: Looks) -> dict[str, float]:
     left_s = max(0.0, wall_s - cpu_s)
     if not is_seen:
         return {**evidence, "unseen": left_s}
-    reads_files = times.bytes_read >= _LEAST_BYTES * times.samples > 0
     for name, number in looks.waits.items():
         if not name:
             continue
-        # A stand-in for a slow disk sleeps.
-        name = "read" if name == "sleep" and reads_files else name
+        if facts.is_slowed and name == "sleep":
+            name = "read"
         seconds = min(left_s, wall_s * number / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds

@@ -26,7 +26,7 @@ from colab_utils.loading.arrival import POLL_S
 from colab_utils.loading.batch import PackedBatch, open_batch
 from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
-from colab_utils.machine import find_free_memory
+from colab_utils.machine import count_oom_kills, find_free_memory
 from colab_utils.processes import end_with_parent, find_cut_file, quiet_fork
 from colab_utils.streams import StreamTrial
 from colab_utils.units import format_bytes
@@ -122,11 +122,15 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
-def explain_death(ending: str) -> str:
+def explain_death(ending: str, oom_kills: int) -> str:
     """Explain why a worker process may have ended, and what to do.
 
+    Args:
+        ending: Description of its end.
+        oom_kills: What `count_oom_kills` gave while the worker lived.
+
     Example:
-        >>> explain_death(describe_exit(3)).partition(".")[0]
+        >>> explain_death(describe_exit(3), 0).partition(".")[0]
         'A worker process ended (exit code 3)'
     """
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", ending)
@@ -134,14 +138,21 @@ def explain_death(ending: str) -> str:
     if "Bus error" in ending:
         cure = _explain_bus_error()
     if "Killed" in ending:
-        free = format_bytes(find_free_memory())
-        shm = format_bytes(shutil.disk_usage("/dev/shm").free)
-        cure = (
-            f"Now {free} of memory and {shm} of /dev/shm are free. Most often memory ran out: use "
-            "fewer workers, a smaller prefetch or a smaller batch, and run it again."
-        )
+        cure = _explain_kill(oom_kills)
     reason = how[0] if how else "no reason given"
     return f"A worker process ended ({reason}). {cure}"
+
+
+def _explain_kill(oom_kills: int) -> str:
+    """Say that memory ran out where the system counted it, or else that nobody saw who did it."""
+    cure = "use fewer workers, a smaller prefetch or a smaller batch, and run it again."
+    if count_oom_kills() > oom_kills:
+        return f"The system ended a process for want of memory: {cure}"
+    free = format_bytes(find_free_memory())
+    return (
+        f"Who killed it was not seen. Now {free} of memory are free. Most often it is the memory: "
+        f"{cure}"
+    )
 
 
 def _explain_bus_error() -> str:
@@ -166,7 +177,7 @@ class Worker:
     Attributes:
         began_s: Time at which the worker began its current batch, as far as known, from
             `time.perf_counter`.
-        at_work: int64 [1]: index of the sample that it reads, if it notes that.
+        at_work: int64 [1]: index of the sample that it reads, if it notes that; -1 for none.
 
     Raises:
         ColabUtilsError: The system starts no more processes.
@@ -176,6 +187,7 @@ class Worker:
         self.pool = pool
         self.began_s = perf_counter()
         self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
+        self.at_work[0] = -1
         context = multiprocessing.get_context("fork")
         with quiet_fork():
             self.connection, worker_end = context.Pipe()
@@ -266,6 +278,7 @@ class Prefetcher:
 
     def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
         self._fetcher = fetcher
+        self._oom_kills = count_oom_kills()
         self._ahead = max(1, workers * prefetch)
         self._told_images = max(1, workers) * _TOLD_IMAGES if fetcher.reads_ahead else 0
         # Batches that are not requested yet: number, indices, and the worker that reads ahead.
@@ -460,7 +473,7 @@ class Prefetcher:
         process = worker.process
         process.join(5)
         ending = describe_exit(process.exitcode or 0)
-        died = WorkerDiedError(explain_death(ending))
+        died = WorkerDiedError(explain_death(ending, self._oom_kills))
         place = self._workers.index(worker) if worker in self._workers else None
         jobs = [job for job in self.list_jobs() if job.pid == process.pid]
         died.job = jobs[0] if jobs else WorkerJob(place, process.pid or 0)

@@ -128,12 +128,14 @@ def test_a_loop_that_never_waits_has_no_cause():
             "read",
             r"It reads 4.0 MB, at 59 MB/s: it is the bandwidth. .*Shrink",
         ),
-        # a stand-in for a slow disk sleeps between its reads; what reads nothing only sleeps
+        # a slowed folder sleeps in its reads; what sleeps elsewhere, as a locked database does
+        # between its reads, is not said to read
         (
             {
                 "waits": spread(0.05),
                 "times": SampleTimes(200, 14.0, 0.4, 200 * 2_000),
                 "looks": {"sleep": 30},
+                "is_slowed": True,
             },
             "read",
             r"68 ms in reads of files. It reads 2.0 kB",
@@ -141,7 +143,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {
                 "waits": spread(0.05),
-                "times": SampleTimes(200, 14.0, 0.4, 200 * 90),
+                "times": SampleTimes(200, 14.0, 0.4, 200 * 2_000),
                 "looks": {"sleep": 30},
             },
             "sleep",
@@ -154,7 +156,17 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "looks": {"lock": 30, "": 20},
             },
             "lock",
-            r"42 ms for a lock, in turn with other workers, 25 ms of work.*would not help",
+            r"42 ms for a lock that other processes hold, 25 ms of work.*would not help",
+        ),
+        # one reads while it holds a lock
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 0.4),
+                "looks": {"lock": 14, "read": 16},
+            },
+            "lock",
+            r"in reads of files, .* ms for a lock",
         ),
         (
             {
@@ -186,7 +198,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "looks": {"": 30},
             },
             "work",
-            r"50 ms until a core is free.*End the other programs.*more workers would not help",
+            r"50 ms until a core is free",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0)},
@@ -219,7 +231,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"places": {"step": {"another loader": 8, "main.py:3 train": 2}}, "share": 1.0},
             "other_loader",
-            r"Within its step, the loop waits for another loader \(in 8 of 10 looks\)",
+            r"Beside its own batches, the loop waits for another loader \(in 8 of 10 looks\)",
         ),
         # other children of this process are busy, too: the evaluation
         (
@@ -235,8 +247,8 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {
                 "waits": spread(0.05),
-                "times": SampleTimes(200, 9.0, 8.0),
-                "cpu_s": 19.0,
+                "times": SampleTimes(200, 40.0, 8.0),
+                "looks": {"": 30},
                 "workers": 16,
             },
             "too_many_workers",
@@ -314,7 +326,7 @@ def test_memory_that_grows_is_named_beside_a_fine_loop():
     assert "if it goes on, it is full at step 4,000" in cause.why
 
 
-def test_other_programs_that_take_the_cores_are_told_from_more_workers_than_cores(monkeypatch):
+def test_too_many_workers_wait_for_cores_and_for_nothing_else(monkeypatch):
     monkeypatch.setattr(causes, "count_cores", lambda: 2)
     times = SampleTimes(200, 40.0, 5.0)
     (cause,) = find(waits=spread(0.05), times=times, looks={"lock": 30}, workers=4)
@@ -323,6 +335,37 @@ def test_other_programs_that_take_the_cores_are_told_from_more_workers_than_core
     assert cause.id == "other_process"
     (cause,) = find(waits=spread(0.05), times=times, looks={"": 30}, workers=4)
     assert cause.id == "too_many_workers"
+
+
+@pytest.mark.parametrize(
+    ("loop", "share"),
+    [
+        # samples wait for a core
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 40.0, 5.0),
+                "looks": {"": 30},
+            },
+            0.5,
+        ),
+        # the loop itself does
+        ({"queued_s": 7.0}, 0.7),
+    ],
+)
+def test_other_programs_that_take_the_cores_come_first(loop, share, monkeypatch):
+    monkeypatch.setattr(causes, "count_cores", lambda: 2)
+    first, *_ = find(**loop, others_s=14.0, workers=4)
+    assert (first.id, first.share) == ("other_programs", pytest.approx(share, rel=0.02))
+    assert "other programs keep 1.4 of 2 cores busy" in first.why
+    # They take too little to be the cause.
+    assert "other_programs" not in [cause.id for cause in find(**loop, others_s=6.0)]
+
+
+def test_another_loader_that_is_waited_for_after_a_step_is_named():
+    looks = {"between": {"another loader": 8, "main.py:3 train": 2}}
+    (cause,) = find(between=spread(0.06), places=looks)
+    assert (cause.id, cause.share) == ("other_loader", pytest.approx(0.6))
 
 
 def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():

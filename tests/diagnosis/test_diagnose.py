@@ -23,6 +23,7 @@ from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.changes import compare_runs, read_run
 from colab_utils.diagnosis.diagnose import Diagnosis, describe_verdict, diagnose
 from colab_utils.diagnosis.fixes import Fix, rank_fixes
+from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.diagnosis.watch import watch
@@ -136,7 +137,7 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in found.verdict
     assert "emulated 10 ms step" in found.verdict
-    assert set(by_id) == {"shards", "data_and_workers", "local_files", "workers", "prefetch"}
+    assert set(by_id) == {"shards", "local_files", "workers", "prefetch"}
     assert [*found.fixes] == rank_fixes(found.fixes)
     assert by_id["shards"].forecast_images_per_second > 1.5 * found.images_per_second
     json.dumps(dataclasses.asdict(found), allow_nan=False)
@@ -226,13 +227,17 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
     def note(free_bytes, count):
         monkeypatch.setattr(module, "find_free_memory", lambda: free_bytes)
         kept = {}
+        memory = MemoryLog()
         for number in range(count):
             # 10,000 bytes
             module._keep_batch(
                 kept,
+                memory,
                 number,
                 (torch.zeros(1000), [{"masks": torch.zeros(1500)}]),
             )
+        # What a diagnosis keeps is no growth of the loop.
+        assert memory.known_bytes == 10_000 * len(kept)
         return list(kept)
 
     assert note(1e9, 3) == [0, 1]

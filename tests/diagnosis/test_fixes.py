@@ -84,10 +84,8 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     now = time_batches(loader, step, batches=20, max_s=0.2)
     images = round(now.images / len(now.wait_s))
     cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.05, 0.05)
-    stages, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
-    return Situation(
-        loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter()
-    )
+    _, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
+    return Situation(loader, step, now, cached, indices[:8], seconds, verify, perf_counter())
 
 
 def _find(now):
@@ -112,14 +110,11 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
     now = _look_at(loader, verify=True)
     found = _find(now)
     own = {"streams", "packed_masks"} if plain else {"streams"}
-    assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers"} | own
-    for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
+    assert set(found) == {"shards", "resize", "local_files", "workers"} | own
+    for id in {"shards", "resize", "local_files", *own}:
         assert found[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
         assert found[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
     assert "6% of the pixels" in found["resize"].sentence
-    assert found["data_and_workers"].name.startswith(
-        "shards on the local SSD, images resized once, and workers="
-    )
     assert found["local_files"].sentence.startswith("Copy the files: about ")
 
 
@@ -137,7 +132,7 @@ def test_shards_on_a_slow_drive(tiny_shards):
     loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
     found = _find(now)
-    assert set(found) == {"shards", "data_and_workers", "workers"}  # masks are packed already
+    assert set(found) == {"shards", "workers"}  # masks are packed already
     assert found["shards"].measured_images_per_second > now.loop.images_per_second
 
 
@@ -172,7 +167,7 @@ def test_settings_are_forecast_and_measured(quiet_machine):
 def test_workers_that_stay_are_a_fix_where_they_start_anew(settings, has_restarts):
     loader = DataLoader(_Sleepy(), batch_size=4, **settings)
     loop = BatchTimes((0.1,) * 20, (0.0,) * 20, 80, 0.1, 0.1)
-    now = Situation(loader, EmulatedStep(5), loop, loop, {}, (), 1, False, 0.0)
+    now = Situation(loader, EmulatedStep(5), loop, loop, (), 1, False, 0.0)
     assert now.has_restarts == has_restarts
 
 
@@ -200,7 +195,7 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
 
     monkeypatch.setattr(fixes, "write_shards", fail)
     found = _find(_look_at(DataLoader(slow_folder, batch_size=2, collate_fn=_collate)))
-    for id in ("shards", "packed_masks", "data_and_workers"):
+    for id in ("shards", "packed_masks"):
         assert found[id].forecast_images_per_second is None
         assert found[id].images_per_second == 0
         assert found[id].sentence.endswith(
@@ -215,7 +210,7 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
     monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
     found = _find(now)
-    assert len(found) == 8
+    assert len(found) == 7
     assert all(fix.forecast_images_per_second is None for fix in found.values())
     assert found["local_files"].sentence == (
         "Copy the files. Not tried: there is no time left, it takes about 1 s more. Raise seconds."
@@ -243,12 +238,17 @@ def test_an_iterable_dataset_is_diagnosed_and_its_fixes_are_not_tried(batch_size
 def test_a_trial_keeps_what_the_loader_was_given():
     batches = BatchSampler(RandomSampler(range(64)), 8, drop_last=False)
     loader = DataLoader(
-        _Sleepy(), batch_sampler=batches, collate_fn=_collate, num_workers=1, prefetch_factor=3
+        _Sleepy(),
+        batch_sampler=batches,
+        collate_fn=_collate,
+        num_workers=1,
+        prefetch_factor=3,
+        timeout=50,
     )
     now = _look_at(loader)
     with open_like(now, workers=2) as tried:
         assert (tried.batch_sampler, tried.collate_fn) == (batches, _collate)
-        assert (tried.num_workers, tried.prefetch_factor) == (2, 3)
+        assert (tried.num_workers, tried.prefetch_factor, tried.timeout) == (2, 3, 50)
     with open_like(now, [1, 2, 3], prefetch=6) as tried:
         assert (tried.batch_size, tried.num_workers, tried.prefetch_factor) == (8, 1, 6)
         # An epoch is as long as yours, and ends as yours does.
@@ -278,7 +278,7 @@ def test_workers_are_chosen_for_the_limit(monkeypatch, load_ms, cpu_ms, step_ms,
     monkeypatch.setattr(fixes, "count_cores", lambda: cores)
     cached = BatchTimes((0.0,), (step_ms / 1000,), 1, 0.05, 0.05)
     loader = SimpleNamespace(workers=now)
-    situation = Situation(loader, EmulatedStep(step_ms), cached, cached, {}, (), 1, False, 0.0)
+    situation = Situation(loader, EmulatedStep(step_ms), cached, cached, (), 1, False, 0.0)
     assert situation.choose_workers(load_ms, cpu_ms) == tried
 
 
@@ -295,7 +295,7 @@ def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, t
     loader = DataLoader(dataset)
     with pytest.warns(ColabUtilsWarning, match="do not lie where"):
         options = _copy_files(
-            Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files"
+            Situation(loader, None, None, None, [0, 3], 1, False, 0.0), tmp_path / "files"
         )
     assert not outside.exists()
     copied = options["dataset"]

@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
 from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.loading.prefetcher import describe_exit, explain_death
+from colab_utils.machine import count_oom_kills
 from colab_utils.processes import find_cut_file
 
 pytestmark = [
@@ -34,7 +35,8 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("call", "path", "kind"),
     [
-        ("futex", "", "lock"),
+        ("shared futex", "", "lock"),
+        ("futex", "", "thread"),
         ("flock", "", "lock"),
         ("clock_nanosleep", "", "sleep"),
         ("pread64", "/data/1.jpg", "read"),
@@ -93,6 +95,26 @@ def test_a_thread_that_waits_for_another_one_waits_for_what_that_waits_for(tmp_p
     assert _find_wait_of(read_in_a_pool) == "read"
 
 
+def test_a_lock_of_several_processes_is_told_from_one_of_threads():
+    shared = multiprocessing.Lock()
+    own = threading.Lock()
+    with shared, own:
+        assert _find_wait_of(shared.acquire) == "lock"
+        assert _find_wait_of(own.acquire) == "thread"
+
+
+def test_a_thread_that_waits_for_a_download_of_another_one_waits_for_no_lock():
+    reader, writer = os.pipe()
+
+    def read_in_a_pool():
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(os.read, reader, 1).result()
+
+    assert _find_wait_of(read_in_a_pool) == "process"
+    os.close(reader)
+    os.close(writer)
+
+
 def test_workers_that_are_not_forked_are_listed():
     for method in ("spawn", "forkserver"):
         process = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,))
@@ -115,7 +137,7 @@ def test_a_start_of_a_spawned_worker_is_no_sample():
         looks = Looks(WorkerMonitor(None))
         until_s = time.monotonic() + 20
         while not looks.waits and time.monotonic() < until_s:
-            looks.take("first start", threading.current_thread())
+            looks.take("wait", threading.current_thread(), starts=True)
             assert not looks.waits
             looks.take("wait", threading.current_thread())
         assert looks.waits.total() == 1
@@ -234,6 +256,21 @@ def test_workers_that_take_turns_at_a_lock_are_named(capsys):
     assert "More workers would not help" in cause.next
 
 
+class _Stream(IterableDataset):
+    def __iter__(self):
+        for number in range(40):
+            time.sleep(0.05)
+            yield number
+
+
+def test_a_worker_whose_samples_are_not_seen_is_looked_at(capsys):
+    watched = watch(DataLoader(_Stream(), batch_size=2, num_workers=1))
+    list(watched)
+    (cause,) = watched.summary().causes
+    assert cause.id == "sleep"
+    assert "looks at workers" in cause.why
+
+
 class _Batched(Dataset):
     def __len__(self):
         return 40
@@ -279,7 +316,7 @@ def test_a_page_that_is_written_to_counts_as_ones_own():
 def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
     ending = describe_exit(-7)
     assert find_cut_file() == ""
-    said = explain_death(ending)
+    said = explain_death(ending, 0)
     assert "A mapped file (a numpy memmap, an LMDB) became shorter" in said
     assert "of /dev/shm are free" in said
     assert "memory ran out" not in said
@@ -289,5 +326,13 @@ def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
         assert find_cut_file() == ""
         os.truncate(path, 5000)
         assert find_cut_file() == str(path)
-        assert f"{path} became shorter while it was mapped" in explain_death(ending)
+        assert f"{path} became shorter while it was mapped" in explain_death(ending, 0)
     assert find_cut_file() == ""
+
+
+def test_want_of_memory_is_named_where_the_system_counted_it():
+    ending = describe_exit(-9)
+    kills = count_oom_kills()
+    assert "Who killed it was not seen" in explain_death(ending, kills)
+    text = explain_death(ending, kills - 1)
+    assert "ended a process for want of memory: use fewer workers" in text

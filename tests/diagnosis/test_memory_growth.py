@@ -44,7 +44,7 @@ def test_growth_is_a_slope_over_batches():
     assert "no losses with their graphs" in found.cure
 
 
-def test_each_process_that_grows_is_named():
+def test_workers_that_grow_are_named():
     readings = [
         reading._replace(
             own_bytes={
@@ -56,7 +56,7 @@ def test_each_process_that_grows_is_named():
         for n, reading in enumerate(make_readings(0))
     ]
     found = find_growth(readings)
-    assert found.by_process == pytest.approx({f"pid {FIRST}": 0.6, f"pid {FIRST + 1}": 1.8})
+    assert found.by_process == pytest.approx({"workers": 2.4})
     assert found.mb_per_batch == pytest.approx(2.4)
     assert "Keep no samples" in found.cure
 
@@ -96,6 +96,15 @@ def test_workers_that_end_after_the_last_batch_hide_no_growth():
     assert find_growth([*samples, last, last]).mb_per_batch == pytest.approx(2, rel=0.01)
 
 
+def test_workers_that_start_anew_are_no_growth():
+    passes = make_readings(0, count=40)
+    for number, reading in enumerate(passes):
+        for place in (0, 1):
+            first = FIRST + 2 * (number // 10) + place
+            reading.own_bytes[first] = reading.own_bytes.pop(FIRST + place) + number % 10 * MB
+    assert find_growth(passes) is None
+
+
 def test_a_process_that_hardly_grows_is_not_named():
     readings = make_readings(2 * MB)
     for number, reading in enumerate(readings):
@@ -133,5 +142,5 @@ def test_a_worker_that_hoards_is_found_out():
         log.look(count)
         found = find_growth(log.readings)
     assert found.mb_per_batch == pytest.approx(40, rel=0.4)
-    assert len(found.by_process) == 2
+    assert list(found.by_process) == ["workers"]
     batches._shutdown_workers()

@@ -158,6 +158,18 @@ def test_a_loop_with_workers_says_what_is_slow_in_it(capsys):
     assert summary.parts[2].median_ms == pytest.approx(20, rel=0.3)
 
 
+def test_workers_have_started_when_each_has_given_a_batch():
+    record = module.LoopRecord(DataLoader(_Items(8), num_workers=2))
+    starts = []
+    for _ in range(2):
+        with record.measure_pass():
+            for _ in range(3):
+                record.ask()
+                starts.append(record.starts)
+                record.receive(1)
+    assert starts == [True, True, False] * 2
+
+
 def test_a_few_quick_batches_are_no_verdict(capsys):
     watched = watch([torch.zeros(2)])
     for _ in watched:

@@ -361,7 +361,8 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     said = str(caught.value)
     # and not 4, its index in the Subset
     assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in said
-    assert "/dev/shm are free. Most often memory ran out" in said
+    assert "Who killed it was not seen. Now " in said
+    assert "Most often it is the memory: use fewer workers" in said
     assert "\n" not in said
     _end_workers()
 

@@ -30,7 +30,7 @@ from colab_utils.loading import shared_memory
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.prefetcher import WorkerDiedError
+from colab_utils.loading.prefetcher import Worker, WorkerDiedError, end_workers
 from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
 from colab_utils.loading.targets import apply_transforms
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
@@ -560,3 +560,11 @@ def test_a_loader_says_what_it_does(tiny_shards, make):
     loader = make(ShardDataset(tiny_shards), batch_size=2, workers=2, deliver="packed")
     assert str(loader) == "6 batches of 2, packed (workers=2, prefetch=2)"
     assert "(workers=0)" in repr(make(ShardDataset(tiny_shards), batch_size=2, workers=0))
+
+
+def test_a_worker_that_was_asked_for_nothing_yet_is_at_no_sample(tiny_shards):
+    worker = Worker(Fetcher(ShardDataset(tiny_shards)), SharedBufferPool(1, 1))
+    try:
+        assert worker.at_work.tolist() == [-1]
+    finally:
+        end_workers([worker])
