@@ -7,7 +7,13 @@ from typing import Any
 
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arrival import Arrival, ArrivedShards
+from colab_utils.loading.arrival import (
+    Arrival,
+    ArrivedShards,
+    FollowedArrival,
+    hold_arrival,
+    make_key,
+)
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
@@ -59,6 +65,10 @@ class ArrivingShards(ShardDataset):
     comes once in each epoch, from the first one on. When all have arrived it reads the SSD alone.
     An image whose shard has not arrived is waited for, in the workers of any ``DataLoader``, too.
 
+    On each machine one process copies. Other processes with the same ``target``, such as those that
+    ``torchrun`` starts, follow it, and wait for the shards that it brings. They begin each epoch
+    together, so that all of them take the images in the same order.
+
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD.
@@ -71,8 +81,8 @@ class ArrivingShards(ShardDataset):
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; None in
-            other processes.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; a
+            `FollowedArrival` where another process copies; None in workers.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -98,15 +108,22 @@ class ArrivingShards(ShardDataset):
         target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)
-        arrival = Arrival(
-            source,
-            target,
-            index,
-            workers=workers,
-            seed=seed,
-            retries=retries,
-            limit_bytes=math.inf if limit_gb is None else limit_gb * 1e9,
-        )
+        limit_bytes = math.inf if limit_gb is None else limit_gb * 1e9
+        lock = hold_arrival(target, make_key(index))
+        arrival: Arrival
+        if lock is None:
+            arrival = FollowedArrival(target, index, seed=seed, limit_bytes=limit_bytes)
+        else:
+            arrival = Arrival(
+                source,
+                target,
+                index,
+                lock=lock,
+                workers=workers,
+                seed=seed,
+                retries=retries,
+                limit_bytes=limit_bytes,
+            )
         load = partial(load_shard, source, retries=retries)
         # One after the other, 150 shards on Drive take up to 90 seconds: 606 ms each, on a bad day.
         with ThreadPool(_READERS) as pool:
@@ -117,7 +134,7 @@ class ArrivingShards(ShardDataset):
                 raise
         files = _ArrivingFiles(source, target, arrival.key, rolls=arrival.rolls)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
-        self.arrival: Arrival | None = arrival
+        self.arrival = arrival
 
     def stop(self) -> None:
         """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards`
@@ -134,7 +151,3 @@ class ArrivingShards(ShardDataset):
         """
         if self.arrival is not None:
             self.arrival.wait()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The copy stays in the process that began it.
-        return {**vars(self), "arrival": None}

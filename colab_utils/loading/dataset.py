@@ -32,6 +32,7 @@ from colab_utils.data.masks import (
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, read_file
+from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
@@ -270,6 +271,9 @@ class ShardDataset(CocoSamples):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
     """
 
+    # What brings the shards, where they have not all arrived on every machine that trains.
+    arrival: Arrival | None = None
+
     def __init__(
         self,
         folder: str | Path,
@@ -284,6 +288,10 @@ class ShardDataset(CocoSamples):
         self._open(
             ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy stays in the process that began it.
+        return {**vars(self), "arrival": None}
 
     def _open(
         self,

@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import hash_bytes
+from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.digest import digest_dataset
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
+from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.targets import Target, Transforms, apply_transforms
 from colab_utils.loading.tune import tune_workers
@@ -304,7 +307,7 @@ class Loader:
             self.total = self._totals.pop(number)
             if not self.left:
                 self._end_epoch()
-            if batch is not None or self._ranks > 1:
+            if batch is not None or self._ranks.count > 1:
                 yield None if batch is None else self._deliver(batch)
                 # This is checked before the wait: if another pass has begun, it has taken the
                 # results that this pass would wait for.
@@ -325,12 +328,8 @@ class Loader:
             order.start_epoch(self.epoch)
             self._delivered = 0
             self._moved = []
-        self._rank = 0
-        self._ranks = 1
-        group = torch.distributed
-        if order.sampler is None and group.is_available() and group.is_initialized():
-            self._rank = group.get_rank()
-            self._ranks = group.get_world_size()
+        # A sampler decides itself what each process gets.
+        self._ranks = find_ranks() if order.sampler is None else Ranks()
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
@@ -350,7 +349,7 @@ class Loader:
             self._prefetcher = self._start_prefetcher()
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
-            seed = (self.seed, self.epoch, self._rank)
+            seed = (self.seed, self.epoch, self._ranks.rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.max_bad > 0)
         except GeneratorExit:
             # The pass is broken off. The workers stay for the next one.
@@ -382,8 +381,8 @@ class Loader:
         shard_of = self._fetcher.shard_of
         windows = order.windows
         is_new = not (first or windows) and len(order.left) == order.size
-        if is_new and arrival is not None and not arrival.is_complete:
-            windows = arrival.plan_windows(self.epoch)
+        if is_new and arrival is not None:
+            windows = self._choose_windows(arrival)
             order.windows = windows
         numbered = enumerate(order)
         for number, indices in islice(numbered, first):
@@ -393,7 +392,32 @@ class Loader:
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
             self._totals[number] = len(indices)
-            yield number, indices[self._rank :: self._ranks]
+            yield number, indices[self._ranks.rank :: self._ranks.count]
+
+    def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
+        """Return the windows of a new epoch, the same in all processes that train together.
+
+        There are none where all shards have arrived, in all processes.
+
+        Raises:
+            ColabUtilsError: The processes load other images, or the same in another order.
+        """
+        windows: list[list[int]] = []
+        if not arrival.is_complete:
+            windows = arrival.plan_windows(self.epoch)
+        if self._ranks.count == 1:
+            return windows
+        fetcher = self._fetcher
+        images = hash_bytes(fetcher.shard_of.tobytes(), fetcher.sizes.tobytes())
+        order = {**self._take_state().describe_order(), "checksum of the shards": images}
+        proposals = self._ranks.gather((order, windows))
+        if any(other != order for other, _ in proposals):
+            orders = [other for other, _ in proposals]
+            raise ColabUtilsError(
+                "The processes that train together load other images, or in another order: "
+                f"{orders}. Open the same shards with the same settings in all of them."
+            )
+        return next((windows for _, windows in proposals if windows), [])
 
     @property
     def reads_ahead(self) -> bool:

@@ -183,7 +183,6 @@ def train(
                     source,
                     val_shards=val_shards,
                     seed=seed,
-                    ranks=ranks,
                 )
             )
             if ranks.is_first:
