@@ -19,7 +19,7 @@ from colab_utils.drive import DriveLostError, Retries, explain_write, guard_driv
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.processes import ThreadPool, start_thread
-from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
+from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, merge_index, read_target
 from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import lock_here, remove_leftovers
 from colab_utils.shards.plan import order_shards
@@ -68,6 +68,7 @@ class Arrival:
         seed: int,
         retries: Retries,
         limit_bytes: float = math.inf,
+        chosen: list[int] | None = None,
     ) -> None:
         self.source = source
         with lock:
@@ -78,6 +79,7 @@ class Arrival:
                 seed=seed,
                 retries=retries,
                 limit_bytes=limit_bytes,
+                chosen=chosen,
             )
             self._check_target()
             self._held = lock.pop_all()
@@ -92,14 +94,15 @@ class Arrival:
         seed: int,
         retries: Retries,
         limit_bytes: float,
+        chosen: list[int] | None,
     ) -> None:
-        """Note which shards come to ``target``, in which order."""
+        """Note which shards come to ``target``, in which order; ``chosen`` alone, if given."""
         sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         self._prepare(
             target,
             sizes,
             images=[shard.images for shard in index.shards],
-            order=order_shards(index.recipe, len(sizes), seed),
+            order=chosen or order_shards(index.recipe, len(sizes), seed),
             workers=workers,
             retries=retries,
         )
@@ -113,7 +116,7 @@ class Arrival:
                 f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards "
                 "(--shard-mb)"
             )
-        self.key = make_key(index)
+        self.key = make_key(index, chosen)
 
     def _check_target(self) -> None:
         """Refuse a target that shards cannot be copied to; make the folder."""
@@ -123,6 +126,7 @@ class Arrival:
         # that of an earlier arrival, or an index, tells that the shards in the target are of this
         # copy
         previous = read_target(source, target, index)
+        self._previous = previous
         status = read_status(target, self.key)
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
@@ -131,9 +135,10 @@ class Arrival:
                 f"{target}, which are never removed: name another folder, or leave limit_gb out"
             )
         files: list[tuple[str, int, str]] = []
-        for shard, end in zip(index.shards, accumulate(self._sizes), strict=True):
+        ends = accumulate(self._sizes[number] for number in self._order)
+        for number, end in zip(self._order, ends, strict=True):
             if end <= self._limit:
-                files += shard.files()
+                files += index.shards[number].files()
         check_space(target, files, cached=is_on_drive(source))
         overwrite = previous is not None or bool(status)
         self._job = Copying(source, target, self.retries, overwrite=overwrite)
@@ -207,7 +212,7 @@ class Arrival:
     @property
     def is_complete(self) -> bool:
         """Return whether all shards have arrived and none will be removed."""
-        return not self.rolls and len(self.spans_s) == len(self._sizes)
+        return not self.rolls and len(self.spans_s) == len(self._order)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
         """Return the shards in the order of their arrival, in windows that are trained on one after
@@ -247,7 +252,7 @@ class Arrival:
         for number, window in enumerate(windows):
             if shards.intersection(window):
                 place = number
-        wanted = [*chain(*windows[place:])]
+        wanted = [*chain(*windows[place:])] or [*shards]
         # Shards in use are kept. Where all stay, the others are copied, too.
         with self._lock:
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
@@ -294,7 +299,7 @@ class Arrival:
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
         with self._lock:
             self._error = kind(
-                f"{error}; {len(self.spans_s)} of {len(self._sizes)} shards in "
+                f"{error}; {len(self.spans_s)} of {len(self._order)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
             try:
@@ -306,7 +311,9 @@ class Arrival:
 
     def _finish(self) -> None:
         """Do what comes after the last shard."""
-        write_index(self.target, self.index)
+        shards = tuple(self.index.shards[number] for number in self._order)
+        index = merge_index(self.index, self._previous, shards, self.target)
+        write_index(self.target, index)
 
     def _copy_all(self) -> None:
         """Copy and remove shards until all have arrived, or until the copy is stopped."""
@@ -425,6 +432,7 @@ class FollowedArrival(Arrival):
         *,
         seed: int,
         limit_bytes: float = math.inf,
+        chosen: list[int] | None = None,
     ) -> None:
         self._plan_copy(
             target,
@@ -433,6 +441,7 @@ class FollowedArrival(Arrival):
             seed=seed,
             retries=Retries(),
             limit_bytes=limit_bytes,
+            chosen=chosen,
         )
         self._arrived = ArrivedShards(target, self.key)
 
@@ -445,7 +454,7 @@ class FollowedArrival(Arrival):
         Raises:
             ColabUtilsError: it cannot be done.
         """
-        while not (self.has(range(len(self._sizes))) and self.is_complete):
+        while not (self.has(self._order) and self.is_complete):
             sleep(POLL_S)
 
     @property
@@ -508,9 +517,9 @@ class ArrivedShards:
             sleep(POLL_S)
 
 
-def make_key(index: ShardIndex) -> str:
+def make_key(index: ShardIndex, chosen: list[int] | None) -> str:
     """Return what tells the arrival of these shards from every other one."""
-    return hash_bytes(repr(sorted(index.files())).encode())
+    return hash_bytes(repr((sorted(index.files()), chosen)).encode())
 
 
 def hold_arrival(target: Path, key: str) -> ExitStack | None:

@@ -33,6 +33,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.arrival import Arrival
+from colab_utils.loading.groups import CopiedGroups
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
@@ -273,6 +274,8 @@ class ShardDataset(CocoSamples):
 
     # What brings the shards, where they have not all arrived on every machine that trains.
     arrival: Arrival | None = None
+    # The groups whose shards this host copies; None if it copies all.
+    groups: CopiedGroups | None = None
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.digest import digest_dataset
 from colab_utils.loading.fetcher import Fetcher
+from colab_utils.loading.groups import DealtImages, HostShare, deal_shards, share_groups
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
 from colab_utils.loading.ranks import Ranks, find_ranks
@@ -49,6 +50,7 @@ def make_loader(
     shuffle: bool = True,
     sampler: Sampler[int] | Sequence[int] | None = None,
     drop_last: bool = False,
+    groups: int | None = None,
     seed: int = 0,
     prefetch: int = PREFETCH,
     transforms: Transforms | None = None,
@@ -97,6 +99,14 @@ def make_loader(
             own generator. With ``range(len(dataset))``, each of several processes gets all images.
             Default: None.
         drop_last: Leave out the last batch of an epoch if it is not full. Default: False.
+        groups: Deal the shards to so many groups, and take ``batch_size / groups`` images of each
+            batch from each group. The order then depends on seed, epoch and groups alone: 1, 2, 4
+            or 8 hosts that share 8 groups load the same batches, and each one needs the shards of
+            its own groups, see ``ArrivingShards(groups=...)``. Host h of H has the groups h, h + H
+            and so on; ``torchrun`` tells which host it is, and without ``torchrun`` each process is
+            one. Every image comes once an epoch. A group with fewer images than the largest one
+            gives an image less now and then, so some batches are not full. The first epoch begins
+            with the shards that are copied first. Default: None, which mixes all shards.
         seed: Seed of the order, and of all random numbers in your dataset and its transforms. The
             samples are the same with any number of workers. Default: 0.
         prefetch: Batches that each worker prepares ahead. Default: 2.
@@ -160,6 +170,7 @@ def make_loader(
             "give the transforms to your dataset, as in ShardDataset(transforms=...)."
         )
     fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
+    _check_groups(groups, fetcher, batch_size=batch_size, sampler=sampler)
     order = BatchSampler(
         len(fetcher),
         batch_size,
@@ -190,12 +201,34 @@ def make_loader(
         deliver=deliver,
         image_dtype=image_dtype,
         seed=seed,
+        groups=groups,
         transforms=transforms,
         max_bad=max(max_bad, fetcher.max_bad),
         max_wait_s=max_wait_s,
     )
     loader.rates = rates
     return loader
+
+
+def _check_groups(groups: int | None, fetcher: Fetcher, *, batch_size: int, sampler: Any) -> None:
+    """Raise an error if the batches cannot be made of so many groups of shards."""
+    if groups is None:
+        return
+    groups = require_count("groups", groups)
+    if not fetcher.shard_images:
+        raise ColabUtilsError(
+            "Groups are of shards, and the dataset has none. Pass a ShardDataset or an "
+            "ArrivingShards, or leave groups out."
+        )
+    if sampler is not None:
+        raise ColabUtilsError(
+            "A sampler decides the order itself, so it cannot have groups. Leave one of them out."
+        )
+    if batch_size % groups:
+        raise ColabUtilsError(
+            f"A batch of {batch_size} images cannot have as many of each of {groups} groups. "
+            f"Pass a batch_size that is a multiple of {groups}."
+        )
 
 
 def _check_wait(max_wait_s: float | None, workers: int) -> None:
@@ -246,6 +279,7 @@ class Loader:
     deliver: str
     image_dtype: torch.dtype
     seed: int
+    groups: int | None
     transforms: Transforms | None
     max_bad: int
     max_wait_s: float | None
@@ -330,6 +364,13 @@ class Loader:
             self._moved = []
         # A sampler decides itself what each process gets.
         self._ranks = find_ranks() if order.sampler is None else Ranks()
+        self._share = HostShare(0, 1, self._ranks.rank, self._ranks.count)
+        deal: list[list[int]] = []
+        if self.groups is not None:
+            deal = deal_shards(fetcher.shard_images, groups=self.groups, seed=self.seed)
+            order.dealt = DealtImages(deal, fetcher.shard_of)
+            self._share = share_groups(self._ranks, self.groups)
+        self._share.require_copied(fetcher.groups, deal)
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
@@ -390,9 +431,18 @@ class Loader:
                 moved[number] = indices
         for number, indices in chain(numbered, moved.items()):
             if arrival is not None and shard_of is not None:
-                yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
+                needed = self._take_share(indices, self._share.host, self._share.hosts)
+                yield from arrival.wait_for(set(shard_of[needed].tolist()), windows)
             self._totals[number] = len(indices)
-            yield number, indices[self._ranks.rank :: self._ranks.count]
+            yield number, self._take_share(indices, self._share.process, self._share.processes)
+
+    def _take_share(self, indices: list[int], first: int, count: int) -> list[int]:
+        """Return the images of every ``count``-th place of a batch."""
+        places: Sequence[int] = range(len(indices))
+        if self._order.dealt is not None:
+            places = self._order.dealt.number_places(indices)
+        pairs = zip(indices, places, strict=True)
+        return [index for index, place in pairs if place % count == first]
 
     def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
         """Return the windows of a new epoch, the same in all processes that train together.
@@ -403,7 +453,7 @@ class Loader:
             ColabUtilsError: The processes load other images, or the same in another order.
         """
         windows: list[list[int]] = []
-        if not arrival.is_complete:
+        if not (arrival.is_complete or self.groups):
             windows = arrival.plan_windows(self.epoch)
         if self._ranks.count == 1:
             return windows
@@ -503,8 +553,8 @@ class Loader:
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
             epoch that began while shards arrived. ``left`` lists the images of this epoch that
-            remained when the batch size changed. ``moved`` lists the late batches that come at the
-            end of the epoch (``max_wait_s``).
+            remained when the batch size changed. ``groups`` is 0 without groups. ``moved`` lists
+            the late batches that come at the end of the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -519,6 +569,7 @@ class Loader:
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
             left=order.left.tolist() if len(order.left) < order.size else [],
+            groups=int(self.groups or 0),
             moved=list(self._moved),
         )
 
@@ -528,11 +579,11 @@ class Loader:
         With another batch size, the epoch continues with the images that it had left.
 
         Raises:
-            ColabUtilsError: The state has another order (seed, shuffle, number of images, or, if
-                shards were arriving, batch size), or was changed.
+            ColabUtilsError: The state has another order (seed, shuffle, groups, number of images,
+                or, if shards were arriving, batch size), or was changed.
         """
         order = self._order
-        saved = LoaderState.parse(state, images=order.size, shards=self._fetcher.shards)
+        saved = LoaderState.parse(state, images=order.size, shards=len(self._fetcher.shard_images))
         is_resized = (
             saved.batch_size != self.batch_size and not saved.joined and order.sampler is None
         )

@@ -35,6 +35,11 @@ class Ranks:
         number = int(os.environ.get("LOCAL_RANK", self.rank))
         return self.count == 1 or number == self.rank
 
+    @property
+    def local_count(self) -> int:
+        """Return the number of processes on this machine; 1 if no ``torchrun`` tells it."""
+        return min(self.count, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of their ranks."""
         values = [value] * self.count
