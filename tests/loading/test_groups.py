@@ -131,11 +131,10 @@ def test_every_image_comes_once_an_epoch_and_full_batches_hold_as_many_of_each_g
     )
     largest = max(sum(images[shard] for shard in group) for group in dealt)
     share = BATCH // GROUPS
+    batches = largest // share if drop_last else -(-largest // share)
     epochs = load_epochs(loader)
     for epoch in epochs:
-        assert (
-            len(epoch) == len(loader) == (largest // share if drop_last else -(-largest // share))
-        )
+        assert len(epoch) == len(loader) == batches
         seen = [*chain.from_iterable(epoch)]
         assert len(seen) == len(set(seen))
         if not drop_last:
@@ -166,11 +165,14 @@ def test_batches_hold_images_of_one_orientation_as_far_as_possible(shards):
 def test_the_first_epoch_begins_with_the_first_shard_of_each_group(shards):
     dataset = ShardDataset(shards)
     images = [shard.images for shard in dataset.index.shards]
-    firsts = {group[0] for group in deal_shards(images, groups=GROUPS, seed=0)}
+    dealt = deal_shards(images, groups=GROUPS, seed=0)
+    firsts = {group[0] for group in dealt}
+    seconds = {group[1] for group in dealt}
     shard_of = dict(zip(dataset.image_ids.tolist(), dataset.shard_of.tolist(), strict=True))
     first, second = load_epochs(make(dataset))
-    assert {shard_of[image] for image in first[0]} == firsts
-    assert {shard_of[image] for image in second[0]} != firsts
+    # A shard of one image is too small for its share of the batch.
+    assert firsts <= {shard_of[image] for image in first[0]} <= firsts | seconds
+    assert not firsts <= {shard_of[image] for image in second[0]}
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 5}, {"drop_last": True}])
@@ -180,10 +182,8 @@ def test_any_number_of_hosts_loads_the_same_batches(shards, options):
     def open_host(host, hosts):
         return ShardDataset(shards)
 
-    alone = [
-        [sorted(batch) for batch in epoch]
-        for epoch in load_epochs(make(open_host(0, 1), **options))
-    ]
+    epochs = load_epochs(make(open_host(0, 1), **options))
+    alone = [[sorted(batch) for batch in epoch] for epoch in epochs]
     for hosts in (1, 2, 4, 8):
         assert load_on_hosts(open_host, hosts, **options) == alone
 
@@ -314,16 +314,16 @@ def test_groups_that_do_not_fit_are_refused(shards, options, message):
 
 
 def test_groups_of_a_dataset_without_shards_are_refused():
-    with pytest.raises(ColabUtilsError, match="the dataset has none. Pass a ShardDataset"):
+    with pytest.raises(ColabUtilsError, match=r"the dataset has none\. Pass a ShardDataset"):
         make(range(99))
 
 
 @pytest.mark.parametrize("hosts", [3, 5, 16])
 def test_groups_that_hosts_do_not_divide_are_refused(shards, tmp_path, hosts):
-    with join_group(0, hosts):
-        with pytest.raises(ColabUtilsError, match=f"cannot be divided among {hosts} hosts"):
-            make(ShardDataset(shards))
-    with pytest.raises(ColabUtilsError, match=f"cannot be divided among {hosts} hosts"):
+    message = f"cannot be divided among {hosts} hosts"
+    with join_group(0, hosts), pytest.raises(ColabUtilsError, match=message):
+        make(ShardDataset(shards))
+    with pytest.raises(ColabUtilsError, match=message):
         ArrivingShards(shards, tmp_path / "ssd", groups=range(0, GROUPS, hosts))
     assert not (tmp_path / "ssd").exists()
 
