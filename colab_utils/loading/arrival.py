@@ -70,33 +70,6 @@ class Arrival:
         limit_bytes: float = math.inf,
         chosen: list[int] | None = None,
     ) -> None:
-        self.source = source
-        with lock:
-            self._plan_copy(
-                target,
-                index,
-                workers=workers,
-                seed=seed,
-                retries=retries,
-                limit_bytes=limit_bytes,
-                chosen=chosen,
-            )
-            self._check_target()
-            self._held = lock.pop_all()
-        self._begin()
-
-    def _plan_copy(
-        self,
-        target: Path,
-        index: ShardIndex,
-        *,
-        workers: int,
-        seed: int,
-        retries: Retries,
-        limit_bytes: float,
-        chosen: list[int] | None,
-    ) -> None:
-        """Note which shards come to ``target``, in which order; ``chosen`` alone, if given."""
         sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         self._prepare(
             target,
@@ -116,10 +89,13 @@ class Arrival:
                 f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards "
                 "(--shard-mb)"
             )
+        self.source = source
         self.key = make_key(index, chosen)
+        with lock:
+            self._start(lock)
 
-    def _check_target(self) -> None:
-        """Refuse a target that shards cannot be copied to; make the folder."""
+    def _start(self, lock: ExitStack) -> None:
+        """Begin to copy, unless nothing can be copied to the target."""
         source = self.source
         target = self.target
         index = self.index
@@ -144,6 +120,7 @@ class Arrival:
         self._job = Copying(source, target, self.retries, overwrite=overwrite)
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
+        self._begin(lock)
 
     def _prepare(
         self,
@@ -169,25 +146,23 @@ class Arrival:
         self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
-        self._held = ExitStack()
         self._came: set[int] = set()
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
 
-    def _begin(self) -> None:
-        """Start the thread."""
-        with ExitStack() as failure:
-            failure.callback(self._held.close)
-            with explain_write(self.target):
-                self._write_status()
-            try:
-                self._thread = start_thread(self._run, "arrival")
-            except ColabUtilsError as error:
-                # Else who reads along would wait for shards for ever.
-                self._error = error
-                self._write_status()
-                raise
-            failure.pop_all()
+    def _begin(self, lock: ExitStack) -> None:
+        """Start the thread, which keeps the lock until it ends."""
+        with explain_write(self.target):
+            self._write_status()
+        self._held = lock.pop_all()
+        try:
+            self._thread = start_thread(self._run, "arrival")
+        except ColabUtilsError as error:
+            # Else who reads along would wait for shards for ever.
+            self._error = error
+            self._write_status()
+            self._held.close()
+            raise
 
     def stop(self) -> None:
         """End at the next piece. What has arrived stays, and a new copy continues there."""
@@ -425,25 +400,8 @@ class Arrival:
 class FollowedArrival(Arrival):
     """An arrival of shards that another process of this machine brings about, or has finished."""
 
-    def __init__(
-        self,
-        target: Path,
-        index: ShardIndex,
-        *,
-        seed: int,
-        limit_bytes: float = math.inf,
-        chosen: list[int] | None = None,
-    ) -> None:
-        self._plan_copy(
-            target,
-            index,
-            workers=1,
-            seed=seed,
-            retries=Retries(),
-            limit_bytes=limit_bytes,
-            chosen=chosen,
-        )
-        self._arrived = ArrivedShards(target, self.key)
+    def _start(self, lock: ExitStack) -> None:
+        self._arrived = ArrivedShards(self.target, self.key)
 
     def stop(self) -> None:
         """Do nothing: the other process goes on."""

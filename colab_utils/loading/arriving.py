@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,27 +139,18 @@ class ArrivingShards(ShardDataset):
                 )
         chosen = None if self.groups is None else self.groups.list_shards()
         lock = hold_arrival(target, make_key(index, chosen))
-        arrival: Arrival
-        if lock is None:
-            arrival = FollowedArrival(
-                target,
-                index,
-                seed=seed,
-                limit_bytes=limit_bytes,
-                chosen=chosen,
-            )
-        else:
-            arrival = Arrival(
-                source,
-                target,
-                index,
-                lock=lock,
-                workers=workers,
-                seed=seed,
-                retries=retries,
-                limit_bytes=limit_bytes,
-                chosen=chosen,
-            )
+        bring = FollowedArrival if lock is None else Arrival
+        arrival = bring(
+            source,
+            target,
+            index,
+            lock=lock or ExitStack(),
+            workers=workers,
+            seed=seed,
+            retries=retries,
+            limit_bytes=limit_bytes,
+            chosen=chosen,
+        )
         load = partial(load_shard, source, retries=retries)
         # One after the other, 150 shards on Drive take up to 90 seconds: 606 ms each, on a bad day.
         with ThreadPool(_READERS) as pool:

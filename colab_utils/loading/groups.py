@@ -53,19 +53,29 @@ def deal_shards(sizes: Sequence[int], *, groups: int, seed: int) -> list[list[in
     return dealt
 
 
+def alternate(parts: list[list[int]]) -> list[int]:
+    """Return the first number of each part, then the second of each, and so on.
+
+    Example:
+        >>> alternate([[1, 2, 3], [7]])
+        [1, 7, 2, 3]
+    """
+    rounds = zip_longest(*parts)
+    return [number for numbers in rounds for number in numbers if number is not None]
+
+
 @dataclass(frozen=True)
 class CopiedGroups:
     """The groups whose shards one host copies."""
 
-    numbers: tuple[int, ...]
-    """Numbers of the groups."""
+    groups: range
+    """Numbers of the host's groups."""
     deal: list[list[int]]
     """Shards of every group, see `deal_shards`."""
 
     def list_shards(self) -> list[int]:
         """Return the shards to copy, in an order in which every group begins early."""
-        rounds = zip_longest(*(self.deal[number] for number in self.numbers))
-        return [shard for shards in rounds for shard in shards if shard is not None]
+        return alternate([self.deal[group] for group in self.groups])
 
 
 def choose_groups(groups: range, sizes: Sequence[int], *, seed: int) -> CopiedGroups:
@@ -89,7 +99,7 @@ def choose_groups(groups: range, sizes: Sequence[int], *, seed: int) -> CopiedGr
             f"{groups.stop} groups cannot be divided among {groups.step} hosts. Use a number of "
             "hosts that divides the groups."
         )
-    return CopiedGroups(tuple(groups), deal_shards(sizes, groups=groups.stop, seed=seed))
+    return CopiedGroups(groups, deal_shards(sizes, groups=groups.stop, seed=seed))
 
 
 class DealtImages:
@@ -117,59 +127,49 @@ class DealtImages:
         self.group_of = group_of[shard_of]
         self.window_of = window_of[shard_of]
 
-    def number_places(self, indices: Sequence[int]) -> list[int]:
-        """Return the place of each image of a batch, as if no group lacked an image there.
+    def take_places(self, indices: Sequence[int], first: int, step: int) -> list[int]:
+        """Return the images of a batch at the place ``first`` and at each ``step``-th after it.
 
-        Place p belongs to group p modulo the number of groups.
+        Place p belongs to group p modulo the number of groups, and may be empty.
         """
-        places = []
+        taken = []
         counts: Counter[int] = Counter()
-        for group in self.group_of[indices].tolist():
-            places.append(counts[group] * self.groups + group)
+        for index, group in zip(indices, self.group_of[indices].tolist(), strict=True):
+            place = counts[group] * self.groups + group
             counts[group] += 1
-        return places
+            if place % step == first:
+                taken.append(index)
+        return taken
 
 
-@dataclass(frozen=True)
-class HostShare:
-    """Which images of a batch in groups come to this host, and which to this process."""
+def require_copied(ranks: Ranks, deal: list[list[int]], copied: CopiedGroups | None) -> None:
+    """Refuse groups that hosts do not divide, and a dataset that copies others than this host's.
 
-    host: int
-    hosts: int
-    process: int
-    processes: int
-
-    def require_copied(self, copied: CopiedGroups | None, deal: list[list[int]]) -> None:
-        """Refuse a dataset that copies other groups than those that this host trains on."""
-        if copied is None:
-            return
-        if copied.deal != deal:
-            raise ColabUtilsError(
-                f"The dataset deals its shards to {len(copied.deal)} groups, and the loader deals "
-                f"them to {len(deal)}, or with another seed. Pass the same number of groups and "
-                "the same seed to both."
-            )
-        wanted = range(self.host, len(deal), self.hosts)
-        if not {*wanted} <= {*copied.numbers}:
-            raise ColabUtilsError(
-                f"This process is on host {self.host} of {self.hosts}, and its dataset copies "
-                f"the groups {', '.join(map(str, copied.numbers))}. Open it with groups={wanted}."
-            )
-
-
-def share_groups(ranks: Ranks, groups: int) -> HostShare:
-    """Find which host this is, of those that share groups.
+    Args:
+        ranks: The processes that train together.
+        deal: The shards of each group; empty without groups.
+        copied: The groups that the dataset copies; None if it copies all.
 
     Raises:
-        ColabUtilsError: The groups cannot be divided among the hosts.
+        ColabUtilsError: The groups do not fit.
     """
-    local = ranks.local_count
-    hosts = ranks.count // local
-    if ranks.count % local or groups % hosts:
+    hosts = ranks.hosts
+    if deal and (ranks.count % ranks.local_count or len(deal) % hosts):
         raise ColabUtilsError(
-            f"{groups} groups cannot be divided among {hosts} hosts with {local} of "
-            f"{ranks.count} processes each. Use a number of hosts that divides the groups, with "
-            "the same number of processes on each."
+            f"{len(deal)} groups cannot be divided among {hosts} hosts. Use a number of "
+            "hosts that divides the groups, with the same number of processes on each."
         )
-    host, place = divmod(ranks.rank, local)
-    return HostShare(host, hosts, host + hosts * place, ranks.count)
+    if copied is None:
+        return
+    if copied.deal != deal:
+        raise ColabUtilsError(
+            f"The dataset deals its shards to {len(copied.deal)} groups, and the loader deals "
+            f"them to {len(deal)}, or with another seed. Pass the same number of groups and "
+            "the same seed to both."
+        )
+    wanted = range(ranks.host, len(deal), hosts)
+    if not {*wanted} <= {*copied.groups}:
+        raise ColabUtilsError(
+            f"This process is on host {ranks.host} of {hosts}, and its dataset copies the groups "
+            f"{copied.groups}. Open it with groups={wanted}."
+        )

@@ -21,7 +21,7 @@ from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.digest import digest_dataset
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.groups import DealtImages, HostShare, deal_shards, share_groups
+from colab_utils.loading.groups import DealtImages, deal_shards, require_copied
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
 from colab_utils.loading.ranks import Ranks, find_ranks
@@ -364,13 +364,11 @@ class Loader:
             self._moved = []
         # A sampler decides itself what each process gets.
         self._ranks = find_ranks() if order.sampler is None else Ranks()
-        self._share = HostShare(0, 1, self._ranks.rank, self._ranks.count)
         deal: list[list[int]] = []
         if self.groups is not None:
             deal = deal_shards(fetcher.shard_images, groups=self.groups, seed=self.seed)
             order.dealt = DealtImages(deal, fetcher.shard_of)
-            self._share = share_groups(self._ranks, self.groups)
-        self._share.require_copied(fetcher.groups, deal)
+        require_copied(self._ranks, deal, fetcher.groups)
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
@@ -418,6 +416,7 @@ class Loader:
         first = self._take_state().reached
         moved: dict[int, list[int]] = {number: [] for number in self._moved}
         order = self._order
+        ranks = self._ranks
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
         windows = order.windows
@@ -430,19 +429,15 @@ class Loader:
             if number in moved:
                 moved[number] = indices
         for number, indices in chain(numbered, moved.items()):
+            own = indices[ranks.rank :: ranks.count]
+            of_host = indices
+            if order.dealt is not None:
+                own = order.dealt.take_places(indices, ranks.place, ranks.count)
+                of_host = order.dealt.take_places(indices, ranks.host, ranks.hosts)
             if arrival is not None and shard_of is not None:
-                needed = self._take_share(indices, self._share.host, self._share.hosts)
-                yield from arrival.wait_for(set(shard_of[needed].tolist()), windows)
+                yield from arrival.wait_for(set(shard_of[of_host].tolist()), windows)
             self._totals[number] = len(indices)
-            yield number, self._take_share(indices, self._share.process, self._share.processes)
-
-    def _take_share(self, indices: list[int], first: int, count: int) -> list[int]:
-        """Return the images of every ``count``-th place of a batch."""
-        places: Sequence[int] = range(len(indices))
-        if self._order.dealt is not None:
-            places = self._order.dealt.number_places(indices)
-        pairs = zip(indices, places, strict=True)
-        return [index for index, place in pairs if place % count == first]
+            yield number, own
 
     def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
         """Return the windows of a new epoch, the same in all processes that train together.

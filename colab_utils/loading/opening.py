@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,11 +12,11 @@ from colab_utils.data.defects import count_allowed
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import has_size
-from colab_utils.loading.arrival import FollowedArrival
+from colab_utils.loading.arrival import FollowedArrival, hold_arrival
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.ranks import find_ranks
-from colab_utils.loading.writing import WritingShards, write_or_follow
+from colab_utils.loading.writing import FollowedWriting, Writing, WritingShards, name_writing
 from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
@@ -105,16 +106,22 @@ def open_dataset(
     folders = [ssd] if drive is None else [drive, ssd]
     recipe = find_common_recipe(folders, dataset) or default
     try:
-        writing = write_or_follow(
-            ssd,
-            drive,
-            images,
-            dataset,
-            recipe,
-            streams=streams,
-            max_bad=max_bad,
-            seed=seed,
-        )
+        lock = hold_arrival(ssd, name_writing(dataset))
+        writing: Writing | FollowedWriting
+        if lock is None:
+            writing = FollowedWriting(ssd, images, dataset, seed=seed)
+        else:
+            writing = Writing(
+                ssd,
+                drive,
+                images,
+                dataset,
+                recipe,
+                lock=lock,
+                streams=streams,
+                max_bad=max_bad,
+                seed=seed,
+            )
     except ColabUtilsError as error:
         if is_on_ssd:
             _warn(error, f"the shards in {ssd}, which are not sent to Drive")
@@ -137,7 +144,15 @@ def _open_shards(folder: Path, seed: int, contiguous_labels: bool) -> ShardDatas
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
     if find_ranks().count > 1:
-        shards.arrival = FollowedArrival(folder, shards.index, seed=seed)
+        shards.arrival = FollowedArrival(
+            folder,
+            folder,
+            shards.index,
+            lock=ExitStack(),
+            workers=1,
+            seed=seed,
+            retries=Retries(),
+        )
     return shards
 
 

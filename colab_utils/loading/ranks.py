@@ -20,6 +20,8 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
+    local_count: int = 1
+    """Processes on this machine, whose ranks follow each other; 1 if ``torchrun`` does not tell."""
 
     @property
     def is_first(self) -> bool:
@@ -28,17 +30,24 @@ class Ranks:
 
     @property
     def is_on_first_host(self) -> bool:
-        """Return whether this process is on the machine of rank 0.
-
-        ``torchrun`` counts the ranks machine by machine, and gives each its number on its machine.
-        """
+        """Return whether this process is on the machine of rank 0."""
         number = int(os.environ.get("LOCAL_RANK", self.rank))
         return self.count == 1 or number == self.rank
 
     @property
-    def local_count(self) -> int:
-        """Return the number of processes on this machine; 1 if no ``torchrun`` tells it."""
-        return min(self.count, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    def hosts(self) -> int:
+        """Return the number of machines."""
+        return self.count // self.local_count
+
+    @property
+    def host(self) -> int:
+        """Return which of the machines this is, from 0."""
+        return self.rank // self.local_count
+
+    @property
+    def place(self) -> int:
+        """Return which of the processes this is if one of each machine is counted after another."""
+        return self.host + self.hosts * (self.rank % self.local_count)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of their ranks."""
@@ -60,8 +69,10 @@ def find_ranks() -> Ranks:
 
     Example:
         >>> find_ranks()
-        Ranks(rank=0, count=1)
+        Ranks(rank=0, count=1, local_count=1)
     """
     if distributed.is_available() and distributed.is_initialized():
-        return Ranks(distributed.get_rank(), distributed.get_world_size())
+        count = distributed.get_world_size()
+        local_count = min(count, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        return Ranks(distributed.get_rank(), count, local_count)
     return Ranks()

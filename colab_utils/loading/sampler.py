@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, fields
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.fetcher import seed_random
-from colab_utils.loading.groups import DealtImages
+from colab_utils.loading.groups import DealtImages, alternate
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,7 @@ class BatchSampler(Sampler[list[int]]):
                     queue = queues[group][first] or queues[group][not first]
                     parts[group].append(queue.popleft())
                     taken[group] += 1
-            # One image of each group after the other, so that each process takes those of its own.
-            rounds = zip_longest(*parts)
-            yield [index for images in rounds for index in images if index is not None]
+            yield alternate(parts)
 
     def _shuffle_group(self, dealt: DealtImages, group: int) -> list[deque[int]]:
         """Return the tall and the wide images of a group, in the order of the epoch."""

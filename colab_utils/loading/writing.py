@@ -23,7 +23,6 @@ from colab_utils.loading.arrival import (
     Arrival,
     ArrivedShards,
     FollowedArrival,
-    hold_arrival,
     read_status,
 )
 from colab_utils.loading.arriving import ArrivingShards
@@ -89,7 +88,7 @@ class Writing(Arrival):
         self._done: list[ShardIndex] = []
         self._sendings: list[Future[None]] = []
         self.cpu_s = 0.0
-        self.key = _make_key(dataset)
+        self.key = name_writing(dataset)
         retries = Retries(multiprocessing.get_context("fork").Event())
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
@@ -111,8 +110,7 @@ class Writing(Arrival):
             self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
             progress = WorkerProgress(stop=retries.stop)
             self._pool = fork_pool(min(workers, len(self.jobs)), _join_writing, progress)
-            self._held = stack.pop_all()
-            self._begin()
+            self._begin(stack)
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues there."""
@@ -170,7 +168,7 @@ class FollowedWriting(FollowedArrival):
     """
 
     def __init__(self, ssd: Path, images: Path, dataset: CocoDataset, *, seed: int) -> None:
-        self.key = _make_key(dataset)
+        self.key = name_writing(dataset)
         self._arrived = ArrivedShards(ssd, self.key)
         # The writing may have ended since it was seen.
         recipe = read_status(ssd, self.key).get("recipe") or find_common_recipe([ssd], dataset)
@@ -188,49 +186,7 @@ class FollowedWriting(FollowedArrival):
         return "another process of this machine writes them"
 
 
-def write_or_follow(
-    ssd: Path,
-    drive: Path | None,
-    images: Path,
-    dataset: CocoDataset,
-    recipe: dict[str, Any],
-    *,
-    streams: int | str,
-    max_bad: float,
-    seed: int,
-) -> Writing | FollowedWriting:
-    """Write the shards of a dataset, or follow the process of this machine that writes them.
-
-    Args:
-        ssd: See `Writing`, as for all others.
-        drive: Folder that finished shards are sent to.
-        images: The image folder.
-        dataset: Its annotations.
-        recipe: How shards are written, where none are there.
-        streams: Files that each process reads at the same time.
-        max_bad: The share of images that may turn out bad.
-        seed: Of the order in which the shards are written.
-
-    Raises:
-        ColabUtilsError: A process that is none of ours writes there, or the disk is too small.
-    """
-    lock = hold_arrival(ssd, _make_key(dataset))
-    if lock is None:
-        return FollowedWriting(ssd, images, dataset, seed=seed)
-    return Writing(
-        ssd,
-        drive,
-        images,
-        dataset,
-        recipe,
-        lock=lock,
-        streams=streams,
-        max_bad=max_bad,
-        seed=seed,
-    )
-
-
-def _make_key(dataset: CocoDataset) -> str:
+def name_writing(dataset: CocoDataset) -> str:
     """Return what tells the writing of a dataset from every other arrival."""
     return hash_bytes(f"writing {dataset.fingerprint}".encode())
 

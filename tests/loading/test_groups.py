@@ -328,6 +328,12 @@ def test_groups_that_hosts_do_not_divide_are_refused(shards, tmp_path, hosts):
     assert not (tmp_path / "ssd").exists()
 
 
+def test_hosts_with_unequal_numbers_of_processes_are_refused(shards, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with join_group(0, 3), pytest.raises(ColabUtilsError, match="the same number of processes"):
+        make(ShardDataset(shards))
+
+
 @pytest.mark.parametrize("groups", [4, [0, 2], range(0), range(8, 8, 8), range(3, 8, 2)])
 def test_groups_of_a_host_that_are_no_range_are_refused(shards, tmp_path, groups):
     with pytest.raises(ColabUtilsError, match=r"such as range\(host, 8, hosts\)"):
@@ -341,7 +347,7 @@ def test_groups_of_a_host_that_are_no_range_are_refused(shards, tmp_path, groups
         ({"groups": None}, "8 groups, and the loader deals them to 0"),
         ({"groups": 4}, "8 groups, and the loader deals them to 4"),
         ({"seed": 3}, "or with another seed"),
-        ({}, r"copies the groups 1, 3, 5, 7. Open it with groups=range\(0, 8\)"),
+        ({}, r"copies the groups range\(1, 8, 2\)\. Open it with groups=range\(0, 8\)"),
     ],
 )
 def test_a_loader_that_does_not_fit_the_copied_groups_is_refused(
