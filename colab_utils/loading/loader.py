@@ -187,6 +187,8 @@ def make_loader(
             "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
             "leave sampler out."
         )
+    # The trials would read images of other hosts' groups at their source.
+    is_complete = is_complete and fetcher.groups is None
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
@@ -421,7 +423,8 @@ class Loader:
         shard_of = self._fetcher.shard_of
         windows = order.windows
         is_new = not (first or windows) and len(order.left) == order.size
-        if is_new and arrival is not None:
+        # With groups the order does not depend on what has arrived.
+        if is_new and arrival is not None and order.dealt is None:
             windows = self._choose_windows(arrival)
             order.windows = windows
         numbered = enumerate(order)
@@ -448,7 +451,7 @@ class Loader:
             ColabUtilsError: The processes load other images, or the same in another order.
         """
         windows: list[list[int]] = []
-        if not (arrival.is_complete or self.groups):
+        if not arrival.is_complete:
             windows = arrival.plan_windows(self.epoch)
         if self._ranks.count == 1:
             return windows
