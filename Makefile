@@ -95,6 +95,7 @@ stress: setup
 	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) -m tests.stress.kill_preprocess
 	$(RUN) -m tests.stress.kill_open_dataset
+	$(RUN) -m tests.stress.cut_link
 
 # An environment for each loader that `make benchmark` compares with; what cannot be installed is
 # named

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from statistics import median
 
-from torch import distributed
 from torch.distributed import distributed_c10d
+
+from colab_utils.loading.ranks import find_ranks
 
 # A rank that waits for so much more of its time than the others, 0 to 1.
 _MORE = 0.1
@@ -13,9 +14,8 @@ _MORE = 0.1
 
 def find_rank() -> int | None:
     """Return the rank of this process; None where it trains alone."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return None
+    ranks = find_ranks()
+    return ranks.rank if ranks.count > 1 else None
 
 
 def compare_ranks(loader: int, wait_share: float) -> str:
@@ -33,9 +33,10 @@ def compare_ranks(loader: int, wait_share: float) -> str:
     """
     # A run that ends may have taken its store away already.
     with suppress(RuntimeError):
+        ranks = find_ranks()
         store = distributed_c10d._get_default_store()
-        keys = [f"colab_utils/{loader}/{rank}" for rank in range(distributed.get_world_size())]
-        store.set(keys[distributed.get_rank()], str(wait_share))
+        keys = [f"colab_utils/{loader}/{rank}" for rank in range(ranks.count)]
+        store.set(keys[ranks.rank], str(wait_share))
         if store.check(keys):
             return describe_ranks([float(store.get(key)) for key in keys])
     return ""

@@ -15,7 +15,8 @@ The life of a sample, from COCO JSON to a batch on the device:
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` copies the shards from Drive to the SSD and
    checks them. `Arrival` (`colab_utils.loading.arrival`) copies in a thread while training runs,
    and lets the shards take turns on a small disk. The readers of `ArrivingShards`
-   (`colab_utils.loading.arriving`) wait for the shards.
+   (`colab_utils.loading.arriving`) wait for the shards. Other processes of the machine follow by a
+   `FollowedArrival`. `deal_shards` (`colab_utils.loading.groups`) deals shards to hosts.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`
@@ -24,7 +25,8 @@ The life of a sample, from COCO JSON to a batch on the device:
    files: it does step 2 for each sample, and skips steps 3 to 5. The base class of both is
    `CocoSamples` (`colab_utils.loading.samples`).
 7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the batches of an epoch. The
-   order comes from seed and epoch, from the arrival of the shards, or from a user's sampler.
+   order comes from seed and epoch, from the arrival of the shards, or from a user's sampler. Each
+   of several processes (`colab_utils.loading.ranks`) takes its share of a batch.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
    sends the indices of a batch and the number of a shared buffer through a worker's pipe. A late
    batch moves to the end of the epoch: see `BoundedPrefetcher` (`colab_utils.loading.late`). New

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import accumulate, chain
 from pathlib import Path
 from time import perf_counter, sleep
@@ -19,9 +19,9 @@ from colab_utils.drive import DriveLostError, Retries, explain_write, guard_driv
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.processes import ThreadPool, start_thread
-from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
+from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, merge_index, read_target
 from colab_utils.shards.index import ShardIndex, write_index
-from colab_utils.shards.lock import remove_leftovers
+from colab_utils.shards.lock import lock_here, remove_leftovers
 from colab_utils.shards.plan import order_shards
 from colab_utils.units import format_bytes
 
@@ -38,6 +38,9 @@ class Arrival:
     ones first, the others in a random order. What lies in ``target`` from an earlier copy is
     compared with its checksum in place of a copy, and copied again where it is damaged. Where Drive
     fails, ``retries`` try again; the index in ``target`` comes last.
+
+    It holds a lock (see `hold_arrival`): the other processes of this machine follow what it brings,
+    by a `FollowedArrival`.
 
     Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A
     shard is removed when another one is needed earlier, and Drive still has it. Then ``target`` is
@@ -60,21 +63,22 @@ class Arrival:
         target: Path,
         index: ShardIndex,
         *,
+        lock: ExitStack,
         workers: int,
         seed: int,
         retries: Retries,
         limit_bytes: float = math.inf,
+        chosen: list[int] | None = None,
     ) -> None:
         sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         self._prepare(
             target,
             sizes,
             images=[shard.images for shard in index.shards],
-            order=order_shards(index.recipe, len(sizes), seed),
+            order=chosen or order_shards(index.recipe, len(sizes), seed),
             workers=workers,
             retries=retries,
         )
-        self.source = source
         self.index = index
         self.rolls = limit_bytes < index.bytes
         self._limit = limit_bytes
@@ -85,10 +89,20 @@ class Arrival:
                 f"{least / 1e9:.3g} GB. Allow more, or preprocess into smaller shards "
                 "(--shard-mb)."
             )
-        self.key = hash_bytes(repr(sorted(index.files())).encode())
+        self.source = source
+        self.key = make_key(index, chosen)
+        with lock:
+            self._start(lock)
+
+    def _start(self, lock: ExitStack) -> None:
+        """Begin to copy, unless nothing can be copied to the target."""
+        source = self.source
+        target = self.target
+        index = self.index
         # that of an earlier arrival, or an index, tells that the shards in the target are of this
         # copy
         previous = read_target(source, target, index)
+        self._previous = previous
         status = read_status(target, self.key)
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
@@ -97,14 +111,16 @@ class Arrival:
                 "which are never removed. Name another folder, or leave limit_gb out."
             )
         files: list[tuple[str, int, str]] = []
-        for shard, end in zip(index.shards, accumulate(self._sizes), strict=True):
-            if end <= limit_bytes:
-                files += shard.files()
+        ends = accumulate(self._sizes[number] for number in self._order)
+        for number, end in zip(self._order, ends, strict=True):
+            if end <= self._limit:
+                files += index.shards[number].files()
         check_space(target, files, cached=is_on_drive(source))
-        self._job = Copying(source, target, retries, overwrite=previous is not None or bool(status))
+        overwrite = previous is not None or bool(status)
+        self._job = Copying(source, target, self.retries, overwrite=overwrite)
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
-        self._begin()
+        self._begin(lock)
 
     def _prepare(
         self,
@@ -132,19 +148,22 @@ class Arrival:
         self._error: ColabUtilsError | None = None
         # Shards take turns, and no other one is wanted now.
         self._is_full = False
+        self._came: set[int] = set()
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
 
-    def _begin(self) -> None:
-        """Start the thread."""
+    def _begin(self, lock: ExitStack) -> None:
+        """Start the thread, which keeps the lock until it ends."""
         with explain_write(self.target):
             self._write_status()
+        self._held = lock.pop_all()
         try:
             self._thread = start_thread(self._run, "arrival")
         except ColabUtilsError as error:
             # Else who reads along would wait for shards for ever.
             self._error = error
             self._write_status()
+            self._held.close()
             raise
 
     def stop(self) -> None:
@@ -171,7 +190,7 @@ class Arrival:
     @property
     def is_complete(self) -> bool:
         """Return whether all shards have arrived and none will be removed."""
-        return not self.rolls and len(self.spans_s) == len(self._sizes)
+        return not self.rolls and len(self.spans_s) == len(self._order)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
         """Return the shards in the order of their arrival, in windows that are trained on one after
@@ -211,7 +230,7 @@ class Arrival:
         for number, window in enumerate(windows):
             if shards.intersection(window):
                 place = number
-        wanted = [*chain(*windows[place:])]
+        wanted = [*chain(*windows[place:])] or [*shards]
         # Shards in use are kept. Where all stay, the others are copied, too.
         with self._lock:
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
@@ -237,6 +256,11 @@ class Arrival:
             return not missing
 
     def _run(self) -> None:
+        with self._held:
+            self._bring_all()
+
+    def _bring_all(self) -> None:
+        """Bring all shards, and tell all processes if that cannot be done."""
         error: Exception = ColabUtilsError("The copy of the shards was stopped.")
         try:
             with explain_write(self.target):
@@ -254,7 +278,7 @@ class Arrival:
         reason = str(error).removesuffix(".")
         with self._lock:
             self._error = kind(
-                f"{reason}; {len(self.spans_s)} of {len(self._sizes)} shards in "
+                f"{reason}; {len(self.spans_s)} of {len(self._order)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
             try:
@@ -266,7 +290,9 @@ class Arrival:
 
     def _finish(self) -> None:
         """Do what comes after the last shard."""
-        write_index(self.target, self.index)
+        shards = tuple(self.index.shards[number] for number in self._order)
+        index = merge_index(self.index, self._previous, shards, self.target)
+        write_index(self.target, index)
 
     def _copy_all(self) -> None:
         """Copy and remove shards until all have arrived, or until the copy is stopped."""
@@ -338,6 +364,7 @@ class Arrival:
         """Tell all processes that a shard is there."""
         with self._lock:
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
+            self._came.add(number)
             self._write_status()
 
     def _remove(self, number: int) -> None:
@@ -360,14 +387,56 @@ class Arrival:
                 file.truncate(0)
 
     def _write_status(self) -> None:
-        status = {
+        status = json.dumps(self._describe()).encode()
+        write_file(self.target / STATUS_NAME, status)
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what other processes must know."""
+        return {
             "key": self.key,
             "rolls": self.rolls,
             "pid": os.getpid(),
-            "arrived": list(self.spans_s),
+            # With those that were removed since: other processes read these on Drive.
+            "arrived": sorted(self._came),
             "error": str(self._error or ""),
         }
-        write_file(self.target / STATUS_NAME, json.dumps(status).encode())
+
+
+class FollowedArrival(Arrival):
+    """An arrival of shards that another process of this machine brings about, or has finished."""
+
+    def _start(self, lock: ExitStack) -> None:
+        self._arrived = ArrivedShards(self.target, self.key)
+
+    def stop(self) -> None:
+        """Do nothing: the other process goes on."""
+
+    def wait(self) -> None:
+        """Wait until the other process has ended its copy.
+
+        Raises:
+            ColabUtilsError: it cannot be done.
+        """
+        while not (self.has(self._order) and self.is_complete):
+            sleep(POLL_S)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Return whether this process is copying the shards, which it is not."""
+        return False
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all shards have arrived and none will be removed."""
+        return not (self.rolls or read_status(self.target, self.key))
+
+    def has(self, shards: Collection[int]) -> bool:
+        """Return whether these shards have arrived; some may have been removed since.
+
+        Raises:
+            ColabUtilsError: they are not, and nobody brings them any more.
+        """
+        return all(self._arrived.has(shard) for shard in shards)
 
 
 class ArrivedShards:
@@ -411,10 +480,53 @@ class ArrivedShards:
             sleep(POLL_S)
 
 
+def make_key(index: ShardIndex, chosen: list[int] | None) -> str:
+    """Return what tells the arrival of these shards from every other one."""
+    return hash_bytes(repr((sorted(index.files()), chosen)).encode())
+
+
+def hold_arrival(target: Path, key: str) -> ExitStack | None:
+    """Lock a folder, to bring shards there; return None where another process brings them.
+
+    On each machine one process brings the shards of a folder, and the others follow it. A process
+    that prepares to do so is waited for.
+
+    Args:
+        target: The folder.
+        key: Tells the shards.
+
+    Raises:
+        ColabUtilsError: Another process brings other shards there.
+    """
+    while True:
+        lock = ExitStack()
+        is_free = lock.enter_context(lock_here(target / STATUS_NAME))
+        status = _read_any_status(target)
+        pid = status.get("pid")
+        # A cell that is run again brings what it brought before.
+        if is_free or pid == os.getpid():
+            return lock
+        lock.close()
+        if type(pid) is int and psutil.pid_exists(pid) and not status.get("error"):
+            if status.get("key") == key:
+                return None
+            raise ColabUtilsError(
+                f"Process {pid} brings other shards to {target}. Name another folder, or wait "
+                "until it has ended."
+            )
+        sleep(POLL_S)
+
+
 def read_status(target: Path, key: str) -> dict[str, Any]:
     """Return the status that an `Arrival` of the shards of this key has written, for any process;
     empty if it is complete.
     """
+    status = _read_any_status(target)
+    return status if status.get("key") == key else {}
+
+
+def _read_any_status(target: Path) -> dict[str, Any]:
+    """Return the status that an `Arrival` of any shards has written; empty without one."""
     try:
         status = json.loads(read_file(target / STATUS_NAME))
     except UnavailableError:
@@ -422,4 +534,4 @@ def read_status(target: Path, key: str) -> dict[str, Any]:
     except (ColabUtilsError, OSError, ValueError, RecursionError):
         # of a file that is no status, nothing is known
         return {}
-    return status if isinstance(status, dict) and status.get("key") == key else {}
+    return status if isinstance(status, dict) else {}

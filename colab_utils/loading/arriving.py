@@ -1,14 +1,23 @@
 """A dataset of shards that are still being copied from Drive."""
 
 import math
+from collections.abc import Collection
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arrival import Arrival, ArrivedShards
+from colab_utils.loading.arrival import (
+    Arrival,
+    ArrivedShards,
+    FollowedArrival,
+    hold_arrival,
+    make_key,
+)
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.groups import choose_groups
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
 from colab_utils.processes import ThreadPool
@@ -22,23 +31,36 @@ _READERS = 32
 class _ArrivingFiles(ShardFiles):
     """A reader of arriving shards, in any process.
 
-    It waits for a shard that has not arrived. If shards take turns, it reads it in ``source``.
+    It waits for a shard that has not arrived. If shards take turns, or this one is of another
+    host's group, it reads it in ``source``.
     """
 
-    def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        key: str,
+        *,
+        rolls: bool,
+        chosen: Collection[int] | None,
+    ) -> None:
         super().__init__(target)
         self._drive = ShardFiles(source)
         self._rolls = rolls
+        self._chosen = chosen
         self._arrived = ArrivedShards(target, key)
 
     def __reduce__(self) -> Any:
-        return partial(_ArrivingFiles, rolls=self._rolls), (
+        return partial(_ArrivingFiles, rolls=self._rolls, chosen=self._chosen), (
             self._drive.folder,
             self.folder,
             self._arrived.key,
         )
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
+        if self._chosen is not None and shard not in self._chosen:
+            self._drive.read_into(shard, name, start, buffer)
+            return
         if not self._rolls:
             self._arrived.wait_for(shard)
         try:
@@ -59,6 +81,10 @@ class ArrivingShards(ShardDataset):
     comes once in each epoch, from the first one on. When all have arrived it reads the SSD alone.
     An image whose shard has not arrived is waited for, in the workers of any ``DataLoader``, too.
 
+    On each machine one process copies. Other processes with the same ``target``, such as those that
+    ``torchrun`` starts, follow it, and wait for the shards that it brings. They begin each epoch
+    together, so that all of them take the images in the same order.
+
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD.
@@ -66,13 +92,16 @@ class ArrivingShards(ShardDataset):
         limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is
             smaller than all of them: they take turns there, in every epoch. ``target`` must then be
             a new or empty folder, or one that such a run left.
-        seed: of the order in which the shards are copied.
+        groups: the groups of shards that this host copies, ``range(host, 8, hosts)``, for a loader
+            that is made with ``groups=8`` on every host. An image of another group is read in
+            ``source``. ``target`` then lists the copied shards, and is marked ``partial``.
+        seed: of the order in which the shards are copied, and of the groups.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; None in
-            other processes.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; a
+            `FollowedArrival` where another process copies; None in workers.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -90,6 +119,7 @@ class ArrivingShards(ShardDataset):
         *,
         workers: int = 4,
         limit_gb: float | None = None,
+        groups: range | None = None,
         seed: int = 0,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
@@ -98,14 +128,28 @@ class ArrivingShards(ShardDataset):
         target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)
-        arrival = Arrival(
+        limit_bytes = math.inf if limit_gb is None else limit_gb * 1e9
+        if groups is not None:
+            sizes = [shard.images for shard in index.shards]
+            self.groups = choose_groups(groups, sizes, seed=seed)
+            if limit_gb is not None:
+                raise ColabUtilsError(
+                    "Shards of groups do not take turns, so groups cannot have a limit_gb. Leave "
+                    "one of them out, or use more hosts."
+                )
+        chosen = None if self.groups is None else self.groups.list_shards()
+        lock = hold_arrival(target, make_key(index, chosen))
+        bring = FollowedArrival if lock is None else Arrival
+        arrival = bring(
             source,
             target,
             index,
+            lock=lock or ExitStack(),
             workers=workers,
             seed=seed,
             retries=retries,
-            limit_bytes=math.inf if limit_gb is None else limit_gb * 1e9,
+            limit_bytes=limit_bytes,
+            chosen=chosen,
         )
         load = partial(load_shard, source, retries=retries)
         # One after the other, 150 shards on Drive take up to 90 seconds: 606 ms each, on a bad day.
@@ -115,9 +159,15 @@ class ArrivingShards(ShardDataset):
             except BaseException:
                 arrival.stop()
                 raise
-        files = _ArrivingFiles(source, target, arrival.key, rolls=arrival.rolls)
+        files = _ArrivingFiles(
+            source,
+            target,
+            arrival.key,
+            rolls=arrival.rolls,
+            chosen=None if chosen is None else frozenset(chosen),
+        )
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
-        self.arrival: Arrival | None = arrival
+        self.arrival = arrival
 
     def stop(self) -> None:
         """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards`
@@ -136,7 +186,3 @@ class ArrivingShards(ShardDataset):
         """
         if self.arrival is not None:
             self.arrival.wait()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The copy stays in the process that began it.
-        return {**vars(self), "arrival": None}

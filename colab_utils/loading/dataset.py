@@ -32,6 +32,8 @@ from colab_utils.data.masks import (
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, read_file
+from colab_utils.loading.arrival import Arrival
+from colab_utils.loading.groups import CopiedGroups
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
@@ -270,6 +272,11 @@ class ShardDataset(CocoSamples):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
 
+    # What brings the shards, where they have not all arrived on every machine that trains.
+    arrival: Arrival | None = None
+    # The groups whose shards this host copies; None if it copies all.
+    groups: CopiedGroups | None = None
+
     def __init__(
         self,
         folder: str | Path,
@@ -284,6 +291,10 @@ class ShardDataset(CocoSamples):
         self._open(
             ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy stays in the process that began it.
+        return {**vars(self), "arrival": None}
 
     def _open(
         self,

@@ -15,6 +15,7 @@ from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.groups import CopiedGroups
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import BadSampleError, pack_samples
 from colab_utils.streams import StreamTrial
@@ -49,7 +50,8 @@ class Fetcher:
         writes_itself: Whether the dataset writes its images into a batch without making samples.
         arrival: The running copy, or None if the dataset does not read arriving shards.
         shard_of, sizes: The dataset's tables, for the images of the subset; None if it has none.
-        shards: Shards of the dataset.
+        shard_images: Number of images in each shard of the dataset.
+        groups: Groups of shards that an `ArrivingShards` copies, and their number; None if all.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
         max_bad: Bad images that the dataset itself allows.
         reads_ahead: Whether files of later batches can be read while a batch is loaded.
@@ -105,7 +107,11 @@ class Fetcher:
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
-        self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
+        self.shard_images: list[int] = []
+        self.groups: CopiedGroups | None = None
+        if isinstance(base, ShardDataset):
+            self.shard_images = [shard.images for shard in base.index.shards]
+            self.groups = base.groups
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

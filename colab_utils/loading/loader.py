@@ -16,11 +16,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import hash_bytes
+from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.digest import digest_dataset
 from colab_utils.loading.fetcher import Fetcher
+from colab_utils.loading.groups import DealtImages, deal_shards, require_copied
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
+from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.targets import Target, Transforms, apply_transforms
 from colab_utils.loading.tune import tune_workers
@@ -46,6 +50,7 @@ def make_loader(
     shuffle: bool = True,
     sampler: Sampler[int] | Sequence[int] | None = None,
     drop_last: bool = False,
+    groups: int | None = None,
     seed: int = 0,
     prefetch: int = PREFETCH,
     transforms: Transforms | None = None,
@@ -94,6 +99,14 @@ def make_loader(
             own generator. With ``range(len(dataset))``, each of several processes gets all images.
             Default: None.
         drop_last: Leave out the last batch of an epoch if it is not full. Default: False.
+        groups: Deal the shards to so many groups, and take ``batch_size / groups`` images of each
+            batch from each group. The order then depends on seed, epoch and groups alone: 1, 2, 4
+            or 8 hosts that share 8 groups load the same batches, and each one needs the shards of
+            its own groups, see ``ArrivingShards(groups=...)``. Host h of H has the groups h, h + H
+            and so on; ``torchrun`` tells which host it is, and without ``torchrun`` each process is
+            one. Every image comes once an epoch. A group with fewer images than the largest one
+            gives an image less now and then, so some batches are not full. The first epoch begins
+            with the shards that are copied first. Default: None, which mixes all shards.
         seed: Seed of the order, and of all random numbers in your dataset and its transforms. The
             samples are the same with any number of workers. Default: 0.
         prefetch: Batches that each worker prepares ahead. Default: 2.
@@ -157,6 +170,7 @@ def make_loader(
             "give the transforms to your dataset, as in ShardDataset(transforms=...)."
         )
     fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
+    _check_groups(groups, fetcher, batch_size=batch_size, sampler=sampler)
     order = BatchSampler(
         len(fetcher),
         batch_size,
@@ -173,6 +187,8 @@ def make_loader(
             "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
             "leave sampler out."
         )
+    # The trials would read images of other hosts' groups at their source.
+    is_complete = is_complete and fetcher.groups is None
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
@@ -187,12 +203,34 @@ def make_loader(
         deliver=deliver,
         image_dtype=image_dtype,
         seed=seed,
+        groups=groups,
         transforms=transforms,
         max_bad=max(max_bad, fetcher.max_bad),
         max_wait_s=max_wait_s,
     )
     loader.rates = rates
     return loader
+
+
+def _check_groups(groups: int | None, fetcher: Fetcher, *, batch_size: int, sampler: Any) -> None:
+    """Raise an error if the batches cannot be made of so many groups of shards."""
+    if groups is None:
+        return
+    groups = require_count("groups", groups)
+    if not fetcher.shard_images:
+        raise ColabUtilsError(
+            "Groups are of shards, and the dataset has none. Pass a ShardDataset or an "
+            "ArrivingShards, or leave groups out."
+        )
+    if sampler is not None:
+        raise ColabUtilsError(
+            "A sampler decides the order itself, so it cannot have groups. Leave one of them out."
+        )
+    if batch_size % groups:
+        raise ColabUtilsError(
+            f"A batch of {batch_size} images cannot have as many of each of {groups} groups. "
+            f"Pass a batch_size that is a multiple of {groups}."
+        )
 
 
 def _check_wait(max_wait_s: float | None, workers: int) -> None:
@@ -243,6 +281,7 @@ class Loader:
     deliver: str
     image_dtype: torch.dtype
     seed: int
+    groups: int | None
     transforms: Transforms | None
     max_bad: int
     max_wait_s: float | None
@@ -304,7 +343,7 @@ class Loader:
             self.total = self._totals.pop(number)
             if not self.left:
                 self._end_epoch()
-            if batch is not None or self._ranks > 1:
+            if batch is not None or self._ranks.count > 1:
                 yield None if batch is None else self._deliver(batch)
                 # This is checked before the wait: if another pass has begun, it has taken the
                 # results that this pass would wait for.
@@ -325,12 +364,13 @@ class Loader:
             order.start_epoch(self.epoch)
             self._delivered = 0
             self._moved = []
-        self._rank = 0
-        self._ranks = 1
-        group = torch.distributed
-        if order.sampler is None and group.is_available() and group.is_initialized():
-            self._rank = group.get_rank()
-            self._ranks = group.get_world_size()
+        # A sampler decides itself what each process gets.
+        self._ranks = find_ranks() if order.sampler is None else Ranks()
+        deal: list[list[int]] = []
+        if self.groups is not None:
+            deal = deal_shards(fetcher.shard_images, groups=self.groups, seed=self.seed)
+            order.dealt = DealtImages(deal, fetcher.shard_of)
+        require_copied(self._ranks, deal, fetcher.groups)
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
@@ -350,7 +390,7 @@ class Loader:
             self._prefetcher = self._start_prefetcher()
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
-            seed = (self.seed, self.epoch, self._rank)
+            seed = (self.seed, self.epoch, self._ranks.rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.max_bad > 0)
         except GeneratorExit:
             # The pass is broken off. The workers stay for the next one.
@@ -378,22 +418,54 @@ class Loader:
         first = self._take_state().reached
         moved: dict[int, list[int]] = {number: [] for number in self._moved}
         order = self._order
+        ranks = self._ranks
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
         windows = order.windows
         is_new = not (first or windows) and len(order.left) == order.size
-        if is_new and arrival is not None and not arrival.is_complete:
-            windows = arrival.plan_windows(self.epoch)
+        # With groups the order does not depend on what has arrived.
+        if is_new and arrival is not None and order.dealt is None:
+            windows = self._choose_windows(arrival)
             order.windows = windows
         numbered = enumerate(order)
         for number, indices in islice(numbered, first):
             if number in moved:
                 moved[number] = indices
         for number, indices in chain(numbered, moved.items()):
+            own = indices[ranks.rank :: ranks.count]
+            of_host = indices
+            if order.dealt is not None:
+                own = order.dealt.take_places(indices, ranks.place, ranks.count)
+                of_host = order.dealt.take_places(indices, ranks.host, ranks.hosts)
             if arrival is not None and shard_of is not None:
-                yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
+                yield from arrival.wait_for(set(shard_of[of_host].tolist()), windows)
             self._totals[number] = len(indices)
-            yield number, indices[self._rank :: self._ranks]
+            yield number, own
+
+    def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
+        """Return the windows of a new epoch, the same in all processes that train together.
+
+        There are none where all shards have arrived, in all processes.
+
+        Raises:
+            ColabUtilsError: The processes load other images, or the same in another order.
+        """
+        windows: list[list[int]] = []
+        if not arrival.is_complete:
+            windows = arrival.plan_windows(self.epoch)
+        if self._ranks.count == 1:
+            return windows
+        fetcher = self._fetcher
+        images = hash_bytes(fetcher.shard_of.tobytes(), fetcher.sizes.tobytes())
+        order = {**self._take_state().describe_order(), "checksum of the shards": images}
+        proposals = self._ranks.gather((order, windows))
+        if any(other != order for other, _ in proposals):
+            orders = [other for other, _ in proposals]
+            raise ColabUtilsError(
+                "The processes that train together load other images, or in another order: "
+                f"{orders}. Open the same shards with the same settings in all of them."
+            )
+        return next((windows for _, windows in proposals if windows), [])
 
     @property
     def reads_ahead(self) -> bool:
@@ -479,8 +551,8 @@ class Loader:
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
             epoch that began while shards arrived. ``left`` lists the images of this epoch that
-            remained when the batch size changed. ``moved`` lists the late batches that come at the
-            end of the epoch (``max_wait_s``).
+            remained when the batch size changed. ``groups`` is 0 without groups. ``moved`` lists
+            the late batches that come at the end of the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -495,6 +567,7 @@ class Loader:
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
             left=order.left.tolist() if len(order.left) < order.size else [],
+            groups=int(self.groups or 0),
             moved=list(self._moved),
         )
 
@@ -504,11 +577,11 @@ class Loader:
         With another batch size, the epoch continues with the images that it had left.
 
         Raises:
-            ColabUtilsError: The state has another order (seed, shuffle, number of images, or, if
-                shards were arriving, batch size), or was changed.
+            ColabUtilsError: The state has another order (seed, shuffle, groups, number of images,
+                or, if shards were arriving, batch size), or was changed.
         """
         order = self._order
-        saved = LoaderState.parse(state, images=order.size, shards=self._fetcher.shards)
+        saved = LoaderState.parse(state, images=order.size, shards=len(self._fetcher.shard_images))
         is_resized = (
             saved.batch_size != self.batch_size and not saved.joined and order.sampler is None
         )

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,9 +12,11 @@ from colab_utils.data.defects import count_allowed
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import has_size
+from colab_utils.loading.arrival import FollowedArrival, hold_arrival
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.writing import Writing, WritingShards
+from colab_utils.loading.ranks import find_ranks
+from colab_utils.loading.writing import FollowedWriting, Writing, WritingShards, name_writing
 from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
@@ -41,6 +44,9 @@ def open_dataset(
     only loose files, a process in the background writes the shards (`WritingShards`), which are
     trained on as each is finished, and sent to ``drive``. So the next session starts from Drive's
     shards. One that is interrupted goes on after its last shard.
+
+    Of several processes that train together one on each machine copies or writes, and the others
+    follow it. Those on the machine of rank 0 send the shards to ``drive``.
 
     The shards are those that `write_shards` writes with this ``shard_mb``; ones that were begun
     with other settings go on by these. Where none can be written, such as on a full disk, the loose
@@ -87,26 +93,39 @@ def open_dataset(
     is_on_ssd = _has_shards(ssd, fingerprint) and _has_all_files(ssd)
     is_on_drive = drive is not None and _has_shards(drive, fingerprint)
     if is_on_ssd and (is_on_drive or drive is None):
-        return ShardDataset(ssd, contiguous_labels=contiguous_labels)
+        return _open_shards(ssd, seed, contiguous_labels)
     if drive is not None and is_on_drive:
         try:
             _remove_mark(ssd)
             return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
         except ColabUtilsError as error:
-            shards = ShardDataset(drive, contiguous_labels=contiguous_labels)
+            shards = _open_shards(drive, seed, contiguous_labels)
             _warn(error, f"the shards in {drive} themselves, which is slower")
             return shards
     dataset = open_annotations(images, annotations)
     folders = [ssd] if drive is None else [drive, ssd]
     recipe = find_common_recipe(folders, dataset) or default
     try:
-        writing = Writing(
-            ssd, drive, images, dataset, recipe, streams=streams, max_bad=max_bad, seed=seed
-        )
+        lock = hold_arrival(ssd, name_writing(dataset))
+        writing: Writing | FollowedWriting
+        if lock is None:
+            writing = FollowedWriting(ssd, images, dataset, seed=seed)
+        else:
+            writing = Writing(
+                ssd,
+                drive,
+                images,
+                dataset,
+                recipe,
+                lock=lock,
+                streams=streams,
+                max_bad=max_bad,
+                seed=seed,
+            )
     except ColabUtilsError as error:
         if is_on_ssd:
             _warn(error, f"the shards in {ssd}, which are not sent to Drive")
-            return ShardDataset(ssd, contiguous_labels=contiguous_labels)
+            return _open_shards(ssd, seed, contiguous_labels)
         loose = CocoFolder(
             images, annotations, contiguous_labels=contiguous_labels, streams=streams
         )
@@ -116,6 +135,25 @@ def open_dataset(
         _warn(error, f"the loose files in {images}, which is slower")
         return loose
     return WritingShards(writing, dataset, max_bad=max_bad, contiguous_labels=contiguous_labels)
+
+
+def _open_shards(folder: Path, seed: int, contiguous_labels: bool) -> ShardDataset:
+    """Open complete shards.
+
+    Where several processes train together, they may still arrive on another machine.
+    """
+    shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
+    if find_ranks().count > 1:
+        shards.arrival = FollowedArrival(
+            folder,
+            folder,
+            shards.index,
+            lock=ExitStack(),
+            workers=1,
+            seed=seed,
+            retries=Retries(),
+        )
+    return shards
 
 
 def _has_shards(folder: Path, fingerprint: str) -> bool:

@@ -1,6 +1,7 @@
 """The order of an epoch: the images of each batch, and the position of a loader in the order."""
 
 import math
+from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from copy import copy
@@ -14,6 +15,7 @@ from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.fetcher import seed_random
+from colab_utils.loading.groups import DealtImages, alternate
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class LoaderState:
     """Windows of shards of an epoch that began while shards arrived."""
     left: list[int]
     """Images of the epoch that remained when the batch size changed."""
+    groups: int = 0
+    """Groups of shards that each batch is made of; 0 without groups."""
     moved: list[int] = field(default_factory=list)
     """Numbers of the late batches that come at the end of the epoch, in their order."""
 
@@ -55,7 +59,8 @@ class LoaderState:
         # A value has another type, such as None in place of a list or of the whole state.
         with suppress(AttributeError, TypeError):
             values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
-            # States of older versions have no moved batches.
+            # States of older versions have no groups and no moved batches.
+            values["groups"] = state.get("groups", 0)
             values["moved"] = state.get("moved", [])
             parsed = cls(**values)
             is_sound = parsed._is_sound(images, shards)
@@ -68,10 +73,13 @@ class LoaderState:
 
     def _is_sound(self, images: int, shards: int) -> bool:
         joined = [*chain(*self.joined)]
-        numbers = [self.batch_size, self.epoch, self.batch, *joined, *self.left, *self.moved]
+        numbers = [self.batch_size, self.epoch, self.batch, self.groups]
+        numbers += [*joined, *self.left, *self.moved]
         if not all(type(number) is int and number >= 0 for number in numbers):
             return False
         if len(set(self.moved)) < len(self.moved) or max(self.moved, default=-1) >= self.reached:
+            return False
+        if self.groups and self.batch_size % self.groups:
             return False
         has_all_shards = not joined or sorted(joined) == [*range(shards)]
         return self.batch_size > 0 and has_all_shards and max(self.left, default=0) < images
@@ -83,6 +91,7 @@ class LoaderState:
             "shuffle": self.shuffle,
             "images": self.images,
             "batch_size": self.batch_size,
+            "groups": self.groups,
         }
 
 
@@ -102,6 +111,8 @@ class BatchSampler(Sampler[list[int]]):
         sampler: Gives the images of an epoch in its own order instead. Its ``set_epoch`` is called
             if it has one, and it draws from ``seed`` and epoch. Default: None.
         drop_last: Leave out the last batch if it is not full. Default: False.
+        dealt: The images in groups of shards: each batch takes as many from each group. Default:
+            None.
 
     Attributes:
         epoch: Number of the epoch that the next pass runs.
@@ -123,6 +134,7 @@ class BatchSampler(Sampler[list[int]]):
     shard_of: Any = None
     sampler: Any = None
     drop_last: bool = False
+    dealt: DealtImages | None = None
 
     def __post_init__(self) -> None:
         self.start_epoch(0)
@@ -153,11 +165,18 @@ class BatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         images = len(self.left if self.sampler is None else self.sampler)
+        in_batch = self.batch_size
+        if self.dealt is not None:
+            images = int(self._count_images(self.dealt).max())
+            in_batch = self.batch_size // self.dealt.groups
         if self.drop_last:
-            return images // self.batch_size
-        return math.ceil(images / self.batch_size)
+            return images // in_batch
+        return math.ceil(images / in_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.dealt is not None:
+            yield from self._mix_groups(self.dealt)
+            return
         if self.sampler is not None:
             rest = yield from self._group(self._draw())
         elif not self.windows:
@@ -172,6 +191,41 @@ class BatchSampler(Sampler[list[int]]):
             if self.drop_last and len(batch) < self.batch_size:
                 return
             yield batch
+
+    def _count_images(self, dealt: DealtImages) -> NDArray[np.int64]:
+        """Return how many images of the epoch each group has."""
+        return np.bincount(dealt.group_of[self.left], minlength=dealt.groups)
+
+    def _mix_groups(self, dealt: DealtImages) -> Iterator[list[int]]:
+        """Yield batches with as many images of each group, of one orientation as far as possible.
+
+        A group that is smaller than the largest one gives an image less now and then.
+        """
+        queues = [self._shuffle_group(dealt, group) for group in range(dealt.groups)]
+        counts = self._count_images(dealt).tolist()
+        taken = [0] * dealt.groups
+        largest = max(counts)
+        share = self.batch_size // dealt.groups
+        wide_batches = round(len(self) * float(self._wide[self.left].mean()))
+        is_wide = self._shuffle(range(len(self))) < wide_batches
+        for number, first in enumerate(is_wide.tolist(), 1):
+            parts: list[list[int]] = [[] for _ in counts]
+            for group, count in enumerate(counts):
+                due = min(count, -(-number * share * count // largest))
+                while taken[group] < due:
+                    queue = queues[group][first] or queues[group][not first]
+                    parts[group].append(queue.popleft())
+                    taken[group] += 1
+            yield alternate(parts)
+
+    def _shuffle_group(self, dealt: DealtImages, group: int) -> list[deque[int]]:
+        """Return the tall and the wide images of a group, in the order of the epoch."""
+        images = self._shuffle(self.left[dealt.group_of[self.left] == group], group)
+        if self.epoch == 0 and self.seed is not None:
+            # Training begins with the shards that are copied first.
+            images = images[np.argsort(dealt.window_of[images], kind="stable")]
+        is_wide = self._wide[images]
+        return [deque(images[~is_wide].tolist()), deque(images[is_wide].tolist())]
 
     def _draw(self) -> NDArray[np.int64]:
         if hasattr(self.sampler, "set_epoch"):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from secrets import token_hex
 from time import perf_counter, process_time
 from typing import Any
 
@@ -19,8 +18,15 @@ from colab_utils.data.defects import count_allowed
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arrival import Arrival, ArrivedShards
+from colab_utils.files import hash_bytes
+from colab_utils.loading.arrival import (
+    Arrival,
+    ArrivedShards,
+    FollowedArrival,
+    read_status,
+)
 from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
 from colab_utils.processes import ThreadPool, fork_pool
@@ -37,7 +43,13 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
-from colab_utils.shards.write import begin_folder, check_bad, cut_parts, join_index
+from colab_utils.shards.write import (
+    begin_folder,
+    check_bad,
+    cut_parts,
+    find_common_recipe,
+    join_index,
+)
 
 _LOWEST_PRIORITY = 19
 
@@ -64,21 +76,24 @@ class Writing(Arrival):
         dataset: CocoDataset,
         recipe: dict[str, Any],
         *,
+        lock: ExitStack,
         streams: int | str,
         max_bad: float,
         seed: int,
     ) -> None:
-        self._drive = drive
+        # One machine sends the shards to Drive.
+        sends = find_ranks().is_on_first_host
+        self._drive = drive if sends else None
         self._max_bad = max_bad
         self._done: list[ShardIndex] = []
         self._sendings: list[Future[None]] = []
         self.cpu_s = 0.0
-        self.key = token_hex(8)
+        self.key = name_writing(dataset)
         retries = Retries(multiprocessing.get_context("fork").Event())
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
-        with ExitStack() as stack:
-            for folder in (drive, ssd):
+        with lock as stack:
+            for folder in (self._drive, ssd):
                 if folder is not None:
                     stack.enter_context(hold_folder(folder))
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
@@ -95,17 +110,12 @@ class Writing(Arrival):
             self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
             progress = WorkerProgress(stop=retries.stop)
             self._pool = fork_pool(min(workers, len(self.jobs)), _join_writing, progress)
-            self._stack = stack.pop_all()
-            self._begin()
+            self._begin(stack)
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues there."""
         self._sending.stop.set()
         super().stop()
-
-    def _run(self) -> None:
-        with self._stack:
-            super()._run()
 
     def _copy_all(self) -> None:
         with self._pool:
@@ -121,6 +131,9 @@ class Writing(Arrival):
         self._note_shard(number, began_s)
         if self._drive is not None and part.images:
             self._sendings.append(self._senders.submit(self._send, part.shards[0]))
+
+    def _describe(self) -> dict[str, Any]:
+        return {**super()._describe(), "recipe": self._plan.recipe}
 
     def _send(self, shard: ShardInfo) -> None:
         tar, arrays = shard.files()
@@ -147,6 +160,37 @@ class Writing(Arrival):
         )
 
 
+class FollowedWriting(FollowedArrival):
+    """The writing of a dataset's shards by another process of this machine.
+
+    Attributes:
+        jobs: one for each shard.
+    """
+
+    def __init__(self, ssd: Path, images: Path, dataset: CocoDataset, *, seed: int) -> None:
+        self.key = name_writing(dataset)
+        self._arrived = ArrivedShards(ssd, self.key)
+        # The writing may have ended since it was seen.
+        recipe = read_status(ssd, self.key).get("recipe") or find_common_recipe([ssd], dataset)
+        self.jobs = list(cut_parts(ssd, images, dataset, recipe, 1))
+        self._prepare(
+            ssd,
+            [0] * len(self.jobs),
+            images=[len(job.dataset) for job in self.jobs],
+            order=order_shards(recipe, len(self.jobs), seed),
+            workers=1,
+            retries=Retries(),
+        )
+
+    def __str__(self) -> str:
+        return "another process of this machine writes them"
+
+
+def name_writing(dataset: CocoDataset) -> str:
+    """Return what tells the writing of a dataset from every other arrival."""
+    return hash_bytes(f"writing {dataset.fingerprint}".encode())
+
+
 def _join_writing(progress: WorkerProgress) -> None:
     """Give this new process the lowest priority, and join the run."""
     os.nice(_LOWEST_PRIORITY)
@@ -168,13 +212,14 @@ class WritingShards(ArrivingShards):
     `open_dataset`.
 
     Attributes:
-        arrival: the writing, see `Writing`; None in other processes.
+        arrival: the writing, see `Writing`; a `FollowedWriting` where another process writes; None
+            in workers.
         max_bad: how many images may turn out bad.
     """
 
     def __init__(
         self,
-        writing: Writing,
+        writing: Writing | FollowedWriting,
         dataset: CocoDataset,
         *,
         max_bad: float,
@@ -213,9 +258,10 @@ class WritingShards(ArrivingShards):
         """
         rows = np.array([range(len(self))[index] for index in indices], np.int64)
         sizes = self.sizes[rows]
-        if not isinstance(self.arrival, Writing) or sizes.min() <= 1:
+        writing = self.arrival
+        if not isinstance(writing, Writing | FollowedWriting) or sizes.min() <= 1:
             return self.describe(indices)
-        objects = [self._foresee_objects(self.arrival.jobs, row) for row in rows.tolist()]
+        objects = [self._foresee_objects(writing.jobs, row) for row in rows.tolist()]
         boxes = np.concatenate([boxes for boxes, _ in objects])
         crops = np.concatenate([np.floor(boxes[:, :2]), np.ceil(boxes[:, 2:])], 1).astype(np.int32)
         areas = (crops[:, 2:] - crops[:, :2]).prod(1)

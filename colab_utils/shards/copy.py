@@ -120,7 +120,7 @@ def copy_shards(
         started = perf_counter()
         copying = Copying(source, target, retries, overwrite=previous is not None)
         copied = copying.run(files, streams)
-        merged = _merge(index, previous, chosen, target)
+        merged = merge_index(index, previous, chosen, target)
         write_index(target, merged)
     skipped = [shard for shard in chosen if not copied & {shard.name, shard.arrays_name}]
     return CopyReport(
@@ -390,7 +390,7 @@ def check_space(
     )
 
 
-def _merge(
+def merge_index(
     index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path
 ) -> ShardIndex:
     """Return the target's new index: what was copied, and what lay there before."""

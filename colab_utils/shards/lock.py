@@ -95,7 +95,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
     is_new = not retries.write(folder, folder.exists)
     retries.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
-    with _lock_here(folder) as is_free:
+    with lock_here(folder) as is_free:
         writer = retries.write(folder, partial(find_writer, folder, is_locked=not is_free))
         if writer:
             raise ColabUtilsError(
@@ -120,8 +120,14 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _lock_here(folder: Path) -> Iterator[bool]:
-    """Lock a folder among the processes of this machine; yield whether it was to be had."""
+def lock_here(folder: Path) -> Iterator[bool]:
+    """Lock a folder, or a file, among the processes of this machine; yield whether it was free.
+
+    Example:
+        >>> with lock_here(Path("data")) as is_free, lock_here(Path("data")) as is_free_again:
+        ...     is_free, is_free_again
+        (True, False)
+    """
     import fcntl
 
     place = hash_bytes(os.fsencode(os.path.realpath(folder)))

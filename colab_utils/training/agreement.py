@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.training.ranks import Ranks
+from colab_utils.loading.ranks import Ranks
 
 _NAMED_RANKS = 4
 

@@ -14,7 +14,6 @@ from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.opening import open_dataset
-from colab_utils.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -130,18 +129,12 @@ def open_data(
     *,
     val_shards: str | Path | None,
     seed: int,
-    ranks: Ranks,
 ) -> Iterator[OpenData]:
     """Open the images of a run; end what is copied or written meanwhile afterwards.
 
     Raises:
         ColabUtilsError: No image with objects, or validation images of other categories.
     """
-    if source.ssd is not None and ranks.count > 1:
-        raise ColabUtilsError(
-            f"{ranks.count} processes cannot train while their shards are copied. "
-            "Copy them first, on every machine, and train without `local` and `ssd`."
-        )
     dataset = source.open(seed)
     try:
         yield _find_images(dataset, source, val_shards)

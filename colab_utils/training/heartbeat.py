@@ -10,7 +10,7 @@ from time import monotonic
 
 from torch import distributed
 
-from colab_utils.training.ranks import Ranks
+from colab_utils.loading.ranks import Ranks
 
 # Seconds between two beats, and without one after which a process is lost. What is left of a minute
 # is for the last checkpoint.

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from colab_utils.errors import ColabUtilsWarning
+from colab_utils.loading.ranks import Ranks
 from colab_utils.training.agreement import share_errors
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.data import OpenData
 from colab_utils.training.memory import MemoryPlan, plan_memory
 from colab_utils.training.model import assemble_mask_rcnn, build_mask_rcnn
 from colab_utils.training.norms import fold_norms
-from colab_utils.training.ranks import Ranks
 from colab_utils.training.schedule import choose_rate, make_optimizer
 from colab_utils.training.settings import OWN_TRANSFORMS, Settings
 from colab_utils.training.step import TrainingStep

@@ -1,51 +1,17 @@
-"""The processes that train together, as ``torchrun`` starts them."""
+"""The group of the processes that ``torchrun`` starts to train together."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import distributed
 
+from colab_utils.loading.ranks import Ranks, find_ranks
+
 # How long the other processes wait for the first one, while it evaluates.
 _PATIENCE = timedelta(minutes=30)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is
-    0 of 1.
-
-    Example:
-        >>> ranks = Ranks()
-        >>> ranks.is_first, ranks.gather("mine"), ranks.send("yours")
-        (True, ['mine'], 'yours')
-    """
-
-    rank: int = 0
-    count: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether this process writes the files."""
-        return self.rank == 0
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in the order of their ranks."""
-        values = [value] * self.count
-        if self.count > 1:
-            distributed.all_gather_object(values, value)
-        return values
-
-    def send(self, value: Any) -> Any:
-        """Return the value of the first process, in every process."""
-        values = [value]
-        if self.count > 1:
-            distributed.broadcast_object_list(values, 0)
-        return values[0]
 
 
 @contextmanager
@@ -68,7 +34,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
             "nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE
         )
     try:
-        yield Ranks(distributed.get_rank(), distributed.get_world_size())
+        yield find_ranks()
     finally:
         if joins:
             distributed.destroy_process_group()

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.ranks import Ranks
 from colab_utils.training.checkpoint import choose_weights, load_weights
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.precision import choose_precision, keep_boxes_exact
-from colab_utils.training.ranks import Ranks
 from colab_utils.training.schedule import make_optimizer
 
 Images = PackedBatch | list[Tensor] | None

@@ -84,8 +84,9 @@ def train(
     done and reported.
 
     Under ``torchrun`` all processes train one model by ``DistributedDataParallel``: each gets its
-    share of every batch, and the first one evaluates and writes the files. Before the first step
-    they compare their data and settings: where these differ, all of them end with one message.
+    share of every batch, and the first one evaluates and writes the files. With ``ssd`` one process
+    on each host copies or writes the shards, and the others follow it. Before the first step they
+    compare their data and settings: where these differ, all of them end with one message.
 
     Args:
         shards: Folder of shards; images without objects are left out, as in torchvision's
@@ -183,7 +184,6 @@ def train(
                     source,
                     val_shards=val_shards,
                     seed=seed,
-                    ranks=ranks,
                 )
             )
             if ranks.is_first:

@@ -23,17 +23,22 @@ from torch import nn
 
 from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.arrival import STATUS_NAME, Arrival
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
+from colab_utils.loading.opening import open_dataset
+from colab_utils.loading.ranks import Ranks
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index, write_index
+from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import heartbeat, trainer
 from colab_utils.training import train as train_module
 from colab_utils.training.agreement import require_same
 from colab_utils.training.checkpoint_folder import CheckpointFolder
-from colab_utils.training.ranks import Ranks, join_ranks
+from colab_utils.training.ranks import join_ranks
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.loading.test_loader import join_group
@@ -48,6 +53,7 @@ TINY = {
     "device": "cpu",
     "workers": 0,
 }
+SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
 
 
 @pytest.fixture(scope="module")
@@ -300,25 +306,178 @@ def tell_starts():
         return [found, ranks.gather(ranks.rank), ranks.count]
 
 
-def refuse_to_copy(folder, shards):
-    with pytest.raises(
-        ColabUtilsError, match="2 processes cannot train while their shards are copied"
-    ):
-        train(
-            shards,
-            folder / "run",
-            local=folder / "ssd",
-            steps=1,
-            **TINY,
-        )
-    return [path.name for path in folder.iterdir() if path.is_dir()]
+def train_and_count_copies(options):
+    """What this rank saw, and which shards it copied or wrote; with its own options."""
+    rank = int(os.environ["RANK"])
+    options = dict(options[rank])
+    os.environ["LOCAL_RANK"] = options.pop("local_rank", str(rank))
+    copied = []
+    real = Arrival._note_shard
+
+    def note(self, number, began_s):
+        copied.append(number)
+        real(self, number, began_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrival, "_note_shard", note)
+        report = train_and_look(options.pop("shards", None), options.pop("run"), options)
+    return {**report, "copied": sorted(copied)}
 
 
-def test_several_processes_copy_nothing_while_they_train(shards, tmp_path):
-    assert run_ranks(refuse_to_copy, 2, tmp_path / "ranks", tmp_path, shards) == [
-        ["ranks"],
-        ["ranks"],
+def check_two_epochs(reports, shards):
+    """Check that both ranks took as many batches, which held each image once an epoch."""
+    steps = [[step for step, _ in report["seen"]] for report in reports]
+    half = len(steps[0]) // 2
+    assert steps == [[*range(2 * half)]] * len(reports)
+    every = sorted(ShardDataset(shards).image_ids.tolist())
+    assert sort_images(reports, range(half)) == every
+    assert sort_images(reports, range(half, 2 * half)) == every
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_process_of_a_host_copies_and_the_others_follow(many_shards, tmp_path, workers):
+    drive = many_shards / "full"
+    slow_down(drive, SLOW)
+    options = {
+        "model": TINY_MODEL,
+        "shards": drive,
+        "run": tmp_path / "run",
+        "local": tmp_path / "ssd",
+        "epochs": 2,
+        "batch_size": 4,
+        "workers": workers,
+    }
+    reports = run_ranks(train_and_count_copies, 3, tmp_path / "ranks", [options] * 3)
+    check_two_epochs(reports, drive)
+    count = len(ShardDataset(drive).index.shards)
+    assert sorted(report["copied"] for report in reports) == [[], [], [*range(count)]]
+    assert verify_shards(tmp_path / "ssd").bad == ()
+    assert not (tmp_path / "ssd" / STATUS_NAME).exists()
+
+
+@pytest.mark.parametrize("complete", [None, 0, 1])
+def test_each_host_copies_and_all_take_the_same_batches(many_shards, tmp_path, complete):
+    """On a host where all shards lie, the order would be another one than on a new host."""
+    drive = many_shards / "full"
+    if complete is not None:
+        copy_shards(drive, tmp_path / f"ssd-{complete}")
+    slow_down(drive, SLOW)
+    options = [
+        {
+            "model": TINY_MODEL,
+            "shards": drive,
+            "run": tmp_path / "run",
+            "ssd": tmp_path / f"ssd-{rank}",
+            "local_rank": "0",
+            "epochs": 2,
+            "batch_size": 4,
+        }
+        for rank in range(2)
     ]
+    reports = run_ranks(train_and_count_copies, 2, tmp_path / "ranks", options)
+    check_two_epochs(reports, drive)
+    count = len(ShardDataset(drive).index.shards)
+    assert [report["copied"] for report in reports] == [[*range(count)]] * 2
+    for rank in range(2):
+        assert verify_shards(tmp_path / f"ssd-{rank}").bad == ()
+
+
+def test_processes_of_a_host_share_shards_that_take_turns(many_shards, tmp_path):
+    drive = many_shards / "full"
+    slow_down(drive, SLOW)
+    sizes = [shard.bytes + shard.arrays_bytes for shard in ShardDataset(drive).index.shards]
+    options = {
+        "model": TINY_MODEL,
+        "shards": drive,
+        "run": tmp_path / "run",
+        "ssd": tmp_path / "ssd",
+        "limit_gb": 2.5 * max(sizes) / 1e9,
+        "epochs": 2,
+        "batch_size": 2,
+    }
+    assert 2.5 * max(sizes) < sum(sizes)
+    reports = run_ranks(train_and_count_copies, 2, tmp_path / "ranks", [options] * 2)
+    check_two_epochs(reports, drive)
+    assert [] in [report["copied"] for report in reports]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_one_process_of_a_host_writes_shards_from_loose_files(many_shards, tmp_path, hosts):
+    """The host of rank 0 sends them to Drive."""
+    made = many_shards / "data"
+    slow_down(made / "images", SLOW)
+    options = [
+        {
+            "model": TINY_MODEL,
+            "images": made / "images",
+            "annotations": made / "annotations.json",
+            "drive": tmp_path / "drive",
+            "ssd": tmp_path / f"ssd-{rank % hosts}",
+            "local_rank": str(rank // hosts),
+            "run": tmp_path / "run",
+            "epochs": 2,
+            "batch_size": 4,
+        }
+        for rank in range(2)
+    ]
+    reports = run_ranks(train_and_count_copies, 2, tmp_path / "ranks", options)
+    check_two_epochs(reports, many_shards / "full")
+    assert len([report for report in reports if report["copied"]]) == hosts
+    for folder in ("drive", *(f"ssd-{host}" for host in range(hosts))):
+        assert verify_shards(tmp_path / folder).bad == ()
+        assert len(ShardDataset(tmp_path / folder)) == 9
+
+
+def test_a_host_whose_folder_holds_other_shards_ends_all(shards, many_shards, tmp_path):
+    copy_shards(shards, tmp_path / "ssd")
+    own = [{"steps": 1, "ssd": tmp_path / "ssd"}] * 2
+    folders = [many_shards / "full"] * 2
+    messages = run_ranks(refuse_to_train, 2, tmp_path / "ranks", folders, tmp_path / "run", own)
+    assert len(set(messages)) == 1
+    assert "found other shards" in messages[0]
+
+
+def load_two_epochs(made, folder, options):
+    """The images of a loop of the user's own, or its error; each rank has a disk of its own."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = "0"
+    ssd = folder / f"ssd-{rank}"
+    with join_ranks(torch.device("cpu")):
+        dataset = open_dataset(
+            made / "images", made / "annotations.json", drive=None, ssd=ssd, **options
+        )
+        loader = make_loader(dataset, batch_size=3, workers=0, deliver="packed")
+        try:
+            epochs = [[batch.image_ids.tolist() for batch in loader] for _ in range(2)]
+        except ColabUtilsError as error:
+            epochs = str(error)
+        dataset.stop()
+    return [type(dataset).__name__, epochs]
+
+
+@pytest.mark.parametrize("complete", [0, 1])
+def test_a_loop_of_the_users_own_agrees_on_the_order(many_shards, tmp_path, complete):
+    made = many_shards / "data"
+    copy_shards(many_shards / "full", tmp_path / f"ssd-{complete}")
+    slow_down(made / "images", SLOW)
+    options = {"shard_mb": 0.02}
+    reports = run_ranks(load_two_epochs, 2, tmp_path / "ranks", made, tmp_path, options)
+    names = [name for name, _ in reports]
+    assert names[complete] == "ShardDataset"
+    assert names[1 - complete] == "WritingShards"
+    every = sorted(ShardDataset(many_shards / "full").image_ids.tolist())
+    for epoch in range(2):
+        batches = [batch for _, epochs in reports for batch in epochs[epoch]]
+        assert sorted(chain.from_iterable(batches)) == every
+
+
+def test_a_loop_of_the_users_own_with_other_shards_on_a_host_ends_everywhere(many_shards, tmp_path):
+    made = many_shards / "data"
+    copy_shards(many_shards / "full", tmp_path / "ssd-0")
+    reports = run_ranks(load_two_epochs, 2, tmp_path / "ranks", made, tmp_path, {"shard_mb": 9})
+    errors = [error for _, error in reports]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("The processes that train together load other images, or in an")
 
 
 def refuse_to_train(folders, run, options):
