@@ -33,6 +33,9 @@ _EXAMPLES = 5
 _WORST = 10
 # Images that a process takes at a time: many, since each time ends with the slowest file.
 _CHUNK = 128
+# Objects of which one reaches beyond this share of its image's width or height.
+_FEW_OBJECTS = 8
+_CORNER = 0.5
 # Share of the objects: COCO has 1 %.
 _MANY_CROWDS = 0.1
 # What a serious defect counts in the order of the worst images; a note counts 1.
@@ -221,6 +224,11 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     kind = "many crowds" if crowds > _MANY_CROWDS * total else "crowd"
     for _ in range(crowds):
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
+    ends = np.concatenate([np.zeros((0, 2)), *(found.objects[:, 4:] for found in findings)])
+    if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
+        width, height = ends.max(0)
+        text = f"all {len(ends):,} lie in the left {width:.0%} and upper {height:.0%}"
+        yield "objects in one corner", text
     names = Counter(category["name"] for category in dataset.categories)
     for name, count in names.items():
         if count > 1:

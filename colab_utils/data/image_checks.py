@@ -54,8 +54,8 @@ class Findings(NamedTuple):
     size: tuple[int, int]
     """Height and width that its masks are drawn at, in pixels; 0 where that is not known."""
     objects: NDArray[np.float64]
-    """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable
-    object.
+    """float64 [N, 6]: category id, width and height of the box, pixels of the mask, and where the
+    box ends in shares of the image's width and height, of each usable object.
     """
 
 
@@ -121,6 +121,11 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     # It refuses what does not fit 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
     orientation = read_orientation(opened)
+    # Pillow turns a TIFF itself, and has its size as turned already.
+    if kind == "TIFF" and orientation > 4:
+        orientation = 1
+    if opened.has_transparency_data:
+        notes.append(("image with alpha", ""))
     if kind != "MPO":
         with suppress(EOFError):
             opened.seek(1)
@@ -148,7 +153,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     wrong, objects = _check_objects(annotations, size)
     name = escape(dataset.file_name(i))
     named = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in defects + wrong]
-    return Findings(named, header, size, np.array(objects, np.float64).reshape(-1, 4))
+    return Findings(named, header, size, np.array(objects, np.float64).reshape(-1, 6))
 
 
 def _check_objects(
@@ -167,7 +172,9 @@ def _check_objects(
             if key in seen:
                 wrong.append(("repeated annotation", ""))
             elif not annotation["iscrowd"]:
-                objects.append((annotation["category_id"], *annotation["bbox"][2:], pixels))
+                left, top, width, height = annotation["bbox"]
+                ends = (left + width) / size[1], (top + height) / size[0]
+                objects.append((annotation["category_id"], width, height, pixels, *ends))
             seen.add(key)
         for kind, text in wrong:
             defects.append((kind, f"annotation {annotation['id']}: {text}".removesuffix(": ")))
