@@ -48,7 +48,9 @@ _KINDS = {
     b"\\s*<(!doctype html|html)": "a web page: download the file itself",
     b"....ftyp(hei|hev|mif1|msf1)": "HEIC: save it as JPEG",
     b"%(PDF|!PS)": "a PDF or a PostScript file: save its pages as images",
+    b".{128}DICM": "DICOM: save it as an 8-bit PNG",
     b"\\0{16}": "nothing but zeros: copy it again",
+    b"\\s*\\w*id,.*(pixels|annotation|rle)": "a table of run lengths: see docs/FORMATS.md",
     b"$": "an empty file: copy it again",
     b"\\s*#?filename,file_size": "VIA's CSV: export its JSON, see docs/FORMATS.md",
     b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
@@ -61,9 +63,14 @@ _FOREIGN = {
     b'(data_row|DataRow ID|Labeled Data)"': "Labelbox's JSON",
     b'(Feature|FeatureCollection)"': "GeoJSON",
     b'(classTitle"|tags".*"size")': "Supervisely's JSON",
+    b'(imgHeight|gtCoarse)"': "Cityscapes' JSON",
+    b'(slots|item)".*"': "V7 Darwin's JSON",
+    b'(crop_box|predicted_iou)"': "the JSON of Segment Anything",
     b'(completed_by|from_name|polygonlabels|brushlabels)"': "Label Studio's own JSON",
     b'coordinates"': "CreateML's JSON",
 }
+# An object in a line, and the next one after it.
+_JSON_LINES = re.compile(rb"\s*\{[^\n]*\}\s*\n\s*\{")
 # The number of the orientation in EXIF.
 _ORIENTATION = 0x0112
 # The markers of a JPEG that its size, EXIF and its pixels follow, one of what nobody reads, and
@@ -465,7 +472,7 @@ def name_kind(data: Encoded) -> str:
     for key, name in _FOREIGN.items():
         if re.match(b'\\s*[{\\[](?!.*"images").*"' + key, head, re.DOTALL):
             return f"{name}: see docs/FORMATS.md"
-    return ""
+    return "JSON Lines: see docs/FORMATS.md" if _JSON_LINES.match(head) else ""
 
 
 def _name_tiff(file: IO[bytes]) -> str:

@@ -19,7 +19,7 @@ from colab_utils.data.decoding import (
     to_rgb,
 )
 from colab_utils.data.defects import EFFECTS, Defect
-from colab_utils.data.image_paths import list_base_names, take_base_name
+from colab_utils.data.image_paths import explain_missing
 from colab_utils.data.object_checks import check_object
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
@@ -29,6 +29,8 @@ from colab_utils.files import read_file
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 # Bytes at a file's end that are searched for it.
 _TAIL = 4096
+# Share of the objects: COCO has 1 %.
+_MANY_CROWDS = 0.1
 # Objects after which it is known whether many are bad.
 _SAMPLED_OBJECTS = 1000
 
@@ -79,22 +81,13 @@ def read_header(
     try:
         return _describe(read_file(path, retries), notes, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return Header([("missing image", _explain_missing(images, dataset.file_name(i)))])
+        return Header([("missing image", explain_missing(images, dataset.file_name(i)))])
     except UnavailableError:
         raise
     # Pillow's many readers raise whatever they like on damaged data.
     except Exception as error:
         kind = "truncated image" if "truncated" in str(error) else "bad image"
         return Header([(kind, str(error))])
-
-
-def _explain_missing(images: Path, name: str) -> str:
-    """Return where an image is missing, and where its folder lies."""
-    with suppress(ColabUtilsError):
-        place = list_base_names(str(images)).get(take_base_name(name))
-        if place:
-            return f"not in {images}, but in {Path(images, place).parent}: name that folder"
-    return f"not in {images}"
 
 
 @guard_pillow()
@@ -193,7 +186,14 @@ def sample_faults(dataset: CocoDataset) -> Counter[str]:
     for i in rows:
         kinds = [kind for kind, _ in check_image(dataset, i, Header([])).defects]
         faults.update(kind for kind in kinds if EFFECTS[kind].startswith("object"))
+    if has_many_crowds(dataset):
+        faults["many crowds"] = dataset.crowds
     return faults
+
+
+def has_many_crowds(dataset: CocoDataset) -> bool:
+    """Return whether so many objects are crowds that they may well be none."""
+    return dataset.crowds > _MANY_CROWDS * len(dataset.ids)
 
 
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:

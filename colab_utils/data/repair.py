@@ -117,8 +117,8 @@ def repair_annotations(
             reasons.append(f"{len(kept):,} x crowd")
         raise ColabUtilsError(
             f"expected objects to keep, found none in {annotations} with an image in {folder} and "
-            f"masks ({', '.join(reasons)}). Name the right image folder, export polygons, or use "
-            "--crowds objects."
+            f"masks ({', '.join(reasons)}). Name the right image folder, mend what is named as "
+            "`check` says, or use --crowds objects."
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)

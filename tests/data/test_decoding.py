@@ -644,3 +644,40 @@ def test_a_jpeg_whose_tables_are_damaged_is_refused_as_by_pillow(marker, change)
     data = b"".join([b"\xff\xd8", *parts, rest])
     with pytest.raises(ColabUtilsError, match="not a"):
         decode_pixels(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (bytes(128) + b"DICM" + bytes(200), "not an image: DICOM: save it as an 8-bit PNG"),
+        (bytes(400), "not an image: nothing but zeros"),
+    ],
+)
+def test_a_medical_image_is_named_though_it_begins_with_zeros(data, words):
+    with pytest.raises(ColabUtilsError, match=words):
+        decode_pixels(data)
+
+
+@pytest.mark.parametrize("orientation", [6, 8])
+@pytest.mark.parametrize("is_upright", [True, False])
+def test_a_tiff_that_pillow_turns_has_its_size_as_turned(tmp_path, orientation, is_upright):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    (tmp_path / "images").mkdir()
+    Image.effect_noise((48, 32), 80).convert("RGB").save(tmp_path / "images/a.tif", exif=exif)
+    width, height = (32, 48) if is_upright else (48, 32)
+    coco = {
+        "images": [{"id": 1, "file_name": "a.tif", "width": width, "height": height}],
+        "annotations": [],
+        "categories": [{"id": 1, "name": "car"}],
+    }
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+    report = check_dataset(tmp_path / "images", tmp_path / "coco.json")
+    dataset = CocoFolder(tmp_path / "images", tmp_path / "coco.json")
+    # Check says what reading does.
+    assert report.ok is is_upright
+    if is_upright:
+        assert dataset[0][0].shape == (3, 48, 32)
+    else:
+        with pytest.raises(ColabUtilsError, match="the annotations say 48 x 32"):
+            dataset[0]

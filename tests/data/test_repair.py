@@ -450,3 +450,66 @@ def test_a_photo_that_exif_may_turn_is_told_when_shards_are_written(export, orie
     export.save_photo(0, WIDTH, HEIGHT, exif=exif)
     told = {"EXIF rotation, unclear": 1} if orientation in (2, 3) else {}
     assert export.write().faults == told
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("0.JPG", "0.jpg"),
+        ("0.png", "0.jpg"),
+        ("0", "0.jpg"),
+    ],
+)
+def test_a_missing_image_is_told_with_the_file_that_may_be_meant(export, name, file):
+    export.coco["images"][0]["file_name"] = name
+    assert export.check() == {"missing image": 1}
+    [problem] = check_dataset(export.images, export.annotations).problems
+    assert f"where {file} lies: write file_name like the files" in problem.examples[0]
+
+
+def test_a_name_that_several_folders_have_is_told(export):
+    for folder, photo in (("a", "0.jpg"), ("b", "1.jpg")):
+        (export.images / folder).mkdir()
+        (export.images / photo).rename(export.images / folder / "x.jpg")
+    export.coco["images"] = [{**export.coco["images"][0], "file_name": "x.jpg"}]
+    export.coco["annotations"] = export.objects[:2]
+    export.save()
+    [problem] = check_dataset(export.images, export.annotations).problems
+    assert "in several folders below it: write them into file_name" in problem.examples[0]
+
+
+@pytest.mark.parametrize("form", ["{}?X-Amz-Signature=ab%2F1", " {} ", "photos/{}?v=2"])
+def test_names_with_a_key_or_spaces_are_found(export, form):
+    for image in export.coco["images"]:
+        image["file_name"] = form.format(image["file_name"])
+    assert export.check() == {"found by base name": 4}
+    with pytest.warns(match="images do not lie where the annotations say"):
+        assert export.write().images == 4
+
+
+def test_objects_of_an_image_in_several_entries_are_refused_until_they_are_joined(export):
+    entry = export.coco["images"][0]
+    export.coco["images"].append(entry | {"id": 9})
+    export.objects[0]["image_id"] = 9
+    assert export.check() == {"objects in several entries of an image": 1}
+    for read in (export.write, lambda: CocoFolder(export.images, export.annotations)):
+        with pytest.raises(ColabUtilsError, match=r"several of '0\.jpg' with other objects"):
+            read()
+    export.repair()
+    assert len(CocoFolder(export.images, export.repaired)) == 4
+
+
+def test_an_image_that_is_listed_twice_with_the_same_objects_counts_twice(export):
+    export.coco["images"].append(export.coco["images"][0] | {"id": 9})
+    for one in export.objects[:2]:
+        export.coco["annotations"].append(one | {"id": 90 + one["id"], "image_id": 9})
+    assert export.check() == {"repeated file_name": 1}
+    assert export.write().images == 5
+
+
+def test_loose_files_say_that_many_objects_are_crowds(export):
+    for one in export.objects[:2]:
+        one["iscrowd"] = 1
+    export.save()
+    with pytest.warns(match="2 x many crowds: objects become background"):
+        CocoFolder(export.images, export.annotations)
