@@ -18,7 +18,13 @@ import numpy as np
 
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.data.defects import EFFECTS, SERIOUS, Defect
-from colab_utils.data.image_checks import Findings, Header, check_image, read_header
+from colab_utils.data.image_checks import (
+    Findings,
+    Header,
+    check_image,
+    has_many_crowds,
+    read_header,
+)
 from colab_utils.data.image_paths import require_folder
 from colab_utils.data.statistics import DatasetStatistics, measure_dataset
 from colab_utils.drive import Retries
@@ -37,8 +43,9 @@ _WORST = 10
 # Images that a process takes at a time: many, since each time begins with few streams and ends with
 # the slowest file.
 _PART_IMAGES = 4000
-# Share of the objects: COCO has 1 %.
-_MANY_CROWDS = 0.1
+# Objects of which one reaches beyond this share of its image's width or height.
+_FEW_OBJECTS = 8
+_CORNER = 0.5
 # What a serious defect counts in the order of the worst images; a note counts 1.
 _SERIOUS_SCORE = 1000
 # What annotations without masks are for, by a key that only they have.
@@ -277,9 +284,14 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
         yield "no instances", purposes[0] if purposes else "no masks"
     crowds = dataset.crowds
     total = len(dataset.ids)
-    kind = "many crowds" if crowds > _MANY_CROWDS * total else "crowd"
+    kind = "many crowds" if has_many_crowds(dataset) else "crowd"
     for _ in range(crowds):
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
+    ends = np.concatenate([np.zeros((0, 2)), *(found.objects[:, 4:] for found in findings)])
+    if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
+        width, height = ends.max(0)
+        text = f"all {len(ends):,} lie in the left {width:.0%} and upper {height:.0%}"
+        yield "objects in one corner", text
     names = Counter(category["name"] for category in dataset.categories)
     for name, count in names.items():
         if count > 1:

@@ -263,6 +263,13 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
                 f"{annotations} has {ids.size} {kind}, such as id {ids[0]}. See `check`, which "
                 "repairs them (--repair OUT.json)."
             )
+    divided = _find_divided_image(dataset)
+    if divided:
+        raise ColabUtilsError(
+            f"expected all objects of an image in one entry of {annotations}, found several of "
+            f"{divided!r:.80} with other objects, which become background in each other. "
+            "`check --repair OUT.json` joins them."
+        )
     # The first image stands for all. Where it cannot be found, its reader says so.
     with suppress(ColabUtilsError, IndexError):
         path, by_base_name = dataset.find_image(images, 0)
@@ -274,6 +281,24 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
                 stacklevel=3,
             )
     return dataset
+
+
+def _find_divided_image(dataset: CocoDataset) -> str:
+    """Return the name of an image that several entries have with different objects; "" if none
+    is.
+    """
+    first: dict[str, int] = {}
+    for i in range(len(dataset)):
+        name = dataset.file_name(i)
+        other = first.setdefault(name, i)
+        if other != i and _list_outlines(dataset, i) != _list_outlines(dataset, other):
+            return name
+    return ""
+
+
+def _list_outlines(dataset: CocoDataset, index: int) -> list[Any]:
+    entries = [entry for entry in dataset.read_entries(index) if isinstance(entry, dict)]
+    return [(entry.get("category_id"), entry.get("segmentation")) for entry in entries]
 
 
 def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:

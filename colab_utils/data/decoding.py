@@ -48,7 +48,9 @@ _KINDS = {
     b"\\s*<(!doctype html|html)": "a web page: download the file itself",
     b"....ftyp(hei|hev|mif1|msf1)": "HEIC: save it as JPEG",
     b"%(PDF|!PS)": "a PDF or a PostScript file: save its pages as images",
+    b".{128}DICM": "DICOM: save it as an 8-bit PNG",
     b"\\0{16}": "nothing but zeros: copy it again",
+    b"\\s*\\w*id,.*(pixels|annotation|rle)": "a table of run lengths: see docs/FORMATS.md",
     b"$": "an empty file: copy it again",
     b"\\s*#?filename,file_size": "VIA's CSV: export its JSON, see docs/FORMATS.md",
     b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
@@ -61,13 +63,20 @@ _FOREIGN = {
     b'(data_row|DataRow ID|Labeled Data)"': "Labelbox's JSON",
     b'(Feature|FeatureCollection)"': "GeoJSON",
     b'(classTitle"|tags".*"size")': "Supervisely's JSON",
+    b'(imgHeight|gtCoarse)"': "Cityscapes' JSON",
+    b'(slots|item)".*"': "V7 Darwin's JSON",
+    b'(crop_box|predicted_iou)"': "the JSON of Segment Anything",
     b'(completed_by|from_name|polygonlabels|brushlabels)"': "Label Studio's own JSON",
     b'coordinates"': "CreateML's JSON",
 }
+# An object in a line, and the next one after it.
+_JSON_LINES = re.compile(rb"\s*\{[^\n]*\}\s*\n\s*\{")
 # The number of the orientation in EXIF.
 _ORIENTATION = 0x0112
-# The markers of a JPEG that its size, EXIF and its pixels follow, and one of what nobody reads.
+# The markers of a JPEG that its size, EXIF and its pixels follow, one of what nobody reads, and
+# those of tables, of programs and of comments.
 _JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_SEGMENTS = {0xC4, 0xCC, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 _JPEG_EXIF = 0xE1
 _JPEG_PIXELS = 0xDA
 _JPEG_UNREAD = 0xEF
@@ -410,22 +419,29 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
 
 def _count_jpeg_pixels(data: Encoded) -> int:
     """Return the pixels that a JPEG's header gives; 0 where the bytes are no JPEG, or its markers
-    are damaged.
+    are damaged: operators leave out what they do not know, such as a table, and decode the rest.
     """
+    pixels = 0
     for marker, place in _list_jpeg_markers(data):
+        if marker == _JPEG_PIXELS:
+            return pixels
         if marker in _JPEG_SIZES:
             height = int.from_bytes(data[place + 5 : place + 7])
-            return height * int.from_bytes(data[place + 7 : place + 9])
+            pixels = height * int.from_bytes(data[place + 7 : place + 9])
+        elif marker not in _JPEG_SEGMENTS:
+            return 0
     return 0
 
 
 def _list_jpeg_markers(data: Encoded) -> Iterator[tuple[int, int]]:
-    """Give each marker of a JPEG's header and where it stands, up to its pixels."""
+    """Give each marker of a JPEG's header and where it stands, the last one that of its pixels."""
     if data[:3] != _JPEG:
         return
     place = 2
-    while place + 9 < len(data) and data[place] == 0xFF and data[place + 1] != _JPEG_PIXELS:
-        yield data[place + 1], place
+    marker = 0
+    while place + 9 < len(data) and data[place] == 0xFF and marker != _JPEG_PIXELS:
+        marker = data[place + 1]
+        yield marker, place
         place += 2 + int.from_bytes(data[place + 2 : place + 4])
 
 
@@ -456,7 +472,7 @@ def name_kind(data: Encoded) -> str:
     for key, name in _FOREIGN.items():
         if re.match(b'\\s*[{\\[](?!.*"images").*"' + key, head, re.DOTALL):
             return f"{name}: see docs/FORMATS.md"
-    return ""
+    return "JSON Lines: see docs/FORMATS.md" if _JSON_LINES.match(head) else ""
 
 
 def _name_tiff(file: IO[bytes]) -> str:

@@ -63,6 +63,10 @@ KINDS = (
     Kind("box of corners", "object is trained with a wrong box"),
     Kind("mask and box disagree", "object is trained with a wrong box"),
     Kind(
+        "outline in another order",
+        "object is trained with a wrong mask: write all outlines as COCO has them",
+    ),
+    Kind(
         "image in validation, too",
         "average precision comes out too high: --repair beside --val-annotations leaves it out",
     ),
@@ -71,7 +75,13 @@ KINDS = (
     Kind("crowd", "note: left out of training"),
     Kind("image without objects", "note: left out of training"),
     Kind("polygon beyond the image", "note: cut at the image's edge"),
-    Kind("self-crossing polygon", "note: look whether it is what you mean"),
+    Kind("polygon within another", "note: filled, as a hole can be given by RLE alone"),
+    Kind("loose box", "note: look whether boxes are x, y, width, height, and of these outlines"),
+    Kind(
+        "area and mask disagree", "note: look whether holes are filled, or masks of other objects"
+    ),
+    Kind("objects in one corner", "note: look whether the outlines are of smaller images"),
+    Kind("image with alpha", "note: transparent pixels have the colours that lie below"),
     Kind("name of several categories", "note: look whether it is what you mean"),
     Kind("EXIF rotation, unclear", "note: look whether it is what you mean"),
     Kind("area 0", "note: average precision counts it as a small object"),

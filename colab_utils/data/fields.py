@@ -1,5 +1,6 @@
 """Read the fields of one annotation as COCO has them."""
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,8 @@ _TOO_LARGE = 2**63
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """What reading an entry raises."""
 _LARGEST_NUMBER = 1e15
+# Text that is a number as an id: of "1e3" and "1_0", Python would make the ids of other images.
+_WHOLE_NUMBER = re.compile(r"\s*-?\d{1,18}(\.0*)?\s*")
 
 
 def read_field(entry: dict[str, Any], name: str) -> Any:
@@ -85,7 +88,7 @@ def _to_number(
     value: Any, name: str, kind: str = "finite numbers", most: float = _TOO_LARGE
 ) -> float:
     """Return a number, which may be text, as Roboflow and VIA write some."""
-    if isinstance(value, str):
+    if isinstance(value, str) and "_" not in value:
         with suppress(ValueError):
             value = int(value) if value.strip().isdecimal() else float(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -102,12 +105,9 @@ def to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
     # Nearly all values end here.
     if type(value) is int and abs(value) < most:
         return value
-    try:
-        number = _to_number(value, name, "an integer")
-    except ValueError:
-        if name != "image_id" or not isinstance(value, str):
-            raise
-        number = int(hash_bytes(value.encode())[:13], 16)
+    if name == "image_id" and isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
+        return int(hash_bytes(value.encode())[:13], 16)
+    number = _to_number(value, name, "an integer")
     if number != int(number) or abs(number) >= most:
         raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
     return int(number)

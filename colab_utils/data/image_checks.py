@@ -19,7 +19,7 @@ from colab_utils.data.decoding import (
     to_rgb,
 )
 from colab_utils.data.defects import EFFECTS, Defect
-from colab_utils.data.image_paths import list_base_names, take_base_name
+from colab_utils.data.image_paths import explain_missing
 from colab_utils.data.object_checks import check_object
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
@@ -29,6 +29,8 @@ from colab_utils.files import read_file
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 # Bytes at a file's end that are searched for it.
 _TAIL = 4096
+# Share of the objects: COCO has 1 %.
+_MANY_CROWDS = 0.1
 # Objects after which it is known whether many are bad.
 _SAMPLED_OBJECTS = 1000
 
@@ -54,8 +56,8 @@ class Findings(NamedTuple):
     size: tuple[int, int]
     """Height and width that its masks are drawn at, in pixels; 0 where that is not known."""
     objects: NDArray[np.float64]
-    """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable
-    object.
+    """float64 [N, 6]: category id, width and height of the box, pixels of the mask, and where the
+    box ends in shares of the image's width and height, of each usable object.
     """
 
 
@@ -79,22 +81,13 @@ def read_header(
     try:
         return _describe(read_file(path, retries), notes, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return Header([("missing image", _explain_missing(images, dataset.file_name(i)))])
+        return Header([("missing image", explain_missing(images, dataset.file_name(i)))])
     except UnavailableError:
         raise
     # Pillow's many readers raise whatever they like on damaged data.
     except Exception as error:
         kind = "truncated image" if "truncated" in str(error) else "bad image"
         return Header([(kind, str(error))])
-
-
-def _explain_missing(images: Path, name: str) -> str:
-    """Return where an image is missing, and where its folder lies."""
-    with suppress(ColabUtilsError):
-        place = list_base_names(str(images)).get(take_base_name(name))
-        if place:
-            return f"not in {images}, but in {Path(images, place).parent}: name that folder"
-    return f"not in {images}"
 
 
 @guard_pillow()
@@ -121,6 +114,11 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     # It refuses what does not fit 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
     orientation = read_orientation(opened)
+    # Pillow turns a TIFF itself, and has its size as turned already.
+    if kind == "TIFF" and orientation > 4:
+        orientation = 1
+    if opened.has_transparency_data:
+        notes.append(("image with alpha", ""))
     if kind != "MPO":
         with suppress(EOFError):
             opened.seek(1)
@@ -148,7 +146,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     wrong, objects = _check_objects(annotations, size)
     name = escape(dataset.file_name(i))
     named = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in defects + wrong]
-    return Findings(named, header, size, np.array(objects, np.float64).reshape(-1, 4))
+    return Findings(named, header, size, np.array(objects, np.float64).reshape(-1, 6))
 
 
 def _check_objects(
@@ -167,7 +165,9 @@ def _check_objects(
             if key in seen:
                 wrong.append(("repeated annotation", ""))
             elif not annotation["iscrowd"]:
-                objects.append((annotation["category_id"], *annotation["bbox"][2:], pixels))
+                left, top, width, height = annotation["bbox"]
+                ends = (left + width) / size[1], (top + height) / size[0]
+                objects.append((annotation["category_id"], width, height, pixels, *ends))
             seen.add(key)
         for kind, text in wrong:
             defects.append((kind, f"annotation {annotation['id']}: {text}".removesuffix(": ")))
@@ -186,7 +186,14 @@ def sample_faults(dataset: CocoDataset) -> Counter[str]:
     for i in rows:
         kinds = [kind for kind, _ in check_image(dataset, i, Header([])).defects]
         faults.update(kind for kind in kinds if EFFECTS[kind].startswith("object"))
+    if has_many_crowds(dataset):
+        faults["many crowds"] = dataset.crowds
     return faults
+
+
+def has_many_crowds(dataset: CocoDataset) -> bool:
+    """Return whether so many objects are crowds that they may well be none."""
+    return dataset.crowds > _MANY_CROWDS * len(dataset.ids)
 
 
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:

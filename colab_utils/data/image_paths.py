@@ -114,6 +114,7 @@ def require_folder(images: str | Path) -> None:
                 f"There is no image folder at {images}. On Colab, mount Drive first."
             )
     list_base_names.cache_clear()
+    _list_stems.cache_clear()
 
 
 def take_base_name(name: str) -> str:
@@ -131,10 +132,10 @@ def take_base_name(name: str) -> str:
 
 
 def _decode_name(name: str) -> str:
-    """Return what a name says where it is an address: Label Studio's ends with ``?d=``, and others
-    have ``%20`` for a space.
+    """Return what a name says where it is an address: Label Studio's ends with ``?d=``, others with
+    a key after ``?``, and have ``%20`` for a space.
     """
-    return unquote(name.partition("?d=")[2] or name)
+    return unquote(name.partition("?d=")[2] or name.partition("?")[0]).strip()
 
 
 def list_meanings(name: str) -> set[str]:
@@ -179,3 +180,25 @@ def list_base_names(folder: str) -> dict[str, str | None]:
         reason = explain_os_error(error, "Check the folder.")
         raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
     return places
+
+
+def explain_missing(folder: str | Path, name: str) -> str:
+    """Return where an image is missing, and what lies there in its place."""
+    base = take_base_name(name)
+    with suppress(ColabUtilsError):
+        places = list_base_names(str(folder))
+        place = places.get(base)
+        if place:
+            return f"not in {folder}, but in {Path(folder, place).parent}: name that folder"
+        if base in places:
+            return f"not in {folder}, but in several folders below it: write them into file_name"
+        alike = _list_stems(str(folder)).get(Path(base).stem.casefold())
+        if alike:
+            return f"not in {folder}, where {alike} lies: write file_name like the files"
+    return f"not in {folder}"
+
+
+@lru_cache(4)
+def _list_stems(folder: str) -> dict[str, str]:
+    """Return a file for each name without its ending, in small letters."""
+    return {Path(base).stem.casefold(): base for base in list_base_names(folder)}

@@ -24,6 +24,9 @@ _MOST_OBJECTS = 5000
 # What stands for pixels that nobody labelled, and the largest id that datasets with it have: of
 # Pascal VOC and DAVIS, of 16 bits, and Pascal VOC's as a colour.
 _VOIDS = {255: 127, 65535: 32767, 0xE0E0C0: 0xFFFFFF}
+# What Cityscapes multiplies the number of a class with, and the largest of these numbers.
+_CITYSCAPES = 1000
+_MOST_CLASSES = 33
 # Alpha from which on a pixel counts as drawn.
 _OPAQUE = 128
 # Pixels of soft edges in a mask: a small object between two others has less.
@@ -79,6 +82,7 @@ def convert_masks(
     rows: list[dict[str, Any]] = []
     texts: list[bytes] = []
     largest = 0.0
+    parted = 0
     pairs = _pair_files(require_local_path(images), require_local_path(masks))
     for image, mask in show_progress("masks", pairs, total=len(pairs), unit="image"):
         values = _read_mask(image, mask, background, threshold)
@@ -86,11 +90,13 @@ def convert_masks(
         if background is None:
             neighbours = _list_neighbours(values)
             _require_background(values, mask)
+            _require_instances(objects, mask)
             _require_labels(neighbours, objects, mask)
             _require_edges(neighbours, values, mask)
         number = len(rows) + 1
         height, width = values.shape
         rows.append({"id": number, "file_name": image.name, "width": width, "height": height})
+        parted += sum(_is_parted(values == value) for value in objects)
         for annotation in _encode_objects(values, objects):
             largest = max(largest, annotation["area"] / values.size)
             ids = {"id": len(texts) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
@@ -102,10 +108,11 @@ def convert_masks(
         )
     with explain_write(output.parent):
         write_coco(output, rows, texts, [{"id": 1, "name": category}])
-    print(
-        f"{len(rows):,} images, {len(texts):,} objects; the largest covers {largest:.0%} of its "
-        "image"
-    )
+    text = f"{len(rows):,} images, {len(texts):,} objects"
+    text += f"; the largest covers {largest:.0%} of its image"
+    if parted:
+        text += f"; {parted:,} lie in pieces, which may be objects with one value for all"
+    print(text)
     return output
 
 
@@ -158,6 +165,8 @@ def _read_mask(
             is_turned = read_orientation(opened) > 4
         with open_file(mask) as file, open_lazily(file) as opened:
             kind = opened.format
+            if getattr(opened, "n_frames", 1) > 1:
+                raise ValueError("several pages: save each as a file, see docs/FORMATS.md")
             if opened.mode == "F":
                 raise ValueError("floating point numbers: save whole ones")
             if opened.has_transparency_data:
@@ -212,6 +221,20 @@ def _require_background(values: NDArray[np.int64], mask: Path) -> None:
         )
 
 
+def _require_instances(objects: list[int], mask: Path) -> None:
+    """Raise ColabUtilsError where values may be of regions without objects: Cityscapes gives 7 to
+    roads, and 26000, 26001 and so on to cars.
+    """
+    regions = [value for value in objects if value < _CITYSCAPES]
+    numbered = {value // _CITYSCAPES for value in objects} - {0}
+    if regions and numbered and max(*regions, *numbered) <= _MOST_CLASSES:
+        raise ColabUtilsError(
+            f"expected one value an object at {mask}, found {len(regions):,} below {_CITYSCAPES:,} "
+            "beside larger ones, as Cityscapes has for regions. Give "
+            f"background=range({_CITYSCAPES}) to leave them out, background=0 if they are objects."
+        )
+
+
 def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the 3 x 3 values around each pixel that differs from the next, int64 [N, 9]; its own
     is the fifth.
@@ -255,6 +278,12 @@ def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mas
             "are the soft edges of others. Export masks without smoothing; or give threshold=127 "
             "if each mask is one object, background=0 if each value is one."
         )
+
+
+def _is_parted(drawn: NDArray[np.bool_]) -> bool:
+    """Return whether a row or a column without a pixel parts an object."""
+    places = [np.flatnonzero(drawn.any(axis)) for axis in (0, 1)]
+    return any(np.diff(place).max(initial=1) > 1 for place in places)
 
 
 def _encode_objects(values: NDArray[np.int64], objects: list[int]) -> Iterator[dict[str, Any]]:

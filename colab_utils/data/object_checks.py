@@ -1,19 +1,27 @@
 """Check one object: its box against its mask and its image."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.defects import SERIOUS, Defect
-from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.defects import Defect
+from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, unpack_masks
 from colab_utils.data.segmentations import count_numbers, is_nothing, read_polygons
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
 """Pixels that boxes, masks and images may differ by."""
+# The overlap of a box and its mask under which a box is another one, and that of nearly all.
+_WRONG_OVERLAP = 0.5
+_LOOSE_OVERLAP = 0.8
+# Pixels of a side, and of a mask, of which a few more or less say nothing.
+_FEW_SIDE = 8
+_FEW_PIXELS = 64
+# How far outlines in shares of the image may lead out of it.
+_BEYOND_SHARE = 0.1
 
 
 def check_object(one: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defect], int]:
@@ -30,24 +38,84 @@ def check_object(one: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defec
         if not count_numbers(outline):
             return [("object without mask", "")], 0
         return [("bad mask", str(error))], 0
-    tight, pixels = measure_mask(mask)
-    wrong_box = compare_box(one["bbox"], tight, height, width)
-    defects = [*wrong_box]
+    _, pixels = measure_mask(mask)
+    defects: list[Defect] = []
     if isinstance(outline, list):
         polygons = read_polygons(outline)
         if is_normalised(np.concatenate(polygons)):
             return [("normalised polygon", "all of its numbers lie in 0 to 1")], 0
-        defects = _check_polygons(polygons, height, width, pixels) + wrong_box
+        defects = _check_polygons(polygons, height, width, pixels)
+    wrong_box = compare_outline(one, mask)
+    defects += wrong_box
     if pixels and one["area"] <= 0:
         kind = "crowd without area" if _is_object(one) else "area 0"
         defects.append((kind, f"the mask has {pixels:,} pixels"))
-    return defects, 0 if wrong_box else pixels
+    elif _is_area_odd(one, mask):
+        text = f"area {one['area']:,.0f}, the mask has {pixels:,} pixels"
+        defects.append(("area and mask disagree", text))
+    is_usable = not wrong_box or wrong_box[0][0] == "loose box"
+    return defects, pixels if is_usable else 0
+
+
+def _is_area_odd(one: dict[str, Any], mask: dict[str, Any]) -> bool:
+    """Return whether an object's area is that of another mask.
+
+    It is that of the box in many exports, that of the whole where the image's edge cuts an object,
+    and rough where a mask has few pixels.
+    """
+    _, pixels = measure_mask(mask)
+    area = one["area"]
+    left, top, width, height = one["bbox"]
+    is_cut = left + width > mask["size"][1] + NEAR or top + height > mask["size"][0] + NEAR
+    if one["iscrowd"] or area <= 0 or is_cut or pixels < _FEW_PIXELS:
+        return False
+    is_of_box = abs(area - width * height) <= 0.02 * width * height
+    return not is_of_box and not 0.8 <= area / pixels <= 1.25
+
+
+def compare_outline(one: dict[str, Any], mask: dict[str, Any]) -> list[Defect]:
+    """Compare an annotation's box with the image and with its mask in RLE.
+
+    Where they disagree, and the box fits another way to read the segmentation, the segmentation is
+    what is wrong.
+    """
+    tight, _ = measure_mask(mask)
+    defects = compare_box(one["bbox"], tight, *mask["size"])
+    box = one["bbox"]
+    if "mask and box disagree" not in dict(defects) or min(box[2:]) < _FEW_SIDE:
+        return defects
+    edges = np.array([*box[:2], box[0] + box[2], box[1] + box[3]])
+    for reading, points in _list_readings(one["segmentation"], mask):
+        if np.abs(edges - [*points.min(0), *points.max(0)]).max() <= NEAR:
+            return [("outline in another order", f"fits its box with {reading}")]
+    return defects
+
+
+def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield other ways to read a segmentation, and the points that it has then, x and y of each."""
+    height, width = mask["size"]
+    if isinstance(segmentation, list):
+        numbers = np.concatenate(read_polygons(segmentation))
+        points = numbers.reshape(-1, 2)
+        yield "y before x", points[:, ::-1]
+        yield "y from below", np.abs([0, height] - points)
+        yield "all x before all y", numbers.reshape(2, -1).T
+        if numbers.size % 3 == 0:
+            yield "three numbers a point", numbers.reshape(-1, 3)[:, :2]
+    else:
+        [drawn] = unpack_masks(pack_masks([mask]), height, width)
+        for reading, pixels in (
+            ("runs along rows, not columns", drawn.T.reshape(height, width)),
+            ("runs of the background in place of the object", 1 - drawn),
+        ):
+            if pixels.any():
+                yield reading, np.argwhere(pixels)[:, ::-1]
 
 
 def count_faults(
     annotations: Sequence[dict[str, Any]], rles: Sequence[dict[str, Any]]
 ) -> Counter[str]:
-    """Return how many of an image's objects are trained wrongly, or not at all, by the kind of
+    """Return how many of an image's objects may be trained wrongly, or not at all, by the kind of
     their defect.
 
     Args:
@@ -56,7 +124,7 @@ def count_faults(
 
     Example:
         >>> outline = [[1, 1, 1, 1, 1, 1]]
-        >>> one = {"bbox": [0, 0, 8, 6], "segmentation": outline, "iscrowd": 0}
+        >>> one = {"bbox": [0, 0, 8, 6], "area": 9, "segmentation": outline, "iscrowd": 0}
         >>> count_faults([one], [encode_segmentation(outline, 6, 8)])
         Counter({'empty mask': 1})
     """
@@ -75,6 +143,7 @@ def count_faults(
     has_area = (boxes[:, 2:] > 0).all(1) & (ends > starts).all(1) & (tight[:, 2:] > 0).all(1)
     is_sound = is_near & has_area & (tight_ends.max(1) > NEAR)
     is_sound &= [not _is_object(one) for one in annotations]
+    is_sound &= [not _is_area_odd(*pair) for pair in zip(annotations, rles, strict=True)]
     kinds = [_find_fault(annotations[i], rles[i]) for i in np.flatnonzero(~is_sound).tolist()]
     return Counter(filter(None, kinds))
 
@@ -88,8 +157,8 @@ def _is_object(crowd: dict[str, Any]) -> bool:
 
 
 def _find_fault(one: dict[str, Any], mask: dict[str, Any]) -> str:
-    """Return the kind of defect with which an object is trained wrongly, or not at all; "" if none
-    is.
+    """Return the kind of defect with which an object may be trained wrongly, or not at all; "" if
+    it has none.
     """
     if one["iscrowd"]:
         return "crowd without area" if _is_object(one) else ""
@@ -99,23 +168,30 @@ def _find_fault(one: dict[str, Any], mask: dict[str, Any]) -> str:
     if isinstance(outline, list) and max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR:
         if is_normalised(np.concatenate(read_polygons(outline))):
             return "normalised polygon"
-    kinds = [kind for kind, _ in compare_box(one["bbox"], tight, *mask["size"]) if kind in SERIOUS]
-    return kinds[0] if kinds else ""
+    for kind, _ in compare_outline(one, mask):
+        # It is left out, which is no fault.
+        return "" if kind == "box without area" else kind
+    return "area and mask disagree" if _is_area_odd(one, mask) else ""
 
 
 def _check_polygons(
     polygons: list[NDArray[np.float64]], height: int, width: int, pixels: int
 ) -> list[Defect]:
+    from pycocotools import mask as coco_mask
+
     corners = np.concatenate(polygons).reshape(-1, 2)
     beyond = max(*-corners.min(0), *(corners.max(0) - (width, height)))
     if beyond > NEAR:
         return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
-    x, y = polygons[0].reshape(-1, 2).T
-    enclosed = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
-    # The two loops of an eight have opposite signs; drawing fills both.
-    if len(polygons) == 1 and pixels >= 16 and enclosed < pixels / 2:
-        text = f"encloses {enclosed:,.0f} pixels, fills {pixels:,}"
-        return [("self-crossing polygon", text)]
+    parts = coco_mask.frPyObjects(polygons, height, width)
+    areas = coco_mask.area(parts)
+    # Parts of which none covers another have all of the pixels.
+    if len(parts) == 1 or areas.sum() - pixels < max(areas.min(), _FEW_PIXELS):
+        return []
+    for i in np.argsort(areas)[: len(parts) // 2].tolist():
+        others = coco_mask.merge([*parts[:i], *parts[i + 1 :]])
+        if areas[i] >= _FEW_PIXELS and coco_mask.area(others) == pixels:
+            return [("polygon within another", f"of {areas[i]:,} pixels")]
     return []
 
 
@@ -127,7 +203,7 @@ def is_normalised(numbers: Any) -> bool:
         >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])
         (True, False)
     """
-    in_unit = np.min(numbers) >= 0 and np.max(numbers) <= 1
+    in_unit = np.min(numbers) >= -_BEYOND_SHARE and np.max(numbers) <= 1 + _BEYOND_SHARE
     return bool(in_unit and not np.isin(numbers, (0, 1)).all())
 
 
@@ -152,8 +228,9 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
         return []
     boxes = np.array([[*edges[:2], *edges[2:] - edges[:2]], [x, y, w - x, h - y]], np.float64)
     overlap, corners_overlap = coco_mask.iou(boxes, np.array([tight]), [False]).ravel()
-    if overlap >= 0.5:
-        return []
-    if corners_overlap >= 0.5:
+    if overlap >= _WRONG_OVERLAP:
+        is_loose = overlap < _LOOSE_OVERLAP and min(w, h) >= _FEW_SIDE
+        return [("loose box", f"{text}, the mask lies in {tight}")] if is_loose else []
+    if corners_overlap >= _WRONG_OVERLAP:
         return [("box of corners", f"{text} looks like x0, y0, x1, y1")]
     return [("mask and box disagree", f"{text}, the mask lies in {tight}")]

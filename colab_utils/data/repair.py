@@ -22,7 +22,7 @@ from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import FAULTS, read_field
 from colab_utils.data.image_checks import Header, compare_sizes
 from colab_utils.data.masks import encode_segmentation, measure_mask
-from colab_utils.data.object_checks import NEAR, check_object, compare_box, is_normalised
+from colab_utils.data.object_checks import NEAR, check_object, compare_outline, is_normalised
 from colab_utils.data.segmentations import (
     OUTLINE_NUMBERS,
     count_numbers,
@@ -117,8 +117,8 @@ def repair_annotations(
             reasons.append(f"{len(kept):,} x crowd")
         raise ColabUtilsError(
             f"{annotations} has no object to keep, with an image in {folder} and masks "
-            f"({', '.join(reasons)}). Name the right image folder, export polygons, or use "
-            "--crowds objects."
+            f"({', '.join(reasons)}). Name the right image folder, mend what is named as "
+            "`check` says, or use --crowds objects."
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
@@ -223,9 +223,7 @@ class _MendedImage:
             return
         if values["segmentation"] != outline:
             self.changes.append("outline written as COCO has it")
-        if not values["bbox"] or compare_box(values["bbox"], tight, *self._size):
-            values["bbox"] = tight
-            self.changes.append("box from the mask")
+        self._mend_box(values, rle)
         area = values["area"]
         # A crowd without area may well be an object: only `crowds` tells.
         is_unclear = values["iscrowd"] and area == 0
@@ -241,6 +239,26 @@ class _MendedImage:
             self.changes.append("repeated annotation left out")
         else:
             self.annotations[key] = entry | values
+
+    def _mend_box(self, values: dict[str, Any], rle: dict[str, Any]) -> None:
+        """Take the box from the mask where they disagree.
+
+        Raises:
+            ColabUtilsError: the mask is what is wrong.
+        """
+        if values["bbox"]:
+            defects = dict(compare_outline(values, rle))
+            if not defects:
+                return
+            reading = defects.get("outline in another order")
+            if reading:
+                raise ColabUtilsError(
+                    f"Outlines of {escape(self.entry['file_name'])} are not as COCO has them: one "
+                    f"{reading}. Others may be read wrongly without a sign of it. Write all "
+                    "outlines again, x and y of each point or RLE column by column, then repair."
+                )
+        values["bbox"], _ = measure_mask(rle)
+        self.changes.append("box from the mask")
 
     def _read_values(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of an annotation that are numbers, as COCO has them."""

@@ -53,7 +53,7 @@ def measure_dataset(
     """Return the numbers of a dataset, from what was found in each image; ``look_at``: files with
     problems.
     """
-    objects = np.concatenate([np.zeros((0, 4)), *(found.objects for found in findings)])
+    objects = np.concatenate([np.zeros((0, 6)), *(found.objects for found in findings)])
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())

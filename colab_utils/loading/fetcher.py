@@ -1,6 +1,7 @@
 """The fetcher of a worker, which reads the samples of a dataset and writes them as a batch."""
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -8,16 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from colab_utils.data.decoding import load_jpeg_decoder
-from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.groups import CopiedGroups
 from colab_utils.loading.samples import CocoSamples
-from colab_utils.loading.targets import BadSampleError, pack_samples
+from colab_utils.loading.targets import (
+    BadSampleError,
+    PackedSample,
+    describe_misfit,
+    pack_samples,
+)
 from colab_utils.streams import StreamTrial
 
 Reserve = Callable[[int], NDArray[np.uint8]]
@@ -70,7 +76,7 @@ class Fetcher:
         self.flip = flip
         self.streams = streams
         has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if isinstance(dataset, str) or not has_indices:
+        if isinstance(dataset, str | IterableDataset) or not has_indices:
             raise ColabUtilsError(
                 f"A loader cannot read a dataset of type {type(dataset).__name__}. "
                 "Use a dataset with __len__ and __getitem__, such as a ShardDataset."
@@ -106,6 +112,8 @@ class Fetcher:
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
+        # Of our own datasets, the boxes were compared with their masks before.
+        self._compares_masks = not isinstance(base, CocoSamples)
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shard_images: list[int] = []
         self.groups: CopiedGroups | None = None
@@ -170,6 +178,14 @@ class Fetcher:
     def _find_streams(self) -> StreamTrial | None:
         return self._base.best_streams if self.reads_ahead else None
 
+    def _warn_of_misfits(self, samples: Sequence[PackedSample]) -> None:
+        """Warn once of a mask that does not belong to its box."""
+        misfits = map(describe_misfit, samples) if self._compares_masks else iter(())
+        misfit = next(filter(None, misfits), "")
+        if misfit:
+            self._compares_masks = False
+            warnings.warn(misfit, ColabUtilsWarning, stacklevel=2)
+
     def _write(
         self, indices: list[int], reserve: Reserve, seed: Sequence[int], note: Note | None
     ) -> BatchShape:
@@ -189,7 +205,8 @@ class Fetcher:
                 alone = note is not None
                 by_batch = self.reads_batches
                 source = pack_samples(self.dataset, indices, by_batch, alone=alone, begin=begin)
-                rows = range(len(indices))
+            self._warn_of_misfits(source.samples)
+            rows = range(len(indices))
         shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips, begin=begin)
         return shape
 

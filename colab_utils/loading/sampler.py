@@ -1,6 +1,7 @@
 """The order of an epoch: the images of each batch, and the position of a loader in the order."""
 
 import math
+import operator
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -231,7 +232,14 @@ class BatchSampler(Sampler[list[int]]):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
         with seed_random((self.seed or 0, self.epoch)):
-            return np.fromiter(self.sampler, np.int64)
+            indices = list(self.sampler)
+        try:
+            return np.arange(self.size)[np.array([*map(operator.index, indices)], np.int64)]
+        except (TypeError, IndexError) as error:
+            raise ColabUtilsError(
+                f"The sampler does not give indices of the {self.size:,} images: {error}. Give one "
+                "index at a time, as torch's samplers do: the loader makes the batches."
+            ) from None
 
     def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
         indices = np.array(indices, np.int64)

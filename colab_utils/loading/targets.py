@@ -61,19 +61,13 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
         ColabUtilsError: The image or the target breaks the contract, a box has no area or is not
             finite, or a label is below 1.
     """
-    image_id = target.get("image_id", index)
-    try:
-        image_id = int(image_id)
-    except (TypeError, ValueError, RuntimeError):
-        raise ColabUtilsError(
-            f"The image_id {image_id!r} of sample {index} is not an integer. Give an integer, or "
-            "leave image_id out: it is then the sample's index."
-        ) from None
+    image_id = _read_image_id(target, index)
     is_bytes = isinstance(image, Tensor) and image.dtype == torch.uint8
     if not is_bytes or image.ndim != 3 or len(image) != 3:
         raise ColabUtilsError(
             f"Expected image {image_id} as a uint8 tensor [3, H, W], found {_describe(image)}. "
-            "Leave out ToTensor."
+            "Leave out ToTensor and Normalize, and make a PIL image a tensor with "
+            'PILToTensor()(image.convert("RGB")) of torchvision.transforms.v2.'
         )
     _require_cpu(image, "image", image_id)
     for key in _KINDS:
@@ -85,6 +79,8 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     labels = torch.from_numpy(parts["labels"]).long()
     check_objects(boxes, labels, image_id)
     packed = pack_pixels(parts["masks"])
+    for mask, (x0, y0, x1, y1) in zip(parts["masks"], packed.crops.tolist(), strict=True):
+        _check_values(mask[y0:y1, x0:x1], image_id)
     if "area" not in parts:
         parts["area"] = np.array([np.count_nonzero(mask) for mask in parts["masks"]])
     tables: dict[str, NDArray[Any]] = {
@@ -110,6 +106,51 @@ def _require_cpu(value: Any, key: str, image_id: int) -> None:
         )
 
 
+def _read_image_id(target: Target, index: int) -> int:
+    image_id = target.get("image_id", index)
+    # A number with a fraction would become the id of another image.
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        if int(image_id) == image_id:
+            return int(image_id)
+    raise ColabUtilsError(
+        f"The image_id {image_id!r} of sample {index} is not an integer. Give an integer, or "
+        "leave image_id out: it is then the sample's index."
+    )
+
+
+def _check_values(pixels: NDArray[Any], image_id: int) -> None:
+    """Raise an error if a mask has more than one value beside 0, as one with soft edges has."""
+    largest = pixels.max(initial=0)
+    # Nearly all masks are of 0 and 1.
+    if largest > 1 and not np.isin(pixels, (0, largest)).all():
+        raise ColabUtilsError(
+            f"Image {image_id} has a mask with several values up to {largest}, and every one above "
+            "0 counts as the object. Give masks of 0 and 1, such as masks > 127 of soft edges."
+        )
+
+
+def describe_misfit(sample: PackedSample) -> str:
+    """Return which object has a mask that lies beside its box, or has no pixel; "" if none has.
+
+    Boxes in other units or in another order are found so, and masks of other objects.
+    """
+    boxes = sample.tables["boxes"]
+    crops = sample.tables["crops"]
+    starts = np.maximum(boxes[:, :2], crops[:, :2])
+    ends = np.minimum(boxes[:, 2:], crops[:, 2:])
+    # torchvision's masks_to_boxes ends a box one pixel before its mask.
+    is_beside = (ends + 1 <= starts).any(1) | (crops[:, 2:] == 0).any(1)
+    if not is_beside.any():
+        return ""
+    row = int(is_beside.argmax())
+    place = f"lies in {crops[row].tolist()}" if crops[row].any() else "has no pixel"
+    return (
+        f"Image {sample.tables['image_ids'][0]} has the box {boxes[row].tolist()}, and the mask of "
+        f"this object {place}. Give boxes as x0, y0, x1, y1 in pixels of the image, and masks in "
+        "the order of the boxes. This is said of the first such object alone."
+    )
+
+
 def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str, NDArray[Any]]:
     """Return the parts of a target in their shapes, for an image of this height and width.
 
@@ -122,7 +163,7 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
             continue
         part = np.array(None)
         with suppress(TypeError, ValueError, RuntimeError):
-            part = torch.as_tensor(to_corners(value)).numpy()
+            part = torch.as_tensor(to_corners(value)).detach().numpy()
         count = parts.get("labels", part).size
         shape = {"boxes": (count, 4), "masks": (count, *size)}.get(key, (count,))
         fits = part.shape == shape and part.dtype.kind in kinds
@@ -237,6 +278,18 @@ def apply_transforms(
     return image.as_subclass(Tensor), target
 
 
+def _name_types(sample: Any) -> str:
+    """Return the type of a sample, and of its parts.
+
+    Example:
+        >>> _name_types(("a", []))
+        'tuple of str, list'
+    """
+    if not isinstance(sample, tuple | list):
+        return type(sample).__name__
+    return f"{type(sample).__name__} of {', '.join(type(part).__name__ for part in sample)}"
+
+
 class BadSampleError(Exception):
     """An error inside the loader: the error of a sample, and the sample's place in its batch."""
 
@@ -313,7 +366,7 @@ def pack_samples(
             if not is_pair or not isinstance(sample[1], dict):
                 raise ColabUtilsError(
                     "Expected (image, target) with a dict as target from your dataset, "
-                    f"found {type(sample).__name__}. See torchvision's detection tutorial."
+                    f"found {_name_types(sample)}. See torchvision's detection tutorial."
                 )
             samples.append(pack_target(*sample, index=index))
     return PackedSamples(samples)

@@ -37,7 +37,9 @@ class Sample(NamedTuple):
     members: list[Member]
     """Files of the tar: the image, and its record."""
     faults: Counter[str]
-    """Objects that are trained wrongly, or not at all, by their kind: see `count_faults`."""
+    """Objects that may be trained wrongly, or not at all, by their kind: see `count_faults`; and
+    images that may be turned.
+    """
 
 
 def make_record(
@@ -151,6 +153,8 @@ def try_sample(
         raise
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))
+    if stored.is_unclear:
+        faults["EXIF rotation, unclear"] += 1
     key = f"{image['id']:012d}"
     members = [
         split_member(f"{key}.{stored.extension}", stored.data),

@@ -6,7 +6,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from colab_utils.data.decoding import guard_pillow, open_image, to_rgb, turn_upright
+from colab_utils.data.decoding import (
+    guard_pillow,
+    open_image,
+    read_orientation,
+    to_rgb,
+    turn_upright,
+)
 from colab_utils.data.sizes import plan_size
 
 Storage = Literal["keep", "shrink", "pixels"]
@@ -31,6 +37,9 @@ class StoredImage(NamedTuple):
     data: bytes
     size: tuple[int, int]
     original: tuple[int, int]
+    is_unclear: bool = False
+    """Whether EXIF turns the image, and the annotations do not say whether they are of it turned.
+    """
 
 
 @guard_pillow()
@@ -60,6 +69,10 @@ def store_image(
     mode = image.mode
     upright = turn_upright(image, *size)
     original = (upright.height, upright.width)
+    orientation = read_orientation(image)
+    # Half a turn, and that of a square, change no size.
+    is_same_size = orientation <= 4 or image.width == image.height
+    is_unclear = orientation != 1 and (is_same_size or 0 in size)
     stored = original
     if storage != "keep":
         stored = plan_size(*original, min_size=min_size, max_size=max_size)
@@ -67,14 +80,14 @@ def store_image(
     is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
     is_kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not is_deep
     if is_kept and stored == original and storage != "pixels":
-        return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original)
+        return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original, is_unclear)
     rgb = to_rgb(upright)
     extension = "npy" if storage == "pixels" else "png"
     if stored != original:
         rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
         if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
-    return StoredImage(extension, _encode(rgb, extension), stored, original)
+    return StoredImage(extension, _encode(rgb, extension), stored, original, is_unclear)
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

@@ -188,8 +188,18 @@ def draw(polygon, box=None):
             segmentation=[polygon],
             bbox=box or around,
         )
+        # It was that of another mask.
+        del dataset.coco["annotations"][2]["area"]
 
     return spoil
+
+
+def draw_hole(dataset):
+    """Draw an outline, and a second one in it, which fills nothing more."""
+    outline = [20, 20, 80, 20, 80, 80, 20, 80]
+    hole = [40, 40, 60, 40, 60, 60, 40, 60]
+    draw(outline)(dataset)
+    dataset.coco["annotations"][2]["segmentation"] = [outline, hole]
 
 
 def widen(dataset):
@@ -271,7 +281,7 @@ DEFECTS = [
     (paint("CMYK"), None, False, 12),
     (paint("L"), None, False, 12),
     (paint("I;16", "PNG"), "16-bit image", False, 12),
-    (paint("RGBA", "PNG"), None, False, 12),
+    (paint("RGBA", "PNG"), "image with alpha", False, 12),
     (
         paint("RGB", "GIF", save_all=True, append_images=[Image.new("RGB", (160, 128))]),
         "animated image",
@@ -320,7 +330,20 @@ DEFECTS = [
         11,
     ),
     (draw([0.2, 0.2, 0.7, 0.2, 0.7, 0.9]), "normalised polygon", True, 12),
-    (draw([20, 20, 60, 60, 60, 20, 20, 60]), "self-crossing polygon", False, 12),
+    (
+        draw([-0.05, 0.2, 0.7, 0.2, 0.7, 1.02]),
+        "normalised polygon",
+        True,
+        12,
+    ),
+    (spoil_annotation(area=9e3), "area and mask disagree", False, 12),
+    (draw_hole, "polygon within another", False, 12),
+    (
+        change_box(lambda x, y, w, h: [x, y, w, 1.4 * h]),
+        "loose box",
+        False,
+        12,
+    ),
     (
         draw([120, 90, 220, 90, 220, 120, 120, 120], box=[120, 90, 40, 30]),
         "polygon beyond the image",

@@ -489,6 +489,15 @@ def test_what_is_not_coco_is_one_clear_line(path, content, found):
         (b"<annotation><folder>VOC2012</folder></annotation>", "VOC"),
         (b"0 0.5 0.5 0.25 0.25\n1 0.1 0.1 0.2 0.2\n", "YOLO"),
         (b"filename,file_size,file_attributes,region_count\n", "VIA"),
+        (b"ImageId,EncodedPixels\n0.jpg,1 5 9 5\n", "a table of run lengths"),
+        (b"id,annotation,width,height\n0,1 5 9 5,704,520\n", "a table of run lengths"),
+        (b'{"image": {"id": 1}}\n{"image": {"id": 2}}\n', "JSON Lines"),
+        ({"imgHeight": 1024, "imgWidth": 2048, "objects": []}, "Cityscapes"),
+        ({"version": "2.0", "item": {"name": "a", "slots": []}, "annotations": []}, "V7 Darwin"),
+        (
+            {"image": {"image_id": 1}, "annotations": [{"bbox": [], "predicted_iou": 0.9}]},
+            "Segment Anything",
+        ),
     ],
 )
 def test_another_format_is_named(path, content, name):
@@ -851,3 +860,16 @@ def test_memory_is_that_of_the_text_and_no_objects(path):
     text = path.stat().st_size
     assert left < text + 200_000
     assert peak < 4 * text + 5_000_000
+
+
+@pytest.mark.parametrize("names", [["1_10", "11_0", "110"], ["1e3", "1000", "nan"]])
+def test_names_of_images_that_python_takes_for_numbers_are_names(path, names):
+    dataset = read(path, make_coco(images=[{"id": name, "file_name": name} for name in names]))
+    assert len(set(dataset.image_ids.tolist())) == len(names)
+    assert dataset.repeated_ids.size == 0
+
+
+@pytest.mark.parametrize("name", ["110", " 110", "110.0"])
+def test_numbers_in_text_are_numbers(path, name):
+    dataset = read(path, make_coco(images=[{"id": name, "file_name": "a"}]))
+    assert dataset.image_ids.tolist() == [110]

@@ -614,3 +614,70 @@ def test_the_logger_of_pillow_speaks_again_afterwards():
     with pytest.raises(ColabUtilsError):
         decode_pixels(data)
     assert not logging.getLogger("PIL.TiffImagePlugin").disabled
+
+
+def split_jpeg(data):
+    """Return the parts of a JPEG up to its pixels, by their markers, and the rest."""
+    parts = []
+    place = 2
+    while data[place + 1] != 0xDA:
+        end = place + 2 + int.from_bytes(data[place + 2 : place + 4])
+        parts.append(data[place:end])
+        place = end
+    return parts, data[place:]
+
+
+@pytest.mark.parametrize("marker", [0xC4, 0xDB])
+@pytest.mark.parametrize("change", ["renamed", "longer", "shorter"])
+def test_a_jpeg_whose_tables_are_damaged_is_refused_as_by_pillow(marker, change):
+    file = io.BytesIO()
+    Image.effect_noise((48, 32), 80).convert("RGB").save(file, "JPEG", quality=40)
+    parts, rest = split_jpeg(file.getvalue())
+    number = [part[1] for part in parts].index(marker)
+    length = int.from_bytes(parts[number][2:4])
+    damaged = bytearray(parts[number])
+    if change == "renamed":
+        damaged[1] = 0x01
+    else:
+        damaged[2:4] = (length + (9 if change == "longer" else -9)).to_bytes(2)
+    parts[number] = bytes(damaged)
+    data = b"".join([b"\xff\xd8", *parts, rest])
+    with pytest.raises(ColabUtilsError, match="not a"):
+        decode_pixels(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (bytes(128) + b"DICM" + bytes(200), "not an image: DICOM: save it as an 8-bit PNG"),
+        (bytes(400), "not an image: nothing but zeros"),
+    ],
+)
+def test_a_medical_image_is_named_though_it_begins_with_zeros(data, words):
+    with pytest.raises(ColabUtilsError, match=words):
+        decode_pixels(data)
+
+
+@pytest.mark.parametrize("orientation", [6, 8])
+@pytest.mark.parametrize("is_upright", [True, False])
+def test_a_tiff_that_pillow_turns_has_its_size_as_turned(tmp_path, orientation, is_upright):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    (tmp_path / "images").mkdir()
+    Image.effect_noise((48, 32), 80).convert("RGB").save(tmp_path / "images/a.tif", exif=exif)
+    width, height = (32, 48) if is_upright else (48, 32)
+    coco = {
+        "images": [{"id": 1, "file_name": "a.tif", "width": width, "height": height}],
+        "annotations": [],
+        "categories": [{"id": 1, "name": "car"}],
+    }
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+    report = check_dataset(tmp_path / "images", tmp_path / "coco.json")
+    dataset = CocoFolder(tmp_path / "images", tmp_path / "coco.json")
+    # Check says what reading does.
+    assert report.ok is is_upright
+    if is_upright:
+        assert dataset[0][0].shape == (3, 48, 32)
+    else:
+        with pytest.raises(ColabUtilsError, match="the annotations say 48 x 32"):
+            dataset[0]

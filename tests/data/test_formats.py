@@ -72,6 +72,18 @@ def make_object_files():
             mask.convert("L").save(f"stage1_train/{name}/masks/{number}{name}.png")
 
 
+def make_run_lengths():
+    lines = ["ImageId,EncodedPixels"]
+    for name, objects in OBJECTS.items():
+        save_photo(Path(f"kaggle/{name}.jpg"))
+        for one in objects:
+            mask = np.array(draw([(1, one)])).ravel("F")
+            changes = np.flatnonzero(np.diff(mask, prepend=0, append=0))
+            runs = np.stack([changes[::2] + 1, np.diff(changes)[::2]], 1)
+            lines.append(f"{name}.jpg,{' '.join(map(str, runs.ravel()))}")
+    Path("train.csv").write_text("\n".join(lines))
+
+
 def make_via():
     entries = {}
     for name, objects in OBJECTS.items():
@@ -184,6 +196,7 @@ MADE = {
         "nuclei/images",
         "nuclei.json",
     ),
+    "Run lengths in a CSV, as on Kaggle": (make_run_lengths, "kaggle", "kaggle.json"),
     "VIA": (
         make_via,
         "balloon/train",
@@ -231,6 +244,6 @@ def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkey
         common = [[(mask & one).sum() for one in drawn] for mask in target["masks"].numpy()]
         overlap = np.array(common) / unions
         assert overlap.max(1).min() > 0.9  # borders are traced in different ways
-        if "PNG" not in name:
+        if len(dataset.class_names) > 1:
             labels = [dataset.class_names[label] for label in target["labels"].tolist()]
             assert labels == [objects[place][0] for place in overlap.argmax(1)]

@@ -371,3 +371,46 @@ def test_programs_from_outside_find_the_names_where_they_were():
     assert sources.convert_masks is convert_masks
     assert sources.unpack_dataset is archives.unpack_dataset
     assert sources.is_archive is archives.is_archive
+
+
+def test_a_mask_of_several_pages_is_refused(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    Image.new("RGB", (24, 16)).save(tmp_path / "images" / "a.png")
+    page = Image.new("L", (24, 16))
+    page.paste(1, (2, 2, 8, 8))
+    page.save(tmp_path / "masks" / "a.tif", save_all=True, append_images=[page])
+    with pytest.raises(ColabUtilsError, match="several pages: save each as a file"):
+        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "coco.json")
+
+
+def test_regions_of_cityscapes_are_no_objects(tmp_path):
+    values = np.full((16, 24), 7, np.uint16)
+    values[:8] = 23
+    values[4:12, 4:12] = 26000
+    values[4:12, 14:20] = 26001
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    Image.new("RGB", (24, 16)).save(tmp_path / "images" / "a.png")
+    Image.fromarray(values).save(tmp_path / "masks" / "a.png")
+    folders = tmp_path / "images", tmp_path / "masks"
+    with pytest.raises(ColabUtilsError, match=r"found 2 below 1,000 .*background=range\(1000\)"):
+        convert_masks(*folders, output=tmp_path / "coco.json")
+    made = convert_masks(*folders, output=tmp_path / "coco.json", background=range(1000))
+    areas = [one["area"] for one in json.loads(made.read_text())["annotations"]]
+    assert areas == [64, 48]
+
+
+def test_objects_in_pieces_are_counted(tmp_path, capsys):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    for name, boxes in (("a", [(2, 2, 6, 6), (12, 2, 16, 6)]), ("b", [(2, 2, 6, 6)])):
+        Image.new("RGB", (24, 16)).save(tmp_path / "images" / f"{name}.png")
+        mask = Image.new("L", (24, 16))
+        for box in boxes:
+            mask.paste(255, box)
+        mask.save(tmp_path / "masks" / f"{name}.png")
+    convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "coco.json")
+    assert (
+        "2 objects; the largest covers 8% of its image; 1 lie in pieces" in capsys.readouterr().out
+    )

@@ -234,7 +234,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),  # pycocotools would take gigabytes
         ([[-1e300, *SQUARE[1:]]], "reaches to pixel 1e+300"),
         ([[0, 0, 9e6, 9e6, 0, 1]], "reaches to pixel 9e+06"),
-        ("text", "without a mask"),
+        ("text", "the text 'text'"),
         ({"size": [6, 8]}, "without counts"),
         ({"counts": [48]}, "size [6, 8], the image's, found None"),
         ({"size": 5, "counts": [48]}, "found 5"),

@@ -70,8 +70,11 @@ class Export:
         }
         self.objects.append(annotation | fields)
 
-    def check(self):
+    def save(self):
         self.annotations.write_text(json.dumps(self.coco))
+
+    def check(self):
+        self.save()
         report = check_dataset(self.images, self.annotations)
         return {problem.kind: problem.count for problem in report.problems}
 
@@ -319,4 +322,194 @@ def test_loose_files_say_what_check_calls_serious(export, spoil, kind):
     spoil(export.objects[0])
     assert export.check() == {kind: 1}
     with pytest.warns(match=f"coco.json has bad objects, see check: 1 x {kind}: object is trained"):
+        CocoFolder(export.images, export.annotations)
+
+
+def run_along_rows(outline):
+    """Return RLE whose runs go along the rows of the image."""
+    mask = coco_mask.decode(encode_segmentation(outline, HEIGHT, WIDTH))
+    runs = coco_mask.encode(np.asfortranarray(mask.ravel().reshape(WIDTH, HEIGHT).T))
+    return {"size": [HEIGHT, WIDTH], "counts": runs["counts"].decode()}
+
+
+def run_along_background(outline):
+    mask = coco_mask.decode(encode_segmentation(outline, HEIGHT, WIDTH))
+    runs = coco_mask.encode(np.asfortranarray(1 - mask))
+    return {"size": [HEIGHT, WIDTH], "counts": runs["counts"].decode()}
+
+
+@pytest.mark.parametrize(
+    ("change", "reading"),
+    [
+        (
+            lambda outline: [np.reshape(outline, (-1, 2))[:, ::-1].ravel().tolist()],
+            "y before x",
+        ),
+        (
+            lambda outline: [np.abs(np.reshape(outline, (-1, 2)) - [0, HEIGHT]).ravel().tolist()],
+            "y from below",
+        ),
+        (
+            lambda outline: [np.reshape(outline, (-1, 2)).T.ravel().tolist()],
+            "all x before all y",
+        ),
+        (
+            lambda outline: [np.insert(np.reshape(outline, (-1, 2)), 2, 2, 1).ravel().tolist()],
+            "three numbers a point",
+        ),
+        (run_along_rows, "runs along rows, not columns"),
+        (run_along_background, "runs of the background in place of the object"),
+    ],
+)
+def test_an_outline_that_fits_its_box_in_another_order_is_no_wrong_box(export, change, reading):
+    for one in export.objects:
+        one["segmentation"] = change(one["segmentation"])
+    export.save()
+    problems = check_dataset(export.images, export.annotations).problems
+    [problem] = [one for one in problems if one.kind == "outline in another order"]
+    assert problem.examples[0].endswith(f"fits its box with {reading}")
+    # Those that fit by chance both ways would be taken as they are.
+    with pytest.raises(ColabUtilsError, match=f"not as COCO has them: one fits .*{reading}"):
+        repair_annotations(export.images, export.annotations, output=export.repaired)
+    assert not export.repaired.exists()
+    with pytest.raises(ColabUtilsError, match="x outline in another order"):
+        export.write()
+
+
+def test_boxes_of_corners_near_the_origin_are_mended_with_the_others(export):
+    for one in export.objects:
+        x, y, width, height = one["bbox"]
+        one["bbox"] = [x, y, x + width, y + height]
+    export.repair()
+    mended = json.loads(export.repaired.read_text())["annotations"]
+    assert {tuple(one["bbox"]) for one in mended} == {(8, 10, 20, 24), (38, 10, 20, 24)}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        # height and width in another order
+        (lambda one: one.update(bbox=[*one["bbox"][:2], 24, 20]), "loose box"),
+        # of an outline with a hole
+        (lambda one: one.update(area=288), "area and mask disagree"),
+    ],
+)
+def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
+    for one in export.objects:
+        change(one)
+    report = export.write()
+    assert report.faults == {kind: 8}
+    assert f"8 x {kind}: note: look" in str(report)
+    report = check_dataset(export.images, export.annotations)
+    assert report.ok
+    assert [problem.kind for problem in report.problems] == [kind]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # of the box, as in many exports
+        lambda one: one.update(
+            area=480, segmentation=[[8, 10, 28, 10, 28, 34]], bbox=[8, 10, 20, 24]
+        ),
+        # of an object that the edge of the image cuts
+        lambda one: one.update(
+            area=480, segmentation=[list_corners(90, 10, 20, 24)], bbox=[90, 10, 20, 24]
+        ),
+        # of a few pixels
+        lambda one: one.update(
+            area=30, segmentation=[list_corners(8, 10, 5, 5)], bbox=[8, 10, 5, 5]
+        ),
+        # of a box that also holds what is hidden
+        lambda one: one.update(bbox=[one["bbox"][0], 10, 20, 28]),
+    ],
+)
+def test_objects_that_are_as_tools_write_them_are_not_odd(export, change):
+    change(export.objects[0])
+    assert export.write().faults == {}
+
+
+def test_outlines_of_smaller_images_are_told(export):
+    for one in export.objects:
+        numbers = np.array([*one["segmentation"][0], *one["bbox"]]) / 4
+        one["segmentation"] = [numbers[:-4].tolist()]
+        one["bbox"] = numbers[-4:].tolist()
+        one["area"] = 30
+    export.save()
+    report = check_dataset(export.images, export.annotations)
+    assert report.ok
+    [problem] = report.problems
+    assert problem.kind == "objects in one corner"
+    assert problem.examples == ("all 8 lie in the left 15% and upper 13%",)
+
+
+@pytest.mark.parametrize("orientation", [1, 2, 3, 6, 8])
+def test_a_photo_that_exif_may_turn_is_told_when_shards_are_written(export, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    export.save_photo(0, WIDTH, HEIGHT, exif=exif)
+    told = {"EXIF rotation, unclear": 1} if orientation in (2, 3) else {}
+    assert export.write().faults == told
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("0.JPG", "0.jpg"),
+        ("0.png", "0.jpg"),
+        ("0", "0.jpg"),
+    ],
+)
+def test_a_missing_image_is_told_with_the_file_that_may_be_meant(export, name, file):
+    export.coco["images"][0]["file_name"] = name
+    assert export.check() == {"missing image": 1}
+    [problem] = check_dataset(export.images, export.annotations).problems
+    assert f"where {file} lies: write file_name like the files" in problem.examples[0]
+
+
+def test_a_name_that_several_folders_have_is_told(export):
+    for folder, photo in (("a", "0.jpg"), ("b", "1.jpg")):
+        (export.images / folder).mkdir()
+        (export.images / photo).rename(export.images / folder / "x.jpg")
+    export.coco["images"] = [{**export.coco["images"][0], "file_name": "x.jpg"}]
+    export.coco["annotations"] = export.objects[:2]
+    export.save()
+    [problem] = check_dataset(export.images, export.annotations).problems
+    assert "in several folders below it: write them into file_name" in problem.examples[0]
+
+
+@pytest.mark.parametrize("form", ["{}?X-Amz-Signature=ab%2F1", " {} ", "photos/{}?v=2"])
+def test_names_with_a_key_or_spaces_are_found(export, form):
+    for image in export.coco["images"]:
+        image["file_name"] = form.format(image["file_name"])
+    assert export.check() == {"found by base name": 4}
+    with pytest.warns(match="images do not lie where the annotations say"):
+        assert export.write().images == 4
+
+
+def test_objects_of_an_image_in_several_entries_are_refused_until_they_are_joined(export):
+    entry = export.coco["images"][0]
+    export.coco["images"].append(entry | {"id": 9})
+    export.objects[0]["image_id"] = 9
+    assert export.check() == {"objects in several entries of an image": 1}
+    for read in (export.write, lambda: CocoFolder(export.images, export.annotations)):
+        with pytest.raises(ColabUtilsError, match=r"several of '0\.jpg' with other objects"):
+            read()
+    export.repair()
+    assert len(CocoFolder(export.images, export.repaired)) == 4
+
+
+def test_an_image_that_is_listed_twice_with_the_same_objects_counts_twice(export):
+    export.coco["images"].append(export.coco["images"][0] | {"id": 9})
+    for one in export.objects[:2]:
+        export.coco["annotations"].append(one | {"id": 90 + one["id"], "image_id": 9})
+    assert export.check() == {"repeated file_name": 1}
+    assert export.write().images == 5
+
+
+def test_loose_files_say_that_many_objects_are_crowds(export):
+    for one in export.objects[:2]:
+        one["iscrowd"] = 1
+    export.save()
+    with pytest.warns(match="2 x many crowds: objects become background"):
         CocoFolder(export.images, export.annotations)

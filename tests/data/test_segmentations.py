@@ -114,8 +114,11 @@ def test_backslashes_in_the_counts_of_a_literal_are_single_again():
         ({"type": "Polygon", "coordinates": [PAIRS]}, "without counts"),
         ([["8", "ten", "28", "10", "28", "34"]], "made of numbers"),
         ([[[8, None], [28, 10], [28, 34]]], "at least 3 points"),
-        ("a.png", "without a mask"),
-        ('"a"', "without a mask"),
+        ("a.png", "the text 'a.png'"),
+        ('"a"', "the text"),
+        ("", "without a mask"),
+        # Start and length of each run, as on Kaggle.
+        ("523 24 587 24", "the text '523 24 587 24'. Of Kaggle's run lengths, docs/FORMATS.md"),
         ([["a"]], "made of numbers"),
         ({"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}, "size [64, 96], the image's"),
         ({"size": [HEIGHT, WIDTH], "counts": "b'zz"}, "damaged"),

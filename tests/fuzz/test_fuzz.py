@@ -120,6 +120,8 @@ FOUND = [  # kind, seed and number of cases that were bugs once
     ("zip_bytes", 2026, 98535),  # a name that says it is UTF-8 and is not: UnicodeDecodeError
     ("json_tree", 21, 34400),  # an id of a thousand lists in one another: RecursionError in repair
     ("zip_members", 21, 35453),  # a file without a name: IndexError
+    # a JPEG without a table that it needs: torchvision's operator decoded it
+    ("image_bytes", 20261126, 27948),
 ]
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
-from colab_utils.loading.targets import PackedSamples, pack_target
+from colab_utils.loading.targets import PackedSamples, describe_misfit, pack_target
 
 NOT_A_NUMBER = float("nan")
+NUMBERS = torch.tensor([3, 7, 255], dtype=torch.uint8)[:, None, None]
 DEVICES = [
     "cpu",
     pytest.param(
@@ -37,6 +40,11 @@ def make_sample(seed, *, height=24, width=31, objects=3, fill=0.3):
         "area": torch.from_numpy(rng.random(objects).astype(np.float32)) * 1e5,
         "iscrowd": torch.from_numpy(rng.integers(0, 2, objects)),
     }
+
+
+def soften(masks):
+    """Return masks with values from 0 to 255."""
+    return masks * torch.arange(1, 32, dtype=torch.uint8) * 8
 
 
 def assert_same(sample, image, target):
@@ -166,6 +174,10 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
         # narrower labels
         lambda image, target: (image, target | {"labels": target["labels"].int()}),
         lambda image, target: (image, target | {"boxes": target["boxes"].double()}),
+        # from a model that is trained
+        lambda image, target: (image, target | {"boxes": target["boxes"].requires_grad_()}),
+        # each mask with a value of its own
+        lambda image, target: (image, target | {"masks": target["masks"] * NUMBERS}),
         # more than the contract
         lambda image, target: (image, target | {"keypoints": torch.zeros(3, 17, 3)}),
         # from an HWC array
@@ -222,6 +234,14 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (
             lambda i, t: (i, t | {"image_id": torch.arange(2)}),
             r"image_id .* of sample 0",
+        ),
+        # would become the id of image 1000
+        (lambda i, t: (i, t | {"image_id": 1000.5}), "image_id 1000.5 of sample 0"),
+        (lambda i, t: (Image.fromarray(i.permute(1, 2, 0).numpy()), t), "found Image.*PILToTensor"),
+        # soft edges
+        (
+            lambda i, t: (i, t | {"masks": soften(t["masks"])}),
+            "a mask with several values up to 248",
         ),
         (
             lambda i, t: (i, t | {"masks": t["masks"].float()}),
@@ -358,3 +378,58 @@ def test_a_part_of_a_batch_is_its_images():
             samples[first:end], part.to_images("cpu"), part.to_targets("cpu"), strict=True
         ):
             assert_same(sample, image, target)
+
+
+def make_boxed_sample(change=None):
+    """Return a packed sample of two objects in their boxes, which may be changed."""
+    masks = torch.zeros(2, 24, 31, dtype=torch.uint8)
+    masks[0, 4:14, 2:10] = 1
+    masks[1, 2:8, 17:28] = 1
+    boxes = torch.tensor([[2.0, 4, 10, 14], [17, 2, 28, 8]])
+    target = {"boxes": boxes, "labels": torch.tensor([1, 2]), "masks": masks, "image_id": 1000}
+    image, _ = make_sample(0)
+    return pack_target(image, target | (change(target) if change else {}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # in shares of the image
+        lambda target: {"boxes": target["boxes"] / torch.tensor([31, 24, 31, 24])},
+        # y before x
+        lambda target: {"boxes": target["boxes"][:, [1, 0, 3, 2]]},
+        # of the image in another size
+        lambda target: {"boxes": target["boxes"] / 2},
+        lambda target: {"boxes": target["boxes"] * 2},
+        # beyond the image
+        lambda target: {"boxes": target["boxes"] + 100},
+        # of other objects
+        lambda target: {"masks": target["masks"].flip(0)},
+        # mirrored without the boxes
+        lambda target: {"masks": target["masks"].flip(2)},
+        # compared with the wrong value
+        lambda target: {"masks": target["masks"] == 255},
+    ],
+)
+def test_a_mask_beside_its_box_is_said(change):
+    misfit = describe_misfit(make_boxed_sample(change))
+    assert re.search(r"Image 1000 has the box .* mask of this object (lies in|has no)", misfit)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda target: {},
+        # of the whole of an object that is partly hidden
+        lambda target: {"boxes": target["boxes"] + torch.tensor([-6, -6, 6, 6])},
+        # of torchvision's masks_to_boxes, of a mask two pixels wide and high
+        lambda target: {
+            "boxes": torch.tensor([[4.0, 5, 5, 6]] * 2),
+            "masks": functional.pad(torch.ones(2, 2, 2, dtype=torch.uint8), [4, 5, 25, 17]),
+        },
+        # no objects
+        lambda target: {"boxes": [], "labels": [], "masks": []},
+    ],
+)
+def test_boxes_may_be_larger_than_masks_or_end_a_pixel_before_them(change):
+    assert describe_misfit(make_boxed_sample(change)) == ""

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from itertools import chain, repeat
 from pathlib import Path
@@ -23,7 +24,13 @@ import psutil
 import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import ConcatDataset, DistributedSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    WeightedRandomSampler,
+)
 from torchvision.datasets import CocoDetection, wrap_dataset_for_transforms_v2
 from torchvision.transforms import v2
 
@@ -31,6 +38,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.shards.write import write_shards
@@ -97,6 +105,8 @@ class Numbers(torch.utils.data.Dataset):
             .to(torch.uint8)
         )
         boxes = torch.tensor([[0.5, 1.25, 4.0, 6.0]] * objects).reshape(-1, 4)
+        # Each mask has a pixel in its box.
+        masks[:, 2, 1] = 1
         return image, {
             "boxes": boxes,
             "labels": torch.arange(1, objects + 1),
@@ -945,3 +955,52 @@ def test_ctrl_c_leaves_a_loader_that_works_and_an_exit_without_noise(tiny_shards
         process.kill()
     assert (process.returncode, err) == (0, "")
     assert out == "interrupted\n12 2\n"
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        [[0, 1], [2]],
+        [0, 1, 23],
+        [0.0, 1.0],
+    ],
+    ids=["batches", "beyond the dataset", "not whole"],
+)
+def test_a_sampler_of_something_else_than_indices_is_refused(make, sampler):
+    loader = make(Numbers(23), batch_size=2, workers=0, sampler=sampler)
+    with pytest.raises(ColabUtilsError, match="The sampler does not give indices of the 23 images"):
+        list(loader)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Numbers(3))
+
+    def __len__(self):
+        return 3
+
+
+def test_a_stream_of_samples_is_refused_even_if_it_has_a_length(make):
+    with pytest.raises(ColabUtilsError, match="cannot read a dataset of type Stream"):
+        make(Stream(), batch_size=2)
+
+
+class Shifted(Numbers):
+    """Give boxes of another part of the image than the masks."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image, target | {"boxes": target["boxes"] + 100}
+
+
+def test_masks_beside_their_boxes_are_told_once(make):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        list(make(Shifted(23), batch_size=2, workers=0))
+    [warning] = [one for one in told if one.category is ColabUtilsWarning]
+    assert "the mask of this object lies in" in str(warning.message)
+
+
+def test_boxes_of_our_own_datasets_are_not_compared_again(tiny_shards):
+    assert not Fetcher(ShardDataset(tiny_shards))._compares_masks
+    assert Fetcher(Numbers(3))._compares_masks
