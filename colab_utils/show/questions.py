@@ -53,8 +53,8 @@ QUESTIONS = {
         "How many times as many files a second do 48 threads read as 8 threads?", "times"
     ),
     "times_photos": Question(
-        "The images are photos of 12 megapixels. How many times the images a second do 24 threads "
-        "bring, beside 8?",
+        "With photos of 12 megapixels, how many times the images a second do 24 threads bring, "
+        "beside 12?",
         "times",
     ),
 }

@@ -20,6 +20,8 @@ myst_heading_anchors = 4
 
 default_role = "code"
 autodoc_member_order = "bysource"
+# Matplotlib gives each figure a `set` of its own, whose text only Matplotlib's site can show.
+autodoc_default_options = {"exclude-members": "set"}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True

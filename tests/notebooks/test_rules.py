@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from colab_utils.show.questions import QUESTIONS
 from tests.density import count_nodes, find_packed_lines
 from tools.set_badges import UPLOAD
 
@@ -24,7 +25,7 @@ NAMES = [
 ]
 # 01 measures each term of the law in a cell of its own, and 02 each kind of work.
 MOST_CELLS = {
-    "01_detect_bottleneck": 114,
+    "01_detect_bottleneck": 95,
     "02_preprocess_to_shards": 76,
     # Each way to bring data near, and each measure against full memory, has a cell of its own.
     "03_copy_to_local_ssd": 70,
@@ -384,6 +385,14 @@ def test_minutes_are_given_per_section(prose):
     sections = re.findall(r"^## \d+\. .*$", prose, re.MULTILINE)
     assert len(sections) >= 3
     assert all(re.search(r"\(\d+ minutes\)$", section) for section in sections), sections
+
+
+def test_notebook_5_asks_what_notebook_1_asked_and_a_class_sheet_shows(name, sources):
+    if name[:2] not in ("01", "05"):
+        pytest.skip("01 asks before the course, 05 after it")
+    [form] = [source for _, source, cell in sources if cell["id"] == "questions"]
+    asked = re.findall(r"^# @markdown \d\. (.*)$", form, re.MULTILINE)
+    assert asked == [question.text for question in QUESTIONS.values()]
 
 
 def test_plain_words(prose):

@@ -181,3 +181,10 @@ def test_the_checks_of_the_five_notebooks_fit_their_text():
     for path in paths:
         for checks in read_checks(nbformat.read(path, as_version=4), path.stem).values():
             assert all(check.sentence for check in checks)
+
+
+def test_every_sentence_of_the_five_notebooks_with_a_figure_is_judged():
+    import nbformat
+
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        assert find_unmarked(nbformat.read(path, as_version=4)) == [], path.stem
