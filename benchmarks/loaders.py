@@ -140,7 +140,8 @@ def _prepare(row: Row, settings: Settings) -> None:
     if needed > free:
         wanted = format_bytes(needed)
         raise ColabUtilsError(
-            f"expected {wanted} of free disk, found {format_bytes(free)}. Use fewer --samples."
+            f"{wanted} of free disk are needed, and {format_bytes(free)} are free. "
+            "Use fewer --samples."
         )
     job.folder.mkdir(parents=True)
     run_apart(job, python, timeout_s=1800)
@@ -204,7 +205,7 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
     except ValueError:
         last = (said.strip().splitlines() or ["nothing said"])[-1]
         raise ColabUtilsError(
-            f"ended with code {process.returncode} in {job.task}: {last[:300]}"
+            f"ended with code {process.returncode} in {job.task}: {last[:300]}Use fewer --samples."
         ) from None
     if "error" in found:
         raise ColabUtilsError(f"{job.task}: {found['error'][:300]}")
@@ -261,12 +262,14 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     if len(options.images) != len(options.annotations) or min(options.repeats, options.samples) < 1:
         parser.error(
             "as many --annotations as --images are needed, and 1 or more --repeats and --samples"
+            "Use fewer --samples."
         )
     wanted = options.systems.split(",") if options.systems else list(SYSTEMS)
     unknown = [name for name in wanted if name not in SYSTEMS]
     if unknown:
         raise ColabUtilsError(
             f"expected systems among {', '.join(SYSTEMS)}; found {', '.join(unknown)}: choose again"
+            "Use fewer --samples."
         )
     settings = Settings(
         options.work,
@@ -340,6 +343,7 @@ def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> d
         raise ColabUtilsError(
             f"expected results of this machine with these settings in {path}, found others. "
             "Name another --json file, or move this one away."
+            "Use fewer --samples."
         )
     results["versions"] = earlier["versions"]
     return {found["name"]: found for found in earlier["scenarios"] if found["name"] not in anew}

@@ -81,23 +81,22 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
         ...     raise OSError(ENOTCONN, "Transport endpoint is not connected")
         Traceback (most recent call last):
-        colab_utils.drive.DriveLostError: expected to read /content/drive/MyDrive/a.jpg, found ...
+        colab_utils.drive.DriveLostError: /content/drive/MyDrive/a.jpg cannot be read: Drive got ...
     """
     try:
         yield
     except OSError as error:
         if error.errno in SHORTAGES:
             reason = explain_os_error(error, "")
-            raise UnavailableError(f"expected to open {path}, found: {reason}") from None
+            raise UnavailableError(f"{path} cannot be opened: {reason}") from None
         is_suspect = error.errno in _GONE_ON_DRIVE and is_on_drive(path)
         if error.errno not in _GONE and not is_suspect:
             raise
         mount = find_mount(path) or COLAB_ROOT / "drive"
         raise DriveLostError(
-            f"expected to read {path}, found that Drive got disconnected or refuses, "
-            f"for its quota or too full a folder (errno {error.errno}): "
-            f"remount it with drive.mount('{mount}', force_remount=True), or restart the session; "
-            "then run again: what is done is safe"
+            f"{path} cannot be read: Drive got disconnected or refuses, for its quota or too full "
+            f"a folder (errno {error.errno}). Remount it with drive.mount('{mount}', "
+            "force_remount=True), or restart the session; then run again: what is done is safe."
         ) from error
 
 
@@ -110,7 +109,7 @@ def explain_write(folder: Path) -> Iterator[None]:
         >>> with explain_write(Path("shards")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left ...
+        colab_utils.errors.ColabUtilsError: Writing into shards failed: No space left ...
     """
     try:
         with guard_drive(folder):
@@ -119,8 +118,7 @@ def explain_write(folder: Path) -> Iterator[None]:
         # A ValueError: the path is not a valid file name.
         reason = explain_os_error(error, "Name another folder.")
         raise ColabUtilsError(
-            f"expected to write into {folder}, found: {reason} "
-            "Then run the same again: it continues there."
+            f"Writing into {folder} failed: {reason} Then run the same again: it continues there."
         ) from None
 
 

@@ -47,21 +47,17 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     Example:
         >>> open_file("/dev/zero")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, ...
+        colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, and no file. ...
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     try:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ColabUtilsError(
-                f"expected a file at {path} that memory holds, found a device or a pipe: "
-                "put the file there"
-            )
+            raise ColabUtilsError(f"{path} is a device or a pipe, and no file. Put the file there.")
         if status.st_size > most_bytes:
             raise ColabUtilsError(
-                f"expected a file at {path} that memory holds, found "
-                f"{format_bytes(status.st_size)}, "
-                f"more than {format_bytes(most_bytes)}: split it, or save it smaller"
+                f"The file {path} has {format_bytes(status.st_size)}, and memory holds "
+                f"{format_bytes(most_bytes)} of it. Split it, or save it smaller."
             )
     except BaseException:
         file.close()
@@ -356,7 +352,7 @@ def require_new(path: Path, mark: bytes = b"") -> Path:
         is_ours = not content or mark in content
     if path.exists() and not is_ours:
         raise ColabUtilsError(
-            f"expected a new file, found {path}: name another: nothing of yours is overwritten"
+            f"{path} exists already, and nothing of yours is overwritten. Name a new file."
         )
     return path
 

@@ -139,7 +139,8 @@ def require_linux(work: str) -> None:
     """
     if sys.platform != "linux":
         raise ColabUtilsError(
-            f"expected Linux to {work}, found {sys.platform}: use Colab, a Linux machine or WSL 2"
+            f"Only Linux can {work}, and this system is {sys.platform}. Use Colab, a Linux machine "
+            "or WSL 2."
         )
 
 
@@ -212,6 +213,6 @@ def require_space(folder: Path, needed: float, cure: str) -> None:
     free = find_free_space(folder)
     if needed > free:
         raise ColabUtilsError(
-            f"expected {format_bytes(needed)} of free disk for {folder}, "
-            f"found {format_bytes(free)}: free some, {cure}"
+            f"{folder} needs {format_bytes(needed)} of free disk, and {format_bytes(free)} are "
+            f"free. Free some, {cure}."
         )

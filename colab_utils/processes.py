@@ -165,8 +165,8 @@ def explain_shared_memory() -> Iterator[None]:
     except OSError as error:
         reason = explain_os_error(error, "Make it writable.")
         raise ColabUtilsError(
-            f"expected locks for processes in /dev/shm, found: {reason} In Docker, --shm-size "
-            "makes it larger."
+            f"Locks for processes cannot be made in /dev/shm: {reason} In Docker, --shm-size makes "
+            "it larger."
         ) from None
 
 
@@ -191,8 +191,8 @@ class _ForkPool(ProcessPoolExecutor):
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
             raise ColabUtilsError(
-                "expected every process to finish, found one that the system ended, "
-                "most often for want of memory: use fewer workers (--workers 1)"
+                "The system ended a process, most often for want of memory. Use fewer workers "
+                "(--workers 1)."
             ) from None
 
 

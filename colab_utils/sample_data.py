@@ -164,13 +164,14 @@ def make_dataset(
         text = annotations.read_bytes()
     if json.dumps(recipe).encode() not in text:
         raise ColabUtilsError(
-            f"expected {recipe} in {folder}, found another dataset: choose another folder"
+            f"{folder} holds another dataset than {recipe}. Choose another folder."
         )
     content = json.loads(text)
     size = sum(path.stat().st_size for path in images.glob("*.jpg"))
     if size != content["info"]["bytes"]:
         raise ColabUtilsError(
-            f"expected {n} images in {images}, found some missing or cut: delete {folder}"
+            f"Some of the {n} images in {images} are missing or cut. Delete {folder} and run the "
+            "same again."
         )
     return BuiltinDataset(images, annotations, n, len(content["annotations"]), size)
 
@@ -192,7 +193,7 @@ def _check_recipe(recipe: dict[str, Any]) -> None:
         numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
         names = ", ".join(_SHAPES)
         raise ColabUtilsError(
-            f"expected {numbers}, categories of {names}, found {recipe}: change it"
+            f"A dataset cannot be made of {recipe}. Choose {numbers}, and categories of {names}."
         )
 
 

@@ -81,7 +81,8 @@ class Workspace:
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(
-                f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one"
+                f"The folder ssd is {fast}, which is on Drive, or the folder drive itself. Name a "
+                "folder on this machine's own disk."
             )
         # A folder above a named one is not made, so that a typing error in a name is noticed.
         _make_folder("DRIVE_FOLDER", slow, parents=not drive)
@@ -125,7 +126,7 @@ def _make_folder(setting: str, folder: Path, *, parents: bool) -> None:
             folder.mkdir(parents=parents, exist_ok=True)
     except OSError as error:
         reason = explain_os_error(error, f"Name another {setting}.")
-        raise ColabUtilsError(f"expected to make {folder}, found: {reason}") from error
+        raise ColabUtilsError(f"{folder} cannot be made: {reason}") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> Path:
@@ -142,8 +143,8 @@ def _choose_drive(drive: str | Path | None, scene: str) -> Path:
     if SCENES[scene] is not None:
         if chosen and is_on_drive(chosen):
             raise ColabUtilsError(
-                f"expected DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: leave "
-                "it empty, or choose the SCENE that mounts Drive"
+                f"DRIVE_FOLDER is {chosen}, and SCENE {scene!r} mounts no Drive. Leave it empty, "
+                "or choose the SCENE that mounts Drive."
             )
     elif is_colab() and (chosen is None or chosen.is_relative_to(mount)):
         _mount_google_drive(mount)
@@ -167,8 +168,8 @@ def _mount_google_drive(mount: Path) -> None:
             failure = describe_error(error)
     if not os.path.isdir(mount / "MyDrive"):
         raise ColabUtilsError(
-            f"expected Google Drive in {mount}, found Drive not mounted ({failure}): sign in when "
-            f"it asks, choose another SCENE, or name a DRIVE_FOLDER outside {mount}"
+            f"Google Drive is not mounted in {mount} ({failure}). Sign in when it asks, choose "
+            f"another SCENE, or name a DRIVE_FOLDER outside {mount}."
         )
 
 
@@ -285,8 +286,8 @@ def _find_own(workspace: Workspace, paths: list[str]) -> tuple[Path, Path]:
         if _is_there(images, annotations):
             return images, annotations
     raise ColabUtilsError(
-        f"expected your own dataset in {' and '.join(paths)}, found none: check IMAGES and "
-        f"ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
+        f"Your own dataset is not in {' and '.join(paths)}. Check IMAGES and ANNOTATIONS, choose "
+        f"the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}."
     )
 
 
@@ -319,9 +320,7 @@ def _locate(images: str, annotations: str) -> list[str]:
     if is_archive(images):
         return [images if "://" in images else str(_to_path(images)), annotations]
     if not (images and annotations):
-        raise ColabUtilsError(
-            "expected IMAGES and ANNOTATIONS, found only one of them: name both or neither"
-        )
+        raise ColabUtilsError("Only one of IMAGES and ANNOTATIONS is named. Name both or neither.")
     return [str(_to_path(images)), str(_to_path(annotations))]
 
 

@@ -21,7 +21,7 @@ def test_another_system_than_linux_is_told_so(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(
         ColabUtilsError,
-        match="expected Linux to share memory, found win32: use Colab, a Linux machine",
+        match=r"Only Linux can share memory, and this system is win32\. Use Colab, a Linux machine",
     ):
         require_linux("share memory")
 

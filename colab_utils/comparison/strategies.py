@@ -138,9 +138,8 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     free = find_free_memory()
     if needed > _MEMORY_SHARE * free:
         raise ColabUtilsError(
-            f"expected all {total:,} images to fit into half of the free memory, found "
-            f"{format_bytes(needed)} of samples and {format_bytes(free)} free: leave this "
-            "strategy out"
+            f"The samples of all {total:,} images take {format_bytes(needed)}, more than half of "
+            f"the free memory ({format_bytes(free)}). Leave this strategy out."
         )
     with ThreadPool(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
@@ -298,7 +297,5 @@ def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Str
             strategy = STRATEGIES[name]
         chosen[strategy] = None
     if not chosen:
-        raise ColabUtilsError(
-            f"expected strategies among {', '.join(STRATEGIES)}; found none: choose some of them"
-        )
+        raise ColabUtilsError(f"No strategy is named. Choose some of {', '.join(STRATEGIES)}.")
     return list(chosen)

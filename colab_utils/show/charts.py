@@ -59,7 +59,7 @@ def plot_first_seconds(
     """
     steps = {name: spans for name, spans in rows.items() if name not in blue and len(spans)}
     if not steps:
-        raise ColabUtilsError("expected steps to draw, found none: train for longer")
+        raise ColabUtilsError("There are no steps to draw. Train for longer.")
     shown_s = seconds or max(spans[-1][1] for spans in steps.values())
     ends_s = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}
     waits = dict[str, str]()
@@ -149,7 +149,7 @@ def plot_bars(
         ['16', '480']
     """
     if not values:
-        raise ColabUtilsError("expected values to draw, found none: measure at least one")
+        raise ColabUtilsError("There are no values to draw. Measure at least one.")
     notes = notes or {}
     spread = spread or {}
     lit = highlight or [max(values, key=lambda name: values[name])]

@@ -270,9 +270,7 @@ def read_comparison(comparison: "Comparison | Content") -> Content:
     timed = {name: row for name, row in rows.items() if row["images_per_second"]}
     content["timed"] = timed
     if not timed:
-        raise ColabUtilsError(
-            "expected a strategy that was timed, found none: compare at least one"
-        )
+        raise ColabUtilsError("No strategy was timed. Compare at least one.")
     fair = {name: row for name, row in timed.items() if row["comparable"]}
     content["fair"] = fair or timed
     return content

@@ -112,7 +112,7 @@ def draw_predictions(
     """
     if not predictions:
         raise ColabUtilsError(
-            "expected predictions to draw, found none: run the model on at least one sample"
+            "There are no predictions to draw. Run the model on at least one sample."
         )
     panels: list[_Panel] = []
     objects_that_fit: list[bool] = []

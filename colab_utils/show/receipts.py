@@ -67,8 +67,8 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
             line = summarise_receipt(json.loads(path.read_text(encoding="utf-8")))
         except Exception as error:
             raise ColabUtilsError(
-                f"expected receipts (comparison.json), found {path} ({describe_error(error)}): "
-                "name what compare wrote"
+                f"{path} is no receipt ({describe_error(error)}). Name a comparison.json that "
+                "compare wrote."
             ) from None
         lines.append({"receipt": name, **line})
     return lines

@@ -290,7 +290,9 @@ def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeyp
     usage = namedtuple("usage", "total used free")
     # 16,006 bytes + 2 % do not fit
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))
-    with pytest.raises(ColabUtilsError, match=r"16\.3 kB of free disk.*found 16\.1 kB.*--limit-gb"):
+    with pytest.raises(
+        ColabUtilsError, match=r"16\.3 kB of free disk, and 16\.1 kB are free.*--limit-gb"
+    ):
         copy_shards(source, tmp_path / "ssd")
     assert not (tmp_path / "ssd").exists()
     copy_shards(source, tmp_path / "ssd", limit_gb=8.5e-6)
@@ -379,7 +381,7 @@ def test_a_full_disk(source, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ColabUtilsError, match=r"found: No space left.*it continues there"):
+    with pytest.raises(ColabUtilsError, match=r"failed: No space left.*it continues there"):
         copy_shards(source, tmp_path / "ssd")
     assert names(tmp_path / "ssd") == []
 
@@ -422,7 +424,7 @@ def test_mistakes_are_named(source, tmp_path):
     with pytest.raises(ColabUtilsError, match=r"expected two folders"):
         copy_shards(source, tmp_path / "link")
     for name in ("a" * 300, "a\0b", "\ud800"):
-        with pytest.raises(ColabUtilsError, match=r"expected to write into .*found: "):
+        with pytest.raises(ColabUtilsError, match=r"Writing into .* failed: "):
             copy_shards(source, tmp_path / name)
     (tmp_path / "file").touch()
     with pytest.raises(ColabUtilsError, match=r"File exists"):

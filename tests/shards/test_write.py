@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_finished_shards_and_continues(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fill)
-        with pytest.raises(ColabUtilsError, match="found: No space left"):
+        with pytest.raises(ColabUtilsError, match="failed: No space left"):
             run(data, folder, workers=2)
     expected = snapshot(undisturbed)
     left = snapshot(folder)
@@ -322,7 +322,7 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
 
 def test_too_little_space_is_told_before_the_first_byte(tiny_dataset, folder, monkeypatch):
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
-    with pytest.raises(ColabUtilsError, match=r"of free disk for .* found 1\.0 kB.*--min-size"):
+    with pytest.raises(ColabUtilsError, match=r"of free disk, and 1\.0 kB are free.*--min-size"):
         run((tiny_dataset.images, tiny_dataset.annotations), folder)
     assert not folder.exists()
 
@@ -479,7 +479,7 @@ def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, wo
         files = [frame.filename for frame in traceback.extract_stack()]
         measures = any(file.endswith("plan.py") for file in files)
         if path.name == lost and measures == (place == 0):
-            raise DriveLostError("expected to read it, found that Drive got disconnected")
+            raise DriveLostError("It cannot be read: Drive got disconnected.")
         return read(path, *options)
 
     with monkeypatch.context() as patch:
@@ -750,9 +750,9 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
         run((tmp_path / "no", dataset[1]), folder)
     with pytest.raises(ColabUtilsError, match="expected an annotations file"):
         run((dataset[0], tmp_path / "no.json"), folder)
-    with pytest.raises(ColabUtilsError, match="expected to write into"):
+    with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
         run(dataset, dataset[1])  # a file
-    with pytest.raises(ColabUtilsError, match="expected to write into"):
+    with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
         run(dataset, Path("/proc/shards"))
 
 
@@ -927,7 +927,7 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
         patch.setattr(
             write, "write_index", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
         )
-        with pytest.raises(ColabUtilsError, match="found: full"):
+        with pytest.raises(ColabUtilsError, match="failed: full"):
             run(dataset, folder, storage="pixels")
     assert not (folder / "index.json").exists()
     assert find_recipe(folder)["storage"] == "pixels"  # of a run that is not finished

@@ -102,7 +102,7 @@ def test_copies_are_blue_and_neither_wait_nor_end_the_picture():
 
 @pytest.mark.parametrize("rows", [{}, {"plain loop": []}, {"copy": [(0, 1)]}])
 def test_no_steps_is_said(rows):
-    with pytest.raises(ColabUtilsError, match="expected steps to draw, found none"):
+    with pytest.raises(ColabUtilsError, match="There are no steps to draw"):
         charts.plot_first_seconds(rows)
 
 
@@ -158,7 +158,7 @@ def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
 
 
 def test_no_bars_is_said():
-    with pytest.raises(ColabUtilsError, match="expected values to draw"):
+    with pytest.raises(ColabUtilsError, match="There are no values to draw"):
         plot_bars({}, title="", unit="")
 
 

@@ -210,5 +210,5 @@ def test_no_prediction_at_all_is_a_picture_too():
 
 
 def test_no_predictions_is_said():
-    with pytest.raises(ColabUtilsError, match="expected predictions to draw, found none"):
+    with pytest.raises(ColabUtilsError, match="There are no predictions to draw"):
         draw_predictions(Samples([make_sample()]), [])
