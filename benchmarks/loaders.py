@@ -262,14 +262,12 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     if len(options.images) != len(options.annotations) or min(options.repeats, options.samples) < 1:
         parser.error(
             "as many --annotations as --images are needed, and 1 or more --repeats and --samples"
-            "Use fewer --samples."
         )
     wanted = options.systems.split(",") if options.systems else list(SYSTEMS)
     unknown = [name for name in wanted if name not in SYSTEMS]
     if unknown:
         raise ColabUtilsError(
             f"expected systems among {', '.join(SYSTEMS)}; found {', '.join(unknown)}: choose again"
-            "Use fewer --samples."
         )
     settings = Settings(
         options.work,
@@ -343,7 +341,6 @@ def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> d
         raise ColabUtilsError(
             f"expected results of this machine with these settings in {path}, found others. "
             "Name another --json file, or move this one away."
-            "Use fewer --samples."
         )
     results["versions"] = earlier["versions"]
     return {found["name"]: found for found in earlier["scenarios"] if found["name"] not in anew}
