@@ -205,7 +205,7 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
     except ValueError:
         last = (said.strip().splitlines() or ["nothing said"])[-1]
         raise ColabUtilsError(
-            f"ended with code {process.returncode} in {job.task}: {last[:300]}Use fewer --samples."
+            f"ended with code {process.returncode} in {job.task}: {last[:300]}"
         ) from None
     if "error" in found:
         raise ColabUtilsError(f"{job.task}: {found['error'][:300]}")
