@@ -264,7 +264,7 @@ BAD = [
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
     (["diagnose", "--images", "{}/images"], "or --shards alone"),
     (["diagnose"], "or --shards alone"),
-    (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "two folders"),
+    (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "the same folder"),
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
     # other shards are there
@@ -273,7 +273,7 @@ BAD = [
     (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
     (
         ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW],
-        "every one that was looked at bad",
+        "No image that was looked at",
     ),
     (
         ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"],

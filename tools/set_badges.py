@@ -118,11 +118,12 @@ def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
     """
     if not re.fullmatch(SLUG, slug) or slug.endswith((".git", "/.", "/..")):
         raise ValueError(
-            f"expected REPO=owner/name as on GitHub, found {slug!r}: make badges REPO=owner/name"
+            f"{slug!r} is no name of a repository on GitHub. Give owner/name: make badges "
+            "REPO=owner/name"
         )
     if ref and not re.fullmatch(REF, ref):
         raise ValueError(
-            f"expected REF=tag, such as v1.0, found {ref!r}: make badges REPO=owner/name REF=v1.0"
+            f"{ref!r} is no tag, such as v1.0. Give one: make badges REPO=owner/name REF=v1.0"
         )
     texts = {path: path.read_text(encoding="utf-8") for path in list_files(root)}
     old = set().union(*map(find_slugs, texts.values()))

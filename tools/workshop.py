@@ -73,8 +73,8 @@ def build_wheel(folder: Path, *, root: Path = ROOT) -> Path:
         lines = [line.strip() for line in done.stderr.splitlines() if "rror" in line]
         reason = lines[-1] if lines else "pip failed"
         raise ColabUtilsError(
-            f"expected pip and setuptools 77 or newer to build the wheel, found: {reason}. "
-            "Install them: pip install pip 'setuptools>=77'"
+            f"The wheel cannot be built without pip and setuptools 77 or newer: {reason}. Install "
+            "them: pip install pip 'setuptools>=77'"
         )
     return next(iter(folder.glob("colab_utils-*.whl")))
 
@@ -99,7 +99,7 @@ def carry_wheel(source: str, wheel: Path) -> str:
     carrying, count = _SOURCE.subn(lambda _: carried, source)
     if count != 1:
         raise ColabUtilsError(
-            f"expected one line SOURCE = ... in the setup cell, found {count}: run make setup-cells"
+            f"The setup cell has {count} lines SOURCE = ..., and needs one. Run make setup-cells."
         )
     return carrying
 
@@ -147,7 +147,8 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
     ]
     if heavy:
         raise ColabUtilsError(
-            f"expected notebooks of less than {MOST_BYTES:,} bytes, found {', '.join(heavy)}"
+            f"These notebooks have {MOST_BYTES:,} bytes or more: {', '.join(heavy)}. Clear their "
+            "outputs."
         )
     return written
 

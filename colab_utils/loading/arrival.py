@@ -81,9 +81,8 @@ class Arrival:
         least = min(index.bytes, 2 * max(self._sizes, default=0))
         if math.isnan(limit_bytes) or limit_bytes < least:
             raise ColabUtilsError(
-                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found "
-                f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards "
-                "(--shard-mb)"
+                f"limit_gb allows {format_bytes(limit_bytes)}, and two shards take "
+                f"{least / 1e9:.3g} GB. Allow more, or preprocess into smaller shards (--shard-mb)."
             )
         self.key = hash_bytes(repr(sorted(index.files())).encode())
         # that of an earlier arrival, or an index, tells that the shards in the target are of this
@@ -93,8 +92,8 @@ class Arrival:
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
             raise ColabUtilsError(
-                "expected a new or empty folder for shards that take turns, found files in "
-                f"{target}, which are never removed: name another folder, or leave limit_gb out"
+                f"Shards that take turns need a new or empty folder: files in {target} are never "
+                "removed. Name another folder, or leave limit_gb out."
             )
         files: list[tuple[str, int, str]] = []
         for shard, end in zip(index.shards, accumulate(self._sizes), strict=True):
@@ -234,7 +233,7 @@ class Arrival:
             return not missing
 
     def _run(self) -> None:
-        error: Exception = ColabUtilsError("expected all shards, found that the copy was stopped")
+        error: Exception = ColabUtilsError("The copy was stopped.")
         try:
             with explain_write(self.target):
                 remove_leftovers(self.target)
@@ -250,8 +249,8 @@ class Arrival:
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
         with self._lock:
             self._error = kind(
-                f"{error}; {len(self.spans_s)} of {len(self._sizes)} shards in "
-                f"{self.target} are safe, and the same call continues there"
+                f"{error} {len(self.spans_s)} of {len(self._sizes)} shards in "
+                f"{self.target} are safe, and the same call continues there."
             )
             try:
                 self._write_status()
@@ -345,8 +344,9 @@ class Arrival:
 
         if not self.retries.run(is_on_source):
             raise ColabUtilsError(
-                f"expected {files[0][0]} in {self.source}, found none of its size: that in "
-                f"{self.target} is the last one, and is kept: copy it back, then run the same again"
+                f"{files[0][0]} is not in {self.source}, or has another size: that in "
+                f"{self.target} is the last one, and is kept. Copy it back, then run the same "
+                "again."
             )
         for name, _, _ in files:
             # a worker may hold it open, and its room with it
@@ -391,8 +391,8 @@ class ArrivedShards:
         if status["error"] or not psutil.pid_exists(status["pid"]):
             raise ColabUtilsError(
                 status["error"]
-                or f"expected shards to arrive in {self.folder}, found that the process that "
-                "brings them has ended: make the dataset again, it continues there"
+                or f"The process that brings shards to {self.folder} has ended. Make the dataset "
+                "again: it continues there."
             )
         return False
 

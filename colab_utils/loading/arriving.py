@@ -80,7 +80,7 @@ class ArrivingShards(ShardDataset):
     Example:
         >>> ArrivingShards("no/such/folder", "ssd")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
+        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
 
     def __init__(

@@ -267,7 +267,7 @@ class ShardDataset(CocoSamples):
     Example:
         >>> ShardDataset("no/such/folder")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
+        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
 
     def __init__(

@@ -274,8 +274,8 @@ class WritingShards(ArrivingShards):
             self._fill_tables(number, rows[is_usable], arrays)
         elif path.exists():
             raise ColabUtilsError(
-                f"expected what was just written in {path}, found it damaged: run the same again, "
-                "it is written anew"
+                f"{path} is damaged, though it was just written. Run the same again: it is written "
+                "anew."
             )
         else:
             self._bits[number] = 0

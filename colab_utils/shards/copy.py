@@ -81,7 +81,7 @@ def copy_shards(
     Example:
         >>> copy_shards("no/such/folder", "ssd")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
+        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
     source = require_local_path(source)
     target = require_local_path(target)
@@ -167,8 +167,8 @@ class Copying:
                 return ""
             if path.exists() and not self.overwrite:
                 raise ColabUtilsError(
-                    f"expected no other data in {self.target}, found another {name}: "
-                    "name another folder, or delete that file if it is a damaged copy"
+                    f"{self.target} holds another {name}. Name another folder, or delete that file "
+                    "if it is a damaged copy."
                 )
             temporary = name_temporary(path)
             try:
@@ -184,8 +184,8 @@ class Copying:
             if self._transfer(name, size, temporary) == (size, checksum):
                 return
         raise ColabUtilsError(
-            f"expected {name} in {self.source} to match its checksum, found another one twice: "
-            "the source is damaged. Run verify on it, then preprocess again what it names"
+            f"{name} in {self.source} is damaged: its checksum was wrong twice. Run verify on the "
+            "source, then preprocess again what it names."
         )
 
     def _transfer(self, name: str, size: int, temporary: Path) -> tuple[int, str]:
@@ -194,7 +194,7 @@ class Copying:
             file = DriveFile(self.source / name, self.retries)
         except OSError as error:
             raise ColabUtilsError(
-                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: "
+                f"{name} in {self.source}, which {INDEX_NAME} lists, cannot be read: "
                 f"{explain_os_error(error, 'Run verify, then preprocess again what it names.')}"
             ) from error
         state = xxhash.xxh3_64()
@@ -224,19 +224,20 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
     with explain_write(target):
         if os.path.realpath(source) == os.path.realpath(target):
             raise ColabUtilsError(
-                f"expected two folders, found {source} as source and target: name another target"
+                f"Source and target are the same folder, {source}. Name another target."
             )
         if (target / WRITER_NAME).exists():
             raise ColabUtilsError(
-                f"expected a folder to copy into, found a preprocess in {target}: name another one"
+                f"A preprocess is at work in {target}, so that nothing is copied there. Name "
+                "another folder."
             )
         if not (target / INDEX_NAME).exists():
             return None
         previous = read_index(target)
         if not _is_copy(previous, index):
             raise ColabUtilsError(
-                f"expected nothing or a copy of these shards in {target}, found other shards: "
-                "name another folder, or delete that one if you no longer need it"
+                f"{target} holds other shards. Name another folder, or delete that one if you no "
+                "longer need it."
             )
         return previous
 
@@ -261,8 +262,8 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
         first = index.shards[0]
         first_gb = (first.bytes + first.arrays_bytes) / 1e9
         raise ColabUtilsError(
-            f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one "
-            f"takes {first_gb:.3g} GB"
+            f"limit_gb={limit_gb:g} holds no shard: the first one takes {first_gb:.3g} GB. Allow "
+            "more, or leave limit_gb out."
         )
     return tuple(chosen)
 

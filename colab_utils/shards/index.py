@@ -114,24 +114,23 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         writer = find_writer(folder)
         if writer:
             raise ColabUtilsError(
-                f"expected finished shards in {folder}, found that preprocess is writing there "
+                f"The shards in {folder} are not finished: preprocess is writing there "
                 f"({writer!r}). Wait until it has ended."
             ) from None
-        problem = f"expected a folder of shards, found nothing at {folder}"
+        problem = f"There is no folder of shards at {folder}"
         if folder.exists():
-            problem = f"expected {INDEX_NAME} in {folder}, found none"
+            problem = f"There is no {INDEX_NAME} in {folder}"
         raise ColabUtilsError(
             f"{problem}. Run preprocess (or copy) first: "
             "where it was interrupted, it continues where it stopped."
         ) from None
     except OSError as error:
         reason = explain_os_error(error, "Make the file readable.")
-        raise ColabUtilsError(f"expected to read {path}, found: {reason}") from None
+        raise ColabUtilsError(f"{path} cannot be read: {reason}") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
-            f"expected the index that was written in {path}, found one that was changed since: "
-            f"{error!s:.100}. Copy the folder again, or delete it and run preprocess again: "
-            "finished shards stay."
+            f"The index in {path} was changed since it was written: {error!s:.100}. Copy the "
+            "folder again, or delete it and run preprocess again: finished shards stay."
         ) from None
 
 
@@ -145,14 +144,14 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     """
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise ColabUtilsError(
-            f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another."
+            f"The index in {folder} is none of {FORMAT_NAME}. Name another folder."
         )
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {folder}, "
-            f"found version {version!s:.20}. "
-            "Update colab_utils, or run preprocess again, into another folder."
+            f"The shards in {folder} have the format version {version!s:.20}, and this colab_utils "
+            f"reads {FORMAT_VERSION}. Update colab_utils, or run preprocess again, into another "
+            "folder."
         )
     checksum = raw.pop("xxh3_64")
     if checksum != hash_bytes(_to_text(raw)):

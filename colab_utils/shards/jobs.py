@@ -83,8 +83,7 @@ class WorkerProgress:
         """
         if self.stop is not None and self.stop.is_set():
             raise ColabUtilsError(
-                "expected to write all shards, found that it was stopped: "
-                "run it again, it continues"
+                "The writing of shards was stopped. Run the same again: it continues."
             )
         if self.images_done is not None:
             with self.images_done.get_lock():

@@ -73,7 +73,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
         >>> with hold_folder(folder), hold_folder(folder):
         ...     pass
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected no other writer in ..., found one ...
+        colab_utils.errors.ColabUtilsError: Another writer is at work in ...
     """
     require_linux("lock a folder")
     path = folder / WRITER_NAME
@@ -99,9 +99,9 @@ def hold_folder(folder: Path) -> Iterator[None]:
         writer = retries.write(folder, partial(find_writer, folder, is_locked=not is_free))
         if writer:
             raise ColabUtilsError(
-                f"expected no other writer in {folder}, found one at work there ({writer!r}). "
-                "Let it end, or stop it and run the same: it continues. "
-                f"(On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
+                f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it and "
+                "run the same: it continues. (On another machine it counts as gone after "
+                f"{_SILENT_S:.0f} seconds.)"
             )
         _marks.add(mark)
         try:

@@ -45,7 +45,7 @@ def verify_shards(folder: str | Path) -> VerifyReport:
     Example:
         >>> verify_shards("no/such/folder")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
+        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
     folder = require_local_path(folder)
     retries = Retries()

@@ -26,9 +26,9 @@ def share_errors(ranks: Ranks) -> Iterator[None]:
 
     Example:
         >>> with share_errors(Ranks()):
-        ...     raise ColabUtilsError("expected shards, found none. Copy them first.")
+        ...     raise ColabUtilsError("There are no shards. Copy them first.")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected shards, found none. Copy them first.
+        colab_utils.errors.ColabUtilsError: There are no shards. Copy them first.
     """
     try:
         yield

@@ -86,7 +86,7 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
         ...     {}["plan"]
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a checkpoint as this version of colab_utils ...
+        colab_utils.errors.ColabUtilsError: ... is no checkpoint as this version of colab_utils ...
     """
     try:
         yield
@@ -126,15 +126,15 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise ColabUtilsError(
-                f"expected finite weights in {path}, found {name} with values that are no "
-                f"numbers. {_CURE}"
+                f"The checkpoint {path} cannot be used: {name} has values that are no numbers. "
+                f"{_CURE}"
             )
 
 
 def _refuse(path: Path) -> ColabUtilsError:
     return ColabUtilsError(
-        f"expected a checkpoint as this version of colab_utils writes it in {path}, found one that "
-        f"was changed or renamed, or of another program or version. {_CURE} Or update colab_utils."
+        f"{path} is no checkpoint as this version of colab_utils writes it: it was changed or "
+        f"renamed, or is of another program or version. {_CURE} Or update colab_utils."
     )
 
 
@@ -147,8 +147,8 @@ def load_content(path: Path, content: bytes) -> dict[str, Any]:
     except Exception as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ColabUtilsError(
-            f"expected to load {path}, found an error, though the file is complete: {first_line} "
-            f"Free memory and start again. Or: {_CURE}"
+            f"{path} cannot be loaded, though the file is complete: {first_line} Free memory and "
+            f"start again. Or: {_CURE}"
         ) from error
     if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
@@ -164,6 +164,6 @@ def explain_read(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ColabUtilsError(
-            f"expected to read checkpoints in {path}, found: {reason}. Make it readable, move it "
-            "away, or choose another run folder."
+            f"Checkpoints cannot be read in {path}: {reason}. Make it readable, move it away, or "
+            "choose another run folder."
         ) from error

@@ -49,8 +49,8 @@ class OpenData:
         difference = ""
         if self.is_loose and state["images"] != len(self.rows):
             difference = (
-                f"expected the {state['images']} images that the run was begun with, found "
-                f"{len(self.rows)}, as others turned out bad or are not in shards yet"
+                f"The run was begun with {state['images']} images, and {len(self.rows)} are there "
+                "now, as others turned out bad or are not in shards yet"
             )
         elif order not in (None, self.order) or (state["joined"] and not has_shards):
             difference = "The images lie in another order than those that the run was begun with"
@@ -139,8 +139,8 @@ def open_data(
     """
     if source.ssd is not None and ranks.count > 1:
         raise ColabUtilsError(
-            f"expected one process to train while its shards are copied, found {ranks.count}. "
-            "Copy them first, on every machine, and train without `local` and `ssd`."
+            f"{ranks.count} processes cannot train while their shards are copied. Copy them first, "
+            "on every machine, and train without `local` and `ssd`."
         )
     dataset = source.open(seed)
     try:
@@ -161,14 +161,14 @@ def _find_images(
         validation = ShardDataset(val_shards, contiguous_labels=True)
         if validation.category_ids != dataset.category_ids:
             raise ColabUtilsError(
-                f"expected the same category ids in {val_shards} as in {place}, found others "
+                f"The shards in {val_shards} have other category ids than those in {place} "
                 f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
                 "Make both from annotations with the same categories."
             )
     rows = np.flatnonzero(dataset.has_objects).tolist()
     if not rows:
         raise ColabUtilsError(
-            f"expected images with objects in {place}, found none in {len(dataset)} images. "
-            "Check the annotations that the shards were made from."
+            f"None of the {len(dataset)} images in {place} has objects. Check the annotations that "
+            "the shards were made from."
         )
     return OpenData(dataset, rows, validation, is_loose=source.shards is None)

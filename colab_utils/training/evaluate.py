@@ -97,14 +97,14 @@ def evaluate(
     Example:
         >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
+        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
     _check_classes(model, dataset)
     truth = dataset.to_coco()
     if all(annotation["iscrowd"] for annotation in truth.dataset["annotations"]):
         raise ColabUtilsError(
-            f"expected objects to measure against, found none in {len(dataset)} images: evaluate "
-            "on a dataset with annotations"
+            f"None of the {len(dataset)} images has objects to measure against. Evaluate on a "
+            "dataset with annotations."
         )
     with _set_up(model.to(device)):
         with suppress(BrokenProcessPool):
@@ -117,8 +117,8 @@ def evaluate(
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
     raise EvaluationProcessError(
-        "expected an average precision, found that its process was killed twice, as happens where "
-        "memory is full. Evaluate on fewer images."
+        "The process of the evaluation was killed twice, as happens where memory is full. Evaluate "
+        "on fewer images."
     )
 
 
@@ -126,7 +126,8 @@ def _check_classes(model: Any, dataset: Any) -> None:
     """Refuse a model whose labels mean other classes than those of the dataset."""
     if not isinstance(dataset, ShardDataset | CocoFolder):
         raise ColabUtilsError(
-            f"expected a ShardDataset or a CocoFolder, found {type(dataset).__name__}. Open one."
+            f"A dataset of type {type(dataset).__name__} cannot be evaluated. Open a ShardDataset "
+            "or a CocoFolder."
         )
     ids = dataset.category_ids
     classes = dataset.num_classes
@@ -141,9 +142,8 @@ def _check_classes(model: Any, dataset: Any) -> None:
     trained = getattr(model, "category_ids", ids)
     if not fits or not ids.items() <= trained.items():
         raise ColabUtilsError(
-            f"expected a dataset with the classes of the model ({known} in all), found other "
-            f"labels ({classes} in all). Open it with the contiguous_labels of the training "
-            "dataset."
+            f"The dataset has other labels ({classes} in all) than the model has classes ({known} "
+            "in all). Open it with the contiguous_labels of the training dataset."
         )
 
 

@@ -120,23 +120,20 @@ def _check_input(model: Any, batch: Any) -> None:
     name = type(model).__name__
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise ColabUtilsError(
-            f"expected a plain model, found {name} around it: wrap a module whose forward calls "
-            "compute_losses instead"
+            f"The model is wrapped in {name}, which compute_losses cannot look into. Wrap a module "
+            "whose forward calls compute_losses instead."
         )
     if not isinstance(model, MaskRCNN):
         raise ColabUtilsError(
-            f"expected a Mask R-CNN of torchvision, found {name}: call model(images, targets) with "
-            "deliver='dense'"
+            f"{name} is no Mask R-CNN of torchvision. Call model(images, targets) with "
+            "deliver='dense'."
         )
     if not model.training:
-        raise ColabUtilsError(
-            "expected a model in training mode, found one in evaluation mode: call model.train() "
-            "first"
-        )
+        raise ColabUtilsError("The model is in evaluation mode. Call model.train() first.")
     if not isinstance(batch, PackedBatch):
         raise ColabUtilsError(
-            f"expected a packed batch, found {type(batch).__name__}: make the loader with "
-            "deliver='packed'"
+            f"A batch of type {type(batch).__name__} is not packed. Make the loader with "
+            "deliver='packed'."
         )
 
 

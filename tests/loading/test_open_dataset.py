@@ -466,7 +466,7 @@ def test_without_any_usable_image_there_is_no_dataset(own_dataset, places):
 @pytest.mark.parametrize("held", ["drive", "ssd"])
 def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places, held):
     with hold_folder(places[held]):
-        with pytest.warns(ColabUtilsWarning, match="expected no other writer in .* loose files"):
+        with pytest.warns(ColabUtilsWarning, match="Another writer is at work in .* loose files"):
             dataset = open_tiny(tiny_dataset, places)
         assert type(dataset) is CocoFolder
         assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n

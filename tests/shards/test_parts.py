@@ -412,7 +412,7 @@ def test_a_stopped_job_writes_nothing(sixty, folder, monkeypatch):
         time.sleep(0.3)
         assert not future.done()
         job.stop_file.touch()
-        with pytest.raises(ColabUtilsError, match="it was stopped"):
+        with pytest.raises(ColabUtilsError, match="The writing of shards was stopped"):
             future.result(timeout=30)
     assert not list(folder.glob("*shard-*"))
     # Another run of the same plan is not.

@@ -302,7 +302,7 @@ def tell_starts():
 
 def refuse_to_copy(folder, shards):
     with pytest.raises(
-        ColabUtilsError, match="expected one process to train while its shards are copied, found 2"
+        ColabUtilsError, match="2 processes cannot train while their shards are copied"
     ):
         train(
             shards,
@@ -447,7 +447,7 @@ def test_ranks_do_not_wait_for_one_that_cannot_open_its_shards(shards, tmp_path,
         refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2
     )
     own = messages.pop(rank)
-    assert own.startswith("expected a folder of shards, found nothing at ")
+    assert own.startswith("There is no folder of shards at ")
     assert messages == [
         f"Rank {rank} stopped before the first step, and so did all others. It says: {own}"
     ]
@@ -459,7 +459,7 @@ def test_ranks_do_not_wait_for_a_checkpoint_that_cannot_be_read(shards, tmp_path
     messages = run_ranks(
         refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", [{"steps": 1}] * 2
     )
-    assert "found one that was changed or renamed" in messages[0]
+    assert "it was changed or renamed" in messages[0]
     assert (
         messages[1]
         == f"Rank 0 stopped before the first step, and so did all others. It says: {messages[0]}"
@@ -470,7 +470,7 @@ def refuse_to_prepare(folders, run):
     """The message of this rank where the first one cannot make the run's folder."""
 
     def fail(self, anew):
-        raise ColabUtilsError("expected a folder that can be written, found none. Choose one.")
+        raise ColabUtilsError("The folder cannot be written. Choose another one.")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointFolder, "prepare", fail)
@@ -480,7 +480,7 @@ def refuse_to_prepare(folders, run):
 def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(shards, tmp_path):
     folders = [shards, shards]
     messages = run_ranks(refuse_to_prepare, 2, tmp_path / "out", folders, tmp_path / "run")
-    assert messages[0].startswith("expected a folder that can be written")
+    assert messages[0].startswith("The folder cannot be written")
     assert messages[1].startswith("Rank 0 stopped before the first step, and so did all others. ")
     assert messages[1].endswith(messages[0])
 
