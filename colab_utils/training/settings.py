@@ -45,8 +45,8 @@ class AskedSettings:
         names = get_args(Augment)
         if self.augment is not None and self.augment not in (*names, OWN_TRANSFORMS):
             raise ColabUtilsError(
-                f"There is no augment {self.augment!r}. Pass one of {', '.join(names)} or "
-                "transforms of your own."
+                f"expected augment as one of {', '.join(names)} or transforms of your own, "
+                f"found {self.augment!r}. Pass another value."
             )
         if self.norms is not None:
             require_choice("norms", self.norms, get_args(Norms))

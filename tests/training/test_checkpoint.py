@@ -439,7 +439,7 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path):
     path = CheckpointFolder(tmp_path).save(make_state(), step=5)
     path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
     with pytest.raises(
-        ColabUtilsError, match=r"as this version of colab_utils writes it .* Or update colab_utils"
+        ColabUtilsError, match=r"as this version of colab_utils writes it: .* Or update colab_utils"
     ):
         CheckpointFolder(tmp_path).read(repair=True)
 

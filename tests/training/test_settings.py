@@ -61,11 +61,7 @@ BAD_VALUES = [
     ("model", "yolo", "model as one of maskrcnn_resnet50_fpn_v2, "),
     ("min_size", 0, "min_size between 1 and 10,000 .*found 0"),
     ("max_size", 10_001, "max_size between 1 and 10,000 .*found 10001"),
-    (
-        "augment",
-        "mosaic",
-        "There is no augment 'mosaic'. Pass one of none, flip or transforms of your own",
-    ),
+    ("augment", "mosaic", "augment as one of none, flip or transforms of your own, found 'mosaic'"),
     ("norms", "x", "norms as one of frozen, trained; found 'x'"),
     ("batch_size", 0, "batch_size between 1 and 2,147,483,647 .*found 0"),
     ("batch_size", 2.5, "batch_size between 1 and 2,147,483,647 .*found 2.5"),

@@ -932,9 +932,7 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
 @pytest.mark.filterwarnings("ignore:.*skipped")
 @pytest.mark.parametrize("rate", [1e4, 1e8, 1e30, 1e38])
 def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, rate):
-    with pytest.raises(
-        ColabUtilsError, match=r"The loss is not finite.*learning_rate below"
-    ) as told:
+    with pytest.raises(ColabUtilsError, match=r"finite.*learning_rate below") as told:
         train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
     assert "\n" not in str(told.value)
 
@@ -1090,8 +1088,8 @@ def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, mess
 def test_a_dataset_in_place_of_its_folder_is_refused_in_words(tiny_shards, tmp_path):
     with pytest.raises(
         ColabUtilsError,
-        match=r"shards is .*, which is no path of a folder\. Pass a path, such as dataset\.folder"
-        r"<.*ShardDataset",
+        match=r"shards is <.*ShardDataset.*, which is no path of a folder\. Pass a path, such as "
+        r"dataset\.folder",
     ):
         train(ShardDataset(tiny_shards), tmp_path / "run", **TINY)
 
@@ -1123,9 +1121,12 @@ def test_folder_without_index_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "maskrcnn_resnet50_fpn"}, "model maskrcnn_resnet50_fpn, found tiny"),
-        ({"min_size": 32}, "min size 32, found 64"),
-        ({"seed": 7}, "seed 7, found 0"),
+        (
+            {"model": "maskrcnn_resnet50_fpn"},
+            "has model tiny, and this training has maskrcnn_resnet50_fpn",
+        ),
+        ({"min_size": 32}, "has min size 64, and this training has 32"),
+        ({"seed": 7}, "has seed 0, and this training has 7"),
     ],
 )
 def test_checkpoint_of_other_settings_is_refused(undisturbed, tiny_shards, options, message):
@@ -1160,7 +1161,7 @@ def other_shards(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
-    with pytest.raises(ColabUtilsError, match=r"checkpoint with dataset .* resume='never'"):
+    with pytest.raises(ColabUtilsError, match=r"The checkpoint .* has dataset .* resume='never'"):
         train(
             other_shards["other"],
             Path(undisturbed.checkpoint).parent,
