@@ -140,7 +140,8 @@ def _prepare(row: Row, settings: Settings) -> None:
     if needed > free:
         wanted = format_bytes(needed)
         raise ColabUtilsError(
-            f"expected {wanted} of free disk, found {format_bytes(free)}. Use fewer --samples."
+            f"{wanted} of free disk are needed, and {format_bytes(free)} are free. "
+            "Use fewer --samples."
         )
     job.folder.mkdir(parents=True)
     run_apart(job, python, timeout_s=1800)

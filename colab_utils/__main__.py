@@ -82,12 +82,12 @@ def _finish(report: Any, command: str, target: str) -> int:
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     change = getattr(report, "change", None)
     if change is not None and change.fails:
-        _fail("The loop is slower than --fail-below allows. The last line says what changed.")
+        _fail("The loop is slower than --fail-below allows. See the last line of the report.")
         return 3
     bad = getattr(report, "bad", ())
     if bad:
         raise ColabUtilsError(
-            f"A shard is damaged: {bad[0].reason}. Copy the named file again from a "
+            f"Shards are damaged or missing: {bad[0].reason}. Copy the named file again from a "
             "good folder, or delete it and run preprocess again."
         )
     if not getattr(report, "ok", True):
@@ -99,7 +99,7 @@ def _finish(report: Any, command: str, target: str) -> int:
         if ": " in problem.effect:
             cure = ""
         raise ColabUtilsError(
-            f"The dataset has {problem.count:,} x {problem.kind} "
+            f"The dataset has defects, such as {problem.count:,} x {problem.kind} "
             f"({problem.examples[0]}): {problem.effect}. {cure}"
         )
     return 0
@@ -111,9 +111,7 @@ def _check_json(target: str) -> None:
         return
     folder = Path(target).parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ColabUtilsError(
-            f"--json cannot be written: there is no folder {folder}. Make it first."
-        )
+        raise ColabUtilsError(f"The folder {folder} of --json does not exist. Make it first.")
     path = require_new(Path(target), _JSON_START)
     # Work of hours must not end at a name that is too long, or a full disk.
     with explain_write(folder):
@@ -171,7 +169,7 @@ def _check(
 
     if val_images and not val_annotations:
         raise ColabUtilsError(
-            "--val-images needs --val-annotations beside it. Name the JSON of those images."
+            "--val-images is given without --val-annotations. Name its JSON, too."
         )
     validation = (val_images or images, val_annotations) if val_annotations else None
     if repair:
@@ -226,7 +224,8 @@ def _diagnose(
 
     if fail_below is not None and not against:
         raise ColabUtilsError(
-            "--fail-below needs --against beside it. Name the JSON of an earlier run."
+            "--fail-below is given without --against. Name the JSON of an earlier run with "
+            "--against."
         )
     # It is read before the work, so that a wrong file is said at once.
     before = read_run(against) if against else None
@@ -236,7 +235,7 @@ def _diagnose(
         dataset = colab_utils.CocoFolder(images, annotations)
     else:
         raise ColabUtilsError(
-            "Name --images and --annotations, or --shards alone. --help explains both."
+            "The data are either --images and --annotations, or --shards alone. See --help."
         )
     loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
     with closing(loader):
@@ -291,7 +290,9 @@ def _preprocess(
         max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
         return _name_skipped(parts.finish(shards, **max_bad))
     if not (images and annotations):
-        raise ColabUtilsError("Name --images and --annotations, or --finish. --help explains both.")
+        raise ColabUtilsError(
+            "Neither --images and --annotations nor --finish are given. See --help."
+        )
     begun = find_recipe(shards) if storage == "auto" else None
     if begun:
         # What is not asked for stays as it was begun.
@@ -449,7 +450,7 @@ def _compare(
         return make_table(read_receipts(against))
     if not (images and annotations):
         raise ColabUtilsError(
-            "Name --images and --annotations, or --against. --help explains both."
+            "Neither --images and --annotations nor --against are given. See --help."
         )
     check_receipt_folder(report)
     comparison = colab_utils.compare(
@@ -508,7 +509,7 @@ def part_of_all(text: str) -> tuple[int, int]:
     """Return the number of a part, and of how many: "3/16"."""
     match = re.fullmatch(r"(\d+)/([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[1]) > int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text} is no part: name one of N parts, from 1/N to N/N")
+        raise argparse.ArgumentTypeError(f"part {text} is none of 1/N to N/N: name one of them")
     return int(match[1]), int(match[2])
 
 

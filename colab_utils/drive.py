@@ -81,7 +81,7 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
         ...     raise OSError(ENOTCONN, "Transport endpoint is not connected")
         Traceback (most recent call last):
-        colab_utils.drive.DriveLostError: /content/drive/MyDrive/a.jpg cannot be read: Drive ...
+        colab_utils.drive.DriveLostError: /content/drive/MyDrive/a.jpg cannot be read: Drive got ...
     """
     try:
         yield
@@ -94,9 +94,9 @@ def guard_drive(path: str | Path) -> Iterator[None]:
             raise
         mount = find_mount(path) or COLAB_ROOT / "drive"
         raise DriveLostError(
-            f"{path} cannot be read: Drive got disconnected, or refuses for its quota or for too "
-            f"full a folder (errno {error.errno}). Remount it with drive.mount('{mount}', "
-            "force_remount=True), or restart the session; then run again: what is done is safe"
+            f"{path} cannot be read: Drive got disconnected or refuses, for its quota or too full "
+            f"a folder (errno {error.errno}). Remount it with drive.mount('{mount}', "
+            "force_remount=True), or restart the session; then run again: what is done is safe."
         ) from error
 
 
@@ -109,7 +109,7 @@ def explain_write(folder: Path) -> Iterator[None]:
         >>> with explain_write(Path("shards")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: shards cannot be written into: No space left ...
+        colab_utils.errors.ColabUtilsError: Writing into shards failed: No space left ...
     """
     try:
         with guard_drive(folder):
@@ -118,8 +118,7 @@ def explain_write(folder: Path) -> Iterator[None]:
         # A ValueError: the path is not a valid file name.
         reason = explain_os_error(error, "Name another folder.")
         raise ColabUtilsError(
-            f"{folder} cannot be written into: {reason} "
-            "Then run the same again: it continues there."
+            f"Writing into {folder} failed: {reason} Then run the same again: it continues there."
         ) from None
 
 

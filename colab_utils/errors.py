@@ -37,12 +37,12 @@ class _OneLine:
 
 
 class ColabUtilsError(_OneLine, Exception):
-    """One line that says what is wrong, then what to do.
+    """One line that says what is wrong, then what to do, in two sentences.
 
     Example:
-        >>> raise ColabUtilsError("photos.zip is a file where a folder is needed. Unzip it first.")
+        >>> raise ColabUtilsError("photos.zip is a file, and no folder. Unzip it first.")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: photos.zip is a file where a folder is needed. Unzip ...
+        colab_utils.errors.ColabUtilsError: photos.zip is a file, and no folder. Unzip it first.
     """
 
     def _render_traceback_(self) -> list[str]:

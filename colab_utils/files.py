@@ -56,9 +56,8 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
             raise ColabUtilsError(f"{path} is a device or a pipe, and no file. Put the file there.")
         if status.st_size > most_bytes:
             raise ColabUtilsError(
-                f"{path} has {format_bytes(status.st_size)}, more than the "
-                f"{format_bytes(most_bytes)} that are read into memory. Split it, or save it "
-                "smaller."
+                f"The file {path} has {format_bytes(status.st_size)}, and memory holds "
+                f"{format_bytes(most_bytes)} of it. Split it, or save it smaller."
             )
     except BaseException:
         file.close()
@@ -353,7 +352,7 @@ def require_new(path: Path, mark: bytes = b"") -> Path:
         is_ours = not content or mark in content
     if path.exists() and not is_ours:
         raise ColabUtilsError(
-            f"{path} is there already, and nothing of yours is overwritten. Name another file."
+            f"{path} exists already, and nothing of yours is overwritten. Name a new file."
         )
     return path
 

@@ -166,8 +166,8 @@ def require_linux(work: str) -> None:
     """
     if sys.platform != "linux":
         raise ColabUtilsError(
-            f"It takes Linux to {work}, and this is {sys.platform}. Use Colab, a Linux machine or "
-            "WSL 2."
+            f"Only Linux can {work}, and this system is {sys.platform}. Use Colab, a Linux machine "
+            "or WSL 2."
         )
 
 

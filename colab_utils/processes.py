@@ -165,8 +165,8 @@ def explain_shared_memory() -> Iterator[None]:
     except OSError as error:
         reason = explain_os_error(error, "Make it writable.")
         raise ColabUtilsError(
-            f"Locks for processes cannot be made in /dev/shm: {reason} In Docker, --shm-size "
-            "makes it larger."
+            f"Locks for processes cannot be made in /dev/shm: {reason} In Docker, --shm-size makes "
+            "it larger."
         ) from None
 
 

@@ -94,8 +94,8 @@ def require_path(name: str, value: Any) -> None:
     """
     if not isinstance(value, str | os.PathLike):
         raise ColabUtilsError(
-            f"expected {name} as the path of a folder, such as dataset.folder, "
-            f"found {_describe(value)}. Pass another value."
+            f"{name} is {_describe(value)}, which is no path of a folder. Pass a path, such as "
+            "dataset.folder."
         )
 
 
@@ -111,12 +111,12 @@ def require_local_path(path: str | os.PathLike[str]) -> Path:
         PosixPath('data/12:30/a.json')
         >>> require_local_path("gs://bucket/shards")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder or file of this machine, found the ...
+        colab_utils.errors.ColabUtilsError: The URL gs://bucket/shards is no folder or file of ...
     """
     if _URL.match(os.fspath(path)):
         raise ColabUtilsError(
-            f"expected a folder or file of this machine, found the URL {path}. Mount it "
-            "(with gcsfuse or rclone, say) and name that folder, or copy it to a folder first."
+            f"The URL {path} is no folder or file of this machine. Mount it (with gcsfuse or "
+            "rclone, say) and name that folder, or copy it to a folder first."
         )
     return Path(path)
 

@@ -170,7 +170,8 @@ def make_dataset(
     size = sum(path.stat().st_size for path in images.glob("*.jpg"))
     if size != content["info"]["bytes"]:
         raise ColabUtilsError(
-            f"Some of the {n} images in {images} are missing or cut short. Delete {folder}."
+            f"Some of the {n} images in {images} are missing or cut. Delete {folder} and run the "
+            "same again."
         )
     return BuiltinDataset(images, annotations, n, len(content["annotations"]), size)
 
@@ -192,7 +193,7 @@ def _check_recipe(recipe: dict[str, Any]) -> None:
         numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
         names = ", ".join(_SHAPES)
         raise ColabUtilsError(
-            f"expected {numbers}, categories of {names}, found {recipe}: change it"
+            f"A dataset cannot be made of {recipe}. Choose {numbers}, and categories of {names}."
         )
 
 

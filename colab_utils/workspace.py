@@ -81,7 +81,8 @@ class Workspace:
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(
-                f"{fast} is on Drive, and ssd must be on this machine's own disk. Name another one."
+                f"The folder ssd is {fast}, which is on Drive, or the folder drive itself. Name a "
+                "folder on this machine's own disk."
             )
         # A folder above a named one is not made, so that a typing error in a name is noticed.
         _make_folder("DRIVE_FOLDER", slow, parents=not drive)
@@ -142,8 +143,8 @@ def _choose_drive(drive: str | Path | None, scene: str) -> Path:
     if SCENES[scene] is not None:
         if chosen and is_on_drive(chosen):
             raise ColabUtilsError(
-                f"SCENE {scene!r} needs a DRIVE_FOLDER on this machine, and {chosen} is on Drive. "
-                "Leave it empty, or choose the SCENE that mounts Drive."
+                f"DRIVE_FOLDER is {chosen}, and SCENE {scene!r} mounts no Drive. Leave it empty, "
+                "or choose the SCENE that mounts Drive."
             )
     elif is_colab() and (chosen is None or chosen.is_relative_to(mount)):
         _mount_google_drive(mount)
@@ -285,8 +286,8 @@ def _find_own(workspace: Workspace, paths: list[str]) -> tuple[Path, Path]:
         if _is_there(images, annotations):
             return images, annotations
     raise ColabUtilsError(
-        f"Your own dataset is not in {' and '.join(paths)}. Check IMAGES and "
-        f"ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
+        f"Your own dataset is not in {' and '.join(paths)}. Check IMAGES and ANNOTATIONS, choose "
+        f"the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}."
     )
 
 

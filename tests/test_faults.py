@@ -471,7 +471,7 @@ def test_a_second_writer_is_told(world):
     with lock.hold_folder(folder):
         status, shown, _ = world.run("preprocess")
     assert status == 2
-    assert f"found one at work there ('process {os.getpid()} on " in shown
+    assert f" ('process {os.getpid()} on " in shown
     run_complete(world, "preprocess")
 
 
@@ -481,7 +481,7 @@ def test_a_writer_on_another_machine_is_left_alone_until_it_is_silent(world, mon
     (folder / lock.WRITER_NAME).write_text("process 1 on colab-2\nboot 0")
     status, shown, _ = world.run("preprocess")
     assert status == 2
-    assert "found one at work there ('process 1 on colab-2')" in shown
+    assert " ('process 1 on colab-2'). Let it end" in shown
     monkeypatch.setattr(lock, "_SILENT_S", 0.01)  # that machine ended with its session
     run_complete(world, "preprocess")
 

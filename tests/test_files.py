@@ -24,14 +24,16 @@ from tests.bad_reads import BadReads, cut
 )
 def test_a_pipe_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises((ColabUtilsError, OSError), match=r"found a device or a pipe|Illegal seek"):
+    with pytest.raises((ColabUtilsError, OSError), match=r"is a device or a pipe|Illegal seek"):
         read(tmp_path / "pipe")
 
 
 def test_what_no_memory_holds_is_not_read(tmp_path):
     with open(tmp_path / "photo.jpg", "wb") as file:
         file.truncate(10**9 + 1)
-    with pytest.raises(ColabUtilsError, match=r"photo.jpg has 1.0 GB, more than"):
+    with pytest.raises(
+        ColabUtilsError, match=r"The file .*photo.jpg has 1\.0 GB, and memory holds"
+    ):
         read_file(tmp_path / "photo.jpg")
     with pytest.raises(IsADirectoryError):
         read_file(tmp_path)

@@ -28,7 +28,7 @@ from colab_utils.training.model import build_mask_rcnn
 from colab_utils.workspace import Workspace, ensure_dataset
 
 MESSAGE = (
-    r"expected a folder or file of this machine, found the URL .*\. Mount it .*, or copy it "
+    r"The URL .* is no folder or file of this machine\. Mount it .*, or copy it "
     r"to a folder first"
 )
 URLS = [
@@ -225,6 +225,6 @@ def test_every_option_refuses_a_url_before_any_work(place, capsys, command, opti
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert (
-        f"argument {option}: expected a folder or file of this machine, found the URL "
-        "gs://bucket/x. " in printed.err
+        f"argument {option}: The URL gs://bucket/x is no folder or file of this machine. "
+        "Mount it " in printed.err
     )

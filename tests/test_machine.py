@@ -26,7 +26,7 @@ def test_another_system_than_linux_is_told_so(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(
         ColabUtilsError,
-        match=r"It takes Linux to share memory, and this is win32. Use Colab, a Linux machine",
+        match=r"Only Linux can share memory, and this system is win32\. Use Colab, a Linux machine",
     ):
         require_linux("share memory")
 

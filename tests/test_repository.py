@@ -497,7 +497,7 @@ def test_a_remote_elsewhere_is_refused(badges, tmp_path, address):
 
 @pytest.mark.parametrize("ref", ["v1 0", "feature/x", "-v1", 'v1"', "@v1"])
 def test_a_tag_that_is_none_is_refused(badges, tmp_path, ref):
-    with pytest.raises(ValueError, match=r"is no tag"):
+    with pytest.raises(ValueError, match="is no tag"):
         badges.set_badges(tmp_path, "me/fast", ref)
 
 
@@ -515,7 +515,7 @@ def test_a_tag_that_is_none_is_refused(badges, tmp_path, ref):
     ],
 )
 def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
-    with pytest.raises(ValueError, match=r"is no owner/name"):
+    with pytest.raises(ValueError, match="is no name of a repository"):
         badges.set_badges(tmp_path, slug)
 
 

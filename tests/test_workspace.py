@@ -184,7 +184,8 @@ def test_my_gpu_is_real_where_there_is_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize("scene", ["bad day", "good day"])
 def test_a_folder_on_drive_in_a_scene_that_mounts_none_is_told(colab, scene):
     with pytest.raises(
-        ColabUtilsError, match=rf"DRIVE_FOLDER on this machine for SCENE '{scene}', .*mine: leave"
+        ColabUtilsError,
+        match=rf"DRIVE_FOLDER is .*mine, and SCENE '{scene}' mounts no Drive\. Leave",
     ):
         Workspace.open(colab.content / "drive" / "MyDrive" / "mine", scene=scene)
     assert colab.calls == []
@@ -220,7 +221,7 @@ def test_on_colab_google_drive_is_mounted(colab):
 )
 def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab, failure, words):
     colab.failure = failure
-    with pytest.raises(ColabUtilsError, match=rf"{words}.*sign in.*another SCENE"):
+    with pytest.raises(ColabUtilsError, match=rf"{words}.*Sign in.*another SCENE"):
         Workspace.open(scene=REAL)
     assert not (colab.content / "slow_drive").exists()
     # the next Run all, with another scene
@@ -255,7 +256,7 @@ def test_a_folder_named_in_google_drive_is_never_replaced(colab):
     colab.failure = ValueError("mount failed")
     wanted = colab.content / "drive" / "MyDrive" / "mine"
     with pytest.raises(
-        ColabUtilsError, match=r"Drive not mounted \(ValueError: mount failed\).*sign in"
+        ColabUtilsError, match=r"Drive is not mounted .*\(ValueError: mount failed\)\. Sign in"
     ):
         Workspace.open(wanted, scene=REAL)
     assert not (colab.content / "drive").exists()
@@ -273,7 +274,7 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "is_on_drive", lambda path: "gdrive" in str(path))
     monkeypatch.setattr(module, "is_colab", lambda: True)
     (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
-    with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
+    with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive\."):
         Workspace.open(
             tmp_path / "d",
             ssd=tmp_path / "gdrive" / "MyDrive" / "ssd",
@@ -300,7 +301,7 @@ def test_mistakes_are_named(tmp_path, colab):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="own disk"):
         Workspace.open(slow, ssd=tmp_path / "x" / ".." / "d")
-    with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
+    with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive\."):
         Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
 
 
@@ -353,7 +354,7 @@ def test_your_own_dataset_is_used_where_it_lies(workspace, tiny_dataset):
 
 @pytest.mark.parametrize("names", [{"images": "photos"}, {"annotations": "a.json"}])
 def test_half_of_a_dataset_is_refused(workspace, names):
-    with pytest.raises(ColabUtilsError, match="found only one of them"):
+    with pytest.raises(ColabUtilsError, match="Only one of IMAGES and ANNOTATIONS"):
         ensure_dataset(workspace, **names)
 
 
@@ -416,7 +417,7 @@ def test_damaged_settings_are_as_none(workspace, text):
 
 def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
     with pytest.raises(
-        ColabUtilsError, match=r"your own dataset in /no/such and .*check IMAGES.*'built-in'"
+        ColabUtilsError, match=r"Your own dataset is not in /no/such and .*Check IMAGES.*'built-in'"
     ):
         ensure_dataset(workspace, **own | {"images": "/no/such"})
     with pytest.raises(ColabUtilsError, match="choose the SCENE that mounts Drive"):

@@ -143,7 +143,7 @@ def build_environment(folder: Path) -> Path:
             "--disable-pip-version-check",
         ]
         if subprocess.run([*pip, "-r", str(requirements)]).returncode:
-            raise ColabUtilsError(f"pip failed to install {requirements}. Its lines above say why.")
+            raise ColabUtilsError(f"pip could not install {requirements}. See its lines above.")
         done.write_text(key)
     return python
 
@@ -162,7 +162,9 @@ def read_small_settings() -> dict[str, Any]:
             and node.targets[0].id == "TINY"
         ):
             return dict(ast.literal_eval(node.value))
-    raise ColabUtilsError("tests/notebooks/test_run_notebooks.py has no TINY = {...}. Put it back.")
+    raise ColabUtilsError(
+        "There is no TINY = {...} in tests/notebooks/test_run_notebooks.py. Put it back."
+    )
 
 
 @contextmanager
@@ -292,7 +294,7 @@ def _find_faults(
     if asked and not scenario.asks:
         yield f"asked for {', '.join(asked)}"
     if scenario.asks and asked != ["request_auth"]:
-        yield f"expected one question for Google Drive, found {len(asked)}"
+        yield f"Google Drive was to be asked for once, and was asked for {len(asked)} times"
     if scenario.stops:
         lines = [
             line for _, output in errors for line in "\n".join(output["traceback"]).splitlines()

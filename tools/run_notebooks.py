@@ -93,7 +93,7 @@ def run_demo(
     Example:
         >>> run_demo("runs/demo", images="photos")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: Only images is named. ...
+        colab_utils.errors.ColabUtilsError: Only images are named. Name annotations too, or neither.
     """
     started = perf_counter()
     _require_both(images, annotations)
@@ -169,7 +169,7 @@ def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     unknown = set(values) - _list_settings(notebook)
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise ColabUtilsError(f"This notebook has no setting {names}. Correct the name.")
+        raise ColabUtilsError(f"This notebook has no settings called {names}. Correct the name.")
     source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     if source:
         cell = v4.new_code_cell(
@@ -183,14 +183,14 @@ def _require_both(images: str | Path | None, annotations: str | Path | None) -> 
         return
     named = "images" if images else "annotations"
     lacking = "annotations" if images else "images"
-    raise ColabUtilsError(f"Only {named} is named. Name {lacking} too, or neither.")
+    raise ColabUtilsError(f"Only {named} are named. Name {lacking} too, or neither.")
 
 
 def _require_known(settings: Mapping[str, Any], notebooks: Sequence[Any]) -> None:
     unknown = set(settings).difference(*(_list_settings(notebook) for notebook in notebooks))
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise ColabUtilsError(f"No notebook has a setting {names}. Correct the name.")
+        raise ColabUtilsError(f"No notebook has settings called {names}. Correct the name.")
 
 
 def _find_parameters(notebook: Any) -> int:
@@ -216,9 +216,8 @@ def _find_notebooks(folder: str | Path | None) -> list[Path]:
     found = sorted(place.glob("[0-9][0-9]_*.ipynb"))
     if not found:
         raise ColabUtilsError(
-            f"There are no notebooks in {place}. "
-            "Clone the repository and run the demo there: "
-            "an installed package does not carry them."
+            f"There are no notebooks in {place}. Clone the repository and run the demo there: an "
+            "installed package does not carry them."
         )
     return found
 
@@ -230,7 +229,8 @@ def _read_notebook(path: Path) -> Any:
         import nbformat
     except ImportError as error:
         raise ColabUtilsError(
-            f"{error.name} is not installed. Install them: pip install nbclient nbconvert ipykernel"
+            f"The demo needs nbclient, nbconvert and ipykernel, and {error.name} is missing. "
+            "Install them: pip install nbclient nbconvert ipykernel"
         ) from None
     return nbformat.read(path, as_version=4)
 
@@ -353,13 +353,12 @@ def _prepare_output(output: Path, names: list[str]) -> None:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ColabUtilsError(
-            f"{output} cannot be the demo's folder: {error}. Choose another --output."
+            f"The folder {output} cannot be used for the demo: {error}. Choose another --output."
         ) from error
     strangers = [name for name in names if (output / name).exists() and name not in listed]
     if strangers:
         raise ColabUtilsError(
-            f"{output} holds {strangers[0]}, which no demo made. Choose another --output: a new "
-            "folder, or that of an earlier demo."
+            f"{output} holds {strangers[0]}, which no demo made. Choose another --output."
         )
     for name in sorted(listed, reverse=True):  # what lies in a folder comes before the folder
         path = (output / name).resolve()

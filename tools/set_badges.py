@@ -118,10 +118,13 @@ def set_badges(root: Path, slug: str, ref: str = "") -> list[Path]:
     """
     if not re.fullmatch(SLUG, slug) or slug.endswith((".git", "/.", "/..")):
         raise ValueError(
-            f"REPO={slug!r} is no owner/name as on GitHub. Run make badges REPO=owner/name."
+            f"{slug!r} is no name of a repository on GitHub. Give owner/name: make badges "
+            "REPO=owner/name"
         )
     if ref and not re.fullmatch(REF, ref):
-        raise ValueError(f"REF={ref!r} is no tag. Run make badges REPO=owner/name REF=v1.0, say.")
+        raise ValueError(
+            f"{ref!r} is no tag, such as v1.0. Give one: make badges REPO=owner/name REF=v1.0"
+        )
     texts = {path: path.read_text(encoding="utf-8") for path in list_files(root)}
     old = set().union(*map(find_slugs, texts.values()))
     names = "|".join(re.escape(name) for name in sorted(old, key=len, reverse=True))

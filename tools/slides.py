@@ -168,7 +168,7 @@ def write_slides(demo: Path, output: Path) -> list[Path]:
             slides += _split_tall(slide)
     if not slides:
         raise ColabUtilsError(
-            f"{demo} has no executed notebooks with figures. Run make demo first."
+            f"There are no executed notebooks with figures in {demo}. Run make demo first."
         )
     output.mkdir(parents=True, exist_ok=True)
     for old in output.glob("[0-9][0-9]_*-[0-9][0-9]*.png"):

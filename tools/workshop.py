@@ -73,8 +73,8 @@ def build_wheel(folder: Path, *, root: Path = ROOT) -> Path:
         lines = [line.strip() for line in done.stderr.splitlines() if "rror" in line]
         reason = lines[-1] if lines else "pip failed"
         raise ColabUtilsError(
-            f"The wheel cannot be built: {reason}. It takes pip and setuptools 77 or newer. "
-            "Install them: pip install pip 'setuptools>=77'"
+            f"The wheel cannot be built without pip and setuptools 77 or newer: {reason}. Install "
+            "them: pip install pip 'setuptools>=77'"
         )
     return next(iter(folder.glob("colab_utils-*.whl")))
 
@@ -147,7 +147,8 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
     ]
     if heavy:
         raise ColabUtilsError(
-            f"These notebooks have {MOST_BYTES:,} bytes or more: {', '.join(heavy)}"
+            f"These notebooks have {MOST_BYTES:,} bytes or more: {', '.join(heavy)}. Clear their "
+            "outputs."
         )
     return written
 

@@ -266,9 +266,7 @@ def compare(
             note = f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip()
             empty = replace(empty, note=note)
         if not any(row.times for row in rows):
-            raise ColabUtilsError(
-                f"None of the strategies can be timed. Mend first: {rows[0].note}"
-            )
+            raise ColabUtilsError(f"No strategy could be timed. Mend this first: {rows[0].note}")
         timings = tuple(map(_Row.summarise, rows))
         busy = ""
         if isinstance(step, EmulatedStep):

@@ -103,7 +103,7 @@ class PreparedData:
             why = f"{annotations} names none: name an instances file."
             if self.bad:
                 why = f"The first: {self.bad[0]}"
-            raise ColabUtilsError(f"{images} has no usable images. {why}")
+            raise ColabUtilsError(f"No image in {images} can be used. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
         # One file after the other, as people's own datasets read.
         self.reference = CocoFolder(images, self.annotations, streams=1)

@@ -138,8 +138,8 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     free = find_free_memory()
     if needed > _MEMORY_SHARE * free:
         raise ColabUtilsError(
-            f"All {total:,} images take {format_bytes(needed)} of memory, more than half of the "
-            f"{format_bytes(free)} that are free. Leave this strategy out."
+            f"The samples of all {total:,} images take {format_bytes(needed)}, more than half of "
+            f"the free memory ({format_bytes(free)}). Leave this strategy out."
         )
     with ThreadPool(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))

@@ -73,8 +73,8 @@ def _load(folder: Path, shard: ShardInfo) -> ShardArrays:
     if not has_size(path, shard.bytes):
         size = f"{path.stat().st_size:,}" if path.is_file() else "none"
         raise ColabUtilsError(
-            f"expected {shard.bytes:,} bytes in {path}, found {size}: it was cut short or changed. "
-            "Copy it again, or run preprocess again on this folder."
+            f"{path} should have {shard.bytes:,} bytes, and has {size}: it was cut short or "
+            "changed. Copy it again, or run preprocess again on this folder."
         )
     try:
         with guard_drive(folder):

@@ -284,6 +284,6 @@ def _explain_damage(path: Path) -> Iterator[None]:
         # Damage fails in many ways.
         reason = str(error) or type(error).__name__
         raise ColabUtilsError(
-            f"{path} is damaged: it is not what preprocess wrote ({reason:.100}). "
-            "Run verify on the shards, and copy or preprocess again what it names."
+            f"The arrays in {path} are damaged ({reason:.100}). Run verify on the shards, and copy "
+            "or preprocess again what it names."
         ) from None

@@ -114,12 +114,12 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         writer = find_writer(folder)
         if writer:
             raise ColabUtilsError(
-                f"preprocess is still writing the shards in {folder} ({writer!r}). Wait until it "
-                "has ended."
+                f"The shards in {folder} are not finished: preprocess is writing there "
+                f"({writer!r}). Wait until it has ended."
             ) from None
         problem = f"There is no folder of shards at {folder}"
         if folder.exists():
-            problem = f"{folder} has no {INDEX_NAME}"
+            problem = f"There is no {INDEX_NAME} in {folder}"
         raise ColabUtilsError(
             f"{problem}. Run preprocess (or copy) first: "
             "where it was interrupted, it continues where it stopped."
@@ -129,9 +129,8 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         raise ColabUtilsError(f"{path} cannot be read: {reason}") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
-            f"The index {path} was changed since it was written: "
-            f"{error!s:.100}. Copy the folder again, or delete it and run preprocess again: "
-            "finished shards stay."
+            f"The index in {path} was changed since it was written: {error!s:.100}. Copy the "
+            "folder again, or delete it and run preprocess again: finished shards stay."
         ) from None
 
 
@@ -145,14 +144,14 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     """
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise ColabUtilsError(
-            f"The index in {folder} is not one of {FORMAT_NAME}. Name another folder."
+            f"The index in {folder} is none of {FORMAT_NAME}. Name another folder."
         )
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"The shards in {folder} have format version {version!s:.20}, and this version of "
-            f"colab_utils reads version {FORMAT_VERSION}. "
-            "Update colab_utils, or run preprocess again, into another folder."
+            f"The shards in {folder} have the format version {version!s:.20}, and this colab_utils "
+            f"reads {FORMAT_VERSION}. Update colab_utils, or run preprocess again, into another "
+            "folder."
         )
     checksum = raw.pop("xxh3_64")
     if checksum != hash_bytes(_to_text(raw)):

@@ -82,7 +82,9 @@ class WorkerProgress:
             ColabUtilsError: the run was stopped.
         """
         if self.stop is not None and self.stop.is_set():
-            raise ColabUtilsError("The writing of shards was stopped. Run it again: it continues.")
+            raise ColabUtilsError(
+                "The writing of shards was stopped. Run the same again: it continues."
+            )
         if self.images_done is not None:
             with self.images_done.get_lock():
                 self.images_done.value += images

@@ -99,9 +99,9 @@ def hold_folder(folder: Path) -> Iterator[None]:
         writer = retries.write(folder, partial(find_writer, folder, is_locked=not is_free))
         if writer:
             raise ColabUtilsError(
-                f"Another writer is at work in {folder} ({writer!r}). "
-                "Let it end, or stop it and run the same: it continues. "
-                f"(On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
+                f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it and "
+                "run the same: it continues. (On another machine it counts as gone after "
+                f"{_SILENT_S:.0f} seconds.)"
             )
         _marks.add(mark)
         try:

@@ -118,7 +118,7 @@ def open_annotations(images: str | Path, annotations: str | Path) -> CocoDataset
     """
     dataset = Retries().run(partial(open_coco, images, annotations))
     if not len(dataset):
-        raise ColabUtilsError(f"{annotations} lists no images. Name another file.")
+        raise ColabUtilsError(f"The list of images in {annotations} is empty. Name another file.")
     return dataset
 
 
@@ -241,9 +241,8 @@ def try_images(
     if not costs:
         example = outcomes[0]
         raise ColabUtilsError(
-            f"{images} has no usable image: every one that was looked at is bad, such as "
-            f"{example.file_name}: {example.reason}. "
-            "Name the right image folder, or see `check`."
+            f"No image that was looked at in {images} can be used, such as {example.file_name}: "
+            f"{example.reason}. Name the right image folder, or see `check`."
         )
     return costs
 

@@ -240,7 +240,7 @@ def _find_run(folder: Path) -> ShardIndex | None:
         if index is not None:
             return index
     if any(folder.glob("shard-*.tar")):
-        raise ColabUtilsError(f"{folder} holds shards without an index. Name an empty folder.")
+        raise ColabUtilsError(f"{folder} holds shards without an index. Name another folder.")
     return None
 
 
@@ -256,8 +256,8 @@ def _find_own_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) ->
         difference = "made with other settings"
     if difference:
         raise ColabUtilsError(
-            f"{folder} holds shards {difference}. "
-            "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
+            f"{folder} holds shards {difference}. Name another folder (in a notebook: "
+            "DRIVE_FOLDER), or delete these."
         )
     return index
 

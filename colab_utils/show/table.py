@@ -68,7 +68,7 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         SSD             480
     """
     if not rows:
-        raise ColabUtilsError("A table needs rows, and there are none. Give at least one.")
+        raise ColabUtilsError("The table has no rows. Give at least one.")
     headings = tuple(rows[0])
     texts = tuple(tuple(_to_text(row.get(heading)) for heading in headings) for row in rows)
     columns = zip(*texts, strict=True)

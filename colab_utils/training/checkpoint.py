@@ -86,7 +86,7 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
         ...     {}["plan"]
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: The checkpoint ... is not as this version of ...
+        colab_utils.errors.ColabUtilsError: ... is no checkpoint as this version of colab_utils ...
     """
     try:
         yield
@@ -126,13 +126,14 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise ColabUtilsError(
-                f"In {path}, {name} has values that are no finite numbers. {_CURE}"
+                f"The checkpoint {path} cannot be used: {name} has values that are no numbers. "
+                f"{_CURE}"
             )
 
 
 def _refuse(path: Path) -> ColabUtilsError:
     return ColabUtilsError(
-        f"The checkpoint {path} is not as this version of colab_utils writes it: it was changed or "
+        f"{path} is no checkpoint as this version of colab_utils writes it: it was changed or "
         f"renamed, or is of another program or version. {_CURE} Or update colab_utils."
     )
 
@@ -146,8 +147,8 @@ def load_content(path: Path, content: bytes) -> dict[str, Any]:
     except Exception as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ColabUtilsError(
-            f"{path} cannot be loaded, though the file is complete: {first_line} "
-            f"Free memory and start again. Or: {_CURE}"
+            f"{path} cannot be loaded, though the file is complete: {first_line} Free memory and "
+            f"start again. Or: {_CURE}"
         ) from error
     if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
@@ -163,6 +164,6 @@ def explain_read(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ColabUtilsError(
-            f"The checkpoints in {path} cannot be read: {reason}. Make it readable, move it "
-            "away, or choose another run folder."
+            f"Checkpoints cannot be read in {path}: {reason}. Make it readable, move it away, or "
+            "choose another run folder."
         ) from error

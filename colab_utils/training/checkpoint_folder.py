@@ -260,9 +260,9 @@ class CheckpointFolder:
 
     def _refuse_write(self, path: Path, error: Any) -> ColabUtilsError:
         return ColabUtilsError(
-            f"The checkpoint {path} cannot be written: {error.strerror or error}. The "
-            f"newest complete one is {self.newest}. Free disk space or choose another run "
-            "folder, then start again: training resumes."
+            f"The checkpoint {path} cannot be written: {error.strerror or error}. The newest "
+            f"complete one is {self.newest}. Free disk space or choose another run folder, then "
+            "start again: training resumes."
         )
 
     def _remove_others(self, path: Path, which: Which) -> None:

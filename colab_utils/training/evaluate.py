@@ -103,7 +103,7 @@ def evaluate(
     truth = dataset.to_coco()
     if all(annotation["iscrowd"] for annotation in truth.dataset["annotations"]):
         raise ColabUtilsError(
-            f"None of the {len(dataset)} images has an object to measure against. Evaluate on a "
+            f"None of the {len(dataset)} images has objects to measure against. Evaluate on a "
             "dataset with annotations."
         )
     with _set_up(model.to(device)):
@@ -117,8 +117,8 @@ def evaluate(
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
     raise EvaluationProcessError(
-        "The process that computes the average precision was killed twice, as happens where memory "
-        "is full. Evaluate on fewer images."
+        "The process of the evaluation was killed twice, as happens where memory is full. Evaluate "
+        "on fewer images."
     )
 
 
@@ -126,8 +126,8 @@ def _check_classes(model: Any, dataset: Any) -> None:
     """Refuse a model whose labels mean other classes than those of the dataset."""
     if not isinstance(dataset, ShardDataset | CocoFolder):
         raise ColabUtilsError(
-            f"A {type(dataset).__name__} cannot be evaluated on. Open a ShardDataset or a "
-            "CocoFolder."
+            f"A dataset of type {type(dataset).__name__} cannot be evaluated. Open a ShardDataset "
+            "or a CocoFolder."
         )
     ids = dataset.category_ids
     classes = dataset.num_classes
@@ -142,9 +142,8 @@ def _check_classes(model: Any, dataset: Any) -> None:
     trained = getattr(model, "category_ids", ids)
     if not fits or not ids.items() <= trained.items():
         raise ColabUtilsError(
-            f"The dataset has other labels ({classes} in all) than the model ({known} in all). "
-            "Open it with the contiguous_labels of the training "
-            "dataset."
+            f"The dataset has other labels ({classes} in all) than the model has classes ({known} "
+            "in all). Open it with the contiguous_labels of the training dataset."
         )
 
 

@@ -120,21 +120,20 @@ def _check_input(model: Any, batch: Any) -> None:
     name = type(model).__name__
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise ColabUtilsError(
-            f"A {name} stands around the model. Wrap a module whose forward calls compute_losses "
-            "instead."
+            f"The model is wrapped in {name}, which compute_losses cannot look into. Wrap a module "
+            "whose forward calls compute_losses instead."
         )
     if not isinstance(model, MaskRCNN):
         raise ColabUtilsError(
-            f"A {name} is no Mask R-CNN of torchvision. Call model(images, targets) with batches "
-            "of deliver='dense'."
+            f"{name} is no Mask R-CNN of torchvision. Call model(images, targets) with "
+            "deliver='dense'."
         )
     if not model.training:
-        raise ColabUtilsError(
-            "The model is in evaluation mode, which has no losses. Call model.train() first."
-        )
+        raise ColabUtilsError("The model is in evaluation mode. Call model.train() first.")
     if not isinstance(batch, PackedBatch):
         raise ColabUtilsError(
-            f"A {type(batch).__name__} is no packed batch. Make the loader with deliver='packed'."
+            f"A batch of type {type(batch).__name__} is not packed. Make the loader with "
+            "deliver='packed'."
         )
 
 

@@ -87,11 +87,11 @@ def plan_memory(
         # The statistics of norms.
         torch._foreach_copy_([*model.buffers()], buffers)
     raise ColabUtilsError(
-        f"An image with {int(counts.max()):,} objects does not fit into the GPU's memory alone "
-        f"({format_bytes(limit)} are free). Free memory: "
-        "min_size at 0.8 of its size takes two thirds of the activations; "
-        f"model={LIGHT_MODEL!r}, frozen stages of the backbone (requires_grad_(False)) and half of "
-        "the proposals take less, too; or end the other process that nvidia-smi lists."
+        f"One image with {int(counts.max()):,} objects does not fit into the GPU's memory "
+        f"({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size takes two "
+        f"thirds of the activations; model={LIGHT_MODEL!r}, frozen stages of the backbone "
+        "(requires_grad_(False)) and half of the proposals take less, too; or end the other "
+        "process that nvidia-smi lists."
     )
 
 

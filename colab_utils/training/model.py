@@ -100,7 +100,7 @@ def build_mask_rcnn(
     """
     if num_classes < 2:
         raise ColabUtilsError(
-            f"num_classes counts the background, so {num_classes} is too few. Pass at least 2."
+            f"num_classes is {num_classes}, and it counts the background, too. Pass at least 2."
         )
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
@@ -179,12 +179,12 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
     Example:
         >>> load_trained_model("no/such/run")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: no/such/run has no checkpoint. ...
+        colab_utils.errors.ColabUtilsError: There is no checkpoint in no/such/run. Train first.
     """
     state = CheckpointFolder(run).read(which)
     if state is None:
         cure = "Train with validation shards first" if which == "best" else "Train first"
-        raise ColabUtilsError(f"{run} has no checkpoint. {cure}.")
+        raise ColabUtilsError(f"There is no checkpoint in {run}. {cure}.")
     return _read_model(state).eval()
 
 
@@ -259,13 +259,15 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
         raise ColabUtilsError(
-            f"weights must be 'coco', None or the folder of a run; {str(run)!r} is none. Pass one."
+            f"The weights are {str(run)!r}, and that is no folder of a run. Pass 'coco', None or "
+            "the folder of a run."
         )
     model = _read_model(state)
     trained = state["plan"]["model"]
     if trained != name:
         raise ColabUtilsError(
-            f"The run in {run} is of the model {trained}, not of {name}. Pass that name."
+            f"The run in {run} is of the model {trained}, and not of {name}. Pass the run's own "
+            "name."
         )
     return model, state["class_names"]
 

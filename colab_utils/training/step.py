@@ -89,9 +89,8 @@ class TrainingStep:
             if not _is_out_of_memory(error):
                 raise
             raise ColabUtilsError(
-                "The GPU's memory is taken: the model does not fit. Restart the "
-                "session (Runtime > Restart session), or end the other process that nvidia-smi "
-                "lists."
+                "The model does not fit into the GPU's memory: that is taken. Restart the session "
+                "(Runtime > Restart session), or end the other process that nvidia-smi lists."
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
@@ -153,8 +152,8 @@ class TrainingStep:
             size = -(-count // self.parts)
             raise ColabUtilsError(
                 f"{size} of the {count} images of a batch do not fit into the GPU's memory "
-                f"({self._memory_error}). Train smaller batches, a smaller "
-                "min_size or a lighter model."
+                f"({self._memory_error}). Train smaller batches, a smaller min_size or a lighter "
+                "model."
             )
         self.parts *= 2
         text = (

@@ -279,10 +279,7 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
     if epochs is not None:
         require_count("epochs", epochs, most=LARGEST_COUNT)
         if steps is not None:
-            raise ColabUtilsError(
-                f"epochs must be at least 1, with no steps beside them; it is {epochs}. Pass "
-                "another value."
-            )
+            raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
     if checkpoint_steps is not None:
         require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
 
@@ -333,8 +330,8 @@ def _choose_settings(
         settings = choose_settings(asked, read_settings(state["plan"]), on_gpu=on_gpu)
         if settings.augment == OWN_TRANSFORMS and transforms is None:
             raise ColabUtilsError(
-                f"The run of {state['path']} was begun with transforms of your own. Pass them "
-                "again as augment."
+                f"The run of {state['path']} was begun with transforms, and none are given. Pass "
+                "them again as augment."
             )
         _check_checkpoint(state, settings, data, device=device, seed=seed)
     return settings
@@ -375,9 +372,9 @@ def _check_checkpoint(
     for name, value in needed.items():
         if before[name] != value:
             raise ColabUtilsError(
-                f"The checkpoint {path} is of a run with {name.replace('_', ' ')} {before[name]}, "
-                f"not {value}. Train into {_ELSEWHERE}: "
-                "older checkpoints are then moved to a folder of their own."
+                f"The checkpoint {path} has {name.replace('_', ' ')} {before[name]}, and this "
+                f"training has {value}. Train into {_ELSEWHERE}: older checkpoints are then moved "
+                "to a folder of their own."
             )
     if before["device"] == "cpu" and device.type == "cuda":
         text = (

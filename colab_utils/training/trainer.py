@@ -195,8 +195,8 @@ class Trainer:
         except AssertionError as error:
             # It is torchvision's, of boxes without an area.
             raise ColabUtilsError(
-                f"Your transforms give boxes that cannot be trained on: {error} "
-                "End them with v2.SanitizeBoundingBoxes()."
+                f"The boxes that came from your transforms cannot be trained on: {error} End them "
+                "with v2.SanitizeBoundingBoxes()."
             ) from error
         self.clock.end_step()
         is_skipped = self.step.is_skipped.to(loss.dtype)
@@ -366,8 +366,8 @@ class Trainer:
             self.skipped.in_a_row = 0
             if not math.isfinite(loss):
                 self._refuse_loss(
-                    f"the loss is {loss} at step {len(self.losses)}, of the "
-                    f"images with the ids {', '.join(map(str, ids))}"
+                    f"The loss is not finite: it is {loss} at step {len(self.losses)}, "
+                    f"of the images with the ids {', '.join(map(str, ids))}"
                 )
 
     def _tell_skipped(self) -> None:
@@ -377,7 +377,9 @@ class Trainer:
             trained=self.done - self.plan.first_step, is_last=is_last
         )
         if failure:
-            self._refuse_loss(f"no step has a finite loss and finite gradients: {failure}")
+            self._refuse_loss(
+                f"A step needs a finite loss and finite gradients, and there were {failure}"
+            )
         if self.ranks.is_first:
             self.skipped.warn(is_last=is_last)
 

@@ -236,7 +236,7 @@ def test_more_memory_than_there_is_is_refused(race, monkeypatch):
     monkeypatch.setattr(strategies_module, "find_free_memory", lambda: 100_000)
     rows, _ = race("in_memory", fake("other"))
     assert rows["in_memory"].images_per_second is None
-    assert "all 12 images to fit into half of the free memory" in rows["in_memory"].note
+    assert "more than half of the free memory" in rows["in_memory"].note
     assert rows["other"].images_per_second > 0
 
 
@@ -400,7 +400,7 @@ def test_a_strategy_that_fails_leaves_a_note(race):
     assert rows["other"].images_per_second > 0
     json.dumps(dataclasses.asdict(found))
     with pytest.raises(
-        ColabUtilsError, match=r"found none\. Mend first: ImportError: no module named fastloader"
+        ColabUtilsError, match=r"Mend this first: ImportError: no module named fastloader"
     ):
         race(fake("failing", fail))
 
@@ -571,7 +571,7 @@ def test_repeats_are_interleaved(race, watch_timing):
     [
         # unknown: the message lists those there are
         ({"strategies": ["packed", "teleport"]}, "'teleport'"),
-        ({"strategies": []}, "found none"),  # nothing to do
+        ({"strategies": []}, "No strategy is named"),  # nothing to do
         ({"batches": 0}, "expected batches of 1 or more"),  # nothing to time
         ({"drive_profile": "warp"}, "Drive profile"),  # unknown profile
         ({"images": "no/such/folder"}, "image folder"),
@@ -585,10 +585,14 @@ def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
 
 def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prepare):
     (tmp_path / "empty.json").write_text('{"images": [], "annotations": [], "categories": []}')
-    with pytest.raises(ColabUtilsError, match=r"no usable images.*empty.json names none"):
+    with pytest.raises(
+        ColabUtilsError, match=r"No image in .* can be used\. .*empty.json names none"
+    ):
         prepare(annotations=tmp_path / "empty.json")
     (tmp_path / "images").mkdir()  # of another dataset
-    with pytest.raises(ColabUtilsError, match=r" has no usable images\. The first: .*Run check"):
+    with pytest.raises(
+        ColabUtilsError, match=r"No image in .* can be used\. The first: .*Run check"
+    ):
         prepare(images=tmp_path / "images")
 
 

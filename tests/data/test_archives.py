@@ -333,7 +333,9 @@ def test_a_zip_without_annotations_or_images_is_told(tmp_path, tiny_dataset, ssd
 def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset, ssd, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
-        with pytest.raises(ColabUtilsError, match=r"of free disk for .*found 1\.0 kB: free some"):
+        with pytest.raises(
+            ColabUtilsError, match=r"of free disk, and 1\.0 kB are free\. Free some, or name"
+        ):
             unpack_dataset(export, ssd)
 
     def fill(self, info, target):
@@ -492,7 +494,7 @@ def test_another_file_after_a_break_is_found_by_its_checksums(server, tiny_datas
 
 def test_a_full_disk_is_told_before_the_first_byte_is_downloaded(server, ssd, monkeypatch):
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
-    with pytest.raises(ColabUtilsError, match="of free disk for"):
+    with pytest.raises(ColabUtilsError, match="of free disk, and"):
         unpack_dataset(server.url, ssd)
     assert len(server.asked) == 1
 

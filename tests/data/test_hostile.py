@@ -258,5 +258,5 @@ def test_masks_of_every_depth_keep_their_objects(tmp_path):
         convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")
     (tmp_path / "masks/0.tif").unlink()
     os.mkfifo(tmp_path / "masks/0.tif")
-    with pytest.raises(ColabUtilsError, match="found a device or a pipe"):
+    with pytest.raises(ColabUtilsError, match="is a device or a pipe"):
         convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")

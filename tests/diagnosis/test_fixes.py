@@ -191,16 +191,14 @@ def test_your_own_step_is_never_run_in_a_trial():
 
 def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder):
     def fail(*arguments, **options):
-        raise ColabUtilsError("expected room in /tmp, found none. Make some.")
+        raise ColabUtilsError("There is no room in /tmp. Make some.")
 
     monkeypatch.setattr(fixes, "write_shards", fail)
     found = _find(_look_at(DataLoader(slow_folder, batch_size=2, collate_fn=_collate)))
     for id in ("shards", "packed_masks"):
         assert found[id].forecast_images_per_second is None
         assert found[id].images_per_second == 0
-        assert found[id].sentence.endswith(
-            "Not tried: expected room in /tmp, found none. Make some."
-        )
+        assert found[id].sentence.endswith("Not tried: There is no room in /tmp. Make some.")
     for id in ("local_files", "workers"):
         assert found[id].forecast_images_per_second > 0
 

@@ -200,9 +200,9 @@ class TestTimeBatches:
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_keeps_the_cure_of_our_own_errors(self, workers):
-        lost = DriveLostError("expected to read a.jpg, found no Drive: remount it")
+        lost = DriveLostError("a.jpg cannot be read: Drive is gone. Remount it.")
         loader = DataLoader(_Samples(8, broken=0, error=lost), batch_size=2, num_workers=workers)
-        with pytest.raises(ColabUtilsError, match=r"batch 1 .* remount it$") as caught:
+        with pytest.raises(ColabUtilsError, match=r"batch 1 .* Remount it\.$") as caught:
             time_batches(loader, batches=4)
         assert "\n" not in str(caught.value)
 

@@ -149,7 +149,7 @@ def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_p
 
     def copy_file(self, name, *rest):
         if name.startswith("shard-000001"):
-            raise DriveLostError("expected to read, found that Drive got disconnected")
+            raise DriveLostError("It cannot be read: Drive got disconnected.")
         return real(self, name, *rest)
 
     monkeypatch.setattr(Copying, "copy_file", copy_file)
@@ -210,7 +210,7 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
     timer.start()
     with pytest.raises(
         ColabUtilsError,
-        match=r"found that the copy was stopped; 0 of \d+ shards in .*ssd are safe, and the same",
+        match=r"The copy was stopped\. 0 of \d+ shards in .*ssd are safe, and the same",
     ):
         READERS[reader](dataset)
     timer.join()
@@ -268,14 +268,14 @@ def test_a_worker_whose_copying_process_is_gone_says_so(drive, tmp_path):
     )
     with pytest.raises(
         ColabUtilsError,
-        match="found that the process that brings them has ended: make the dataset again",
+        match=r"The process that brings shards to .* has ended\. Make the dataset again",
     ):
         pickle.loads(run.stdout)[0]
 
 
 def test_other_shards_in_the_target_are_refused(drive, tmp_path, tiny_shards):
     copy_shards(tiny_shards, tmp_path / "ssd")
-    with pytest.raises(ColabUtilsError, match="found other shards"):
+    with pytest.raises(ColabUtilsError, match="holds other shards"):
         ArrivingShards(drive, tmp_path / "ssd")
 
 
@@ -318,11 +318,11 @@ def test_the_copy_does_not_wait_for_the_tables(drive, tmp_path, monkeypatch):
 
 def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkeypatch):
     def load(*arguments, **options):
-        raise ColabUtilsError("expected tables, found none")
+        raise ColabUtilsError("There are no tables.")
 
     monkeypatch.setattr(arriving, "load_shard", load)
     slow_down(drive, SLOW)
-    with pytest.raises(ColabUtilsError, match="expected tables"):
+    with pytest.raises(ColabUtilsError, match="There are no tables"):
         ArrivingShards(drive, tmp_path / "ssd")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("arrival")]
     copy_shards(drive, tmp_path / "ssd")
@@ -409,7 +409,7 @@ def test_a_file_of_the_user_is_not_replaced(drive, tmp_path):
     own = tmp_path / "ssd" / "shard-000001.tar"
     own.write_bytes(b"mine")
     dataset = ArrivingShards(drive, tmp_path / "ssd")
-    with pytest.raises(ColabUtilsError, match="found another shard-000001"):
+    with pytest.raises(ColabUtilsError, match="holds another shard-000001"):
         list(make_loader(dataset, batch_size=2, workers=0))
     assert own.read_bytes() == b"mine"
 
@@ -512,7 +512,7 @@ def test_shards_take_turns_in_no_folder_that_holds_files(
     before = {path.name: path.read_bytes() for path in ssd.iterdir()}
     with pytest.raises(
         ColabUtilsError,
-        match=r"need a new or empty folder, and .*ssd holds files, which are never",
+        match=r"need a new or empty folder: files in .*ssd are never",
     ):
         ArrivingShards(drive, ssd, limit_gb=limit_gb)
     assert {path.name: path.read_bytes() for path in ssd.iterdir()} == before
@@ -571,13 +571,13 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
 
 
 def test_a_limit_that_is_no_number_is_refused(drive, tmp_path):
-    with pytest.raises(ColabUtilsError, match="does not hold two shards"):
+    with pytest.raises(ColabUtilsError, match="limit_gb allows"):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=float("nan"))
 
 
 def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
     with pytest.raises(
-        ColabUtilsError, match=r"A limit of 1\.0 kB does not hold two shards, .* GB"
+        ColabUtilsError, match=r"limit_gb allows 1\.0 kB, and two shards take .* GB\."
     ):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=1e-6)
     assert not (tmp_path / "ssd").exists()
@@ -592,7 +592,7 @@ def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
 
 
 def test_the_folder_that_shards_come_from_is_no_target(drive):
-    with pytest.raises(ColabUtilsError, match="is source and target at once"):
+    with pytest.raises(ColabUtilsError, match="Source and target are the same folder"):
         ArrivingShards(drive, drive)
 
 
@@ -602,7 +602,7 @@ def test_a_status_that_is_no_file_is_no_status(tiny_shards, tmp_path):
     assert len(dataset[11][1]["labels"]) == len(ShardDataset(tiny_shards)[11][1]["labels"])
     dataset.stop()
     (tmp_path / "other" / "arriving.json").mkdir(parents=True)
-    with pytest.raises(ColabUtilsError, match="cannot be written into"):
+    with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
         ArrivingShards(tiny_shards, tmp_path / "other")
 
 

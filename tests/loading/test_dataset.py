@@ -534,7 +534,7 @@ def test_files_that_do_not_belong_together_are_refused_by_all_alike(twins, tmp_p
     }
     mix(folder, other)
     assert verify_shards(folder).bad
-    with pytest.raises(ColabUtilsError, match="the source is damaged"):
+    with pytest.raises(ColabUtilsError, match="its checksum was wrong twice"):
         copy_shards(folder, tmp_path / "ssd")
     for number, open_them in enumerate(
         (ShardDataset, lambda source: ArrivingShards(source, tmp_path / "arriving"))
@@ -665,10 +665,10 @@ def test_a_shard_cut_short_after_it_was_opened(shards, file):
 def test_a_shard_cut_short_before(shards):
     path = sorted(shards.glob("*.tar"))[1]
     os.truncate(path, 1000)
-    with pytest.raises(ColabUtilsError, match=r"found 1,000: it was cut short"):
+    with pytest.raises(ColabUtilsError, match=r"has 1,000: it was cut short"):
         ShardDataset(shards)
     path.unlink()
-    with pytest.raises(ColabUtilsError, match=r"found none"):
+    with pytest.raises(ColabUtilsError, match=r"has none: it was cut short"):
         ShardDataset(shards)
 
 

@@ -477,7 +477,7 @@ def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places, 
 
 def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
-    with pytest.warns(ColabUtilsWarning, match="of free disk for .* loose files"):
+    with pytest.warns(ColabUtilsWarning, match="of free disk, .* loose files"):
         dataset = open_tiny(tiny_dataset, places)
     assert type(dataset) is CocoFolder
     assert not places["ssd"].exists()
@@ -486,7 +486,7 @@ def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, pl
 def test_shards_that_do_not_fit_are_read_on_drive(tiny_dataset, places, reference, monkeypatch):
     shutil.copytree(reference, places["drive"])
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
-    with pytest.warns(ColabUtilsWarning, match="of free disk for .* the shards in .* themselves"):
+    with pytest.warns(ColabUtilsWarning, match="of free disk, .* the shards in .* themselves"):
         dataset = open_tiny(tiny_dataset, places)
     assert dataset.folder == places["drive"]
 
@@ -523,7 +523,7 @@ def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, mo
         lambda job: os.kill(os.getpid(), signal.SIGKILL),
     )
     dataset = open_tiny(tiny_dataset, places)
-    with pytest.raises(ColabUtilsError, match=r"one that the system ended.*continues there"):
+    with pytest.raises(ColabUtilsError, match=r"The system ended a process.*continues there"):
         list_ids(make_loader(dataset, batch_size=3, workers=0))
     dataset.stop()
 

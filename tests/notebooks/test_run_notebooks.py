@@ -302,7 +302,7 @@ def test_files_of_somebody_else_are_not_overwritten(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "index.html").write_text("mine")
-    with pytest.raises(ColabUtilsError, match=r"found index\.html"):
+    with pytest.raises(ColabUtilsError, match=r"holds index\.html, which no demo made"):
         run_demo(out, notebooks=notebooks)
     assert [path.name for path in out.iterdir()] == ["index.html"]
     assert (out / "index.html").read_text() == "mine"

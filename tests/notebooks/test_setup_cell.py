@@ -179,7 +179,7 @@ def test_the_checkout_stays_clean(wheel):
 
 
 def test_a_cell_without_a_place_for_the_wheel_is_refused(wheel):
-    with pytest.raises(Exception, match=r"one line SOURCE = \.\.\. in the setup cell, found 0"):
+    with pytest.raises(Exception, match=r"The setup cell has 0 lines SOURCE = \.\.\."):
         carry_wheel("import sys", wheel)
 
 

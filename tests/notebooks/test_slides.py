@@ -170,5 +170,5 @@ def test_no_demo_is_said(tmp_path, capsys):
         write_slides(tmp_path, tmp_path / "slides")
     (tmp_path / "01_a.ipynb").write_text(json.dumps({"cells": []}))
     assert main(["--demo", str(tmp_path), "--output", str(tmp_path / "slides")]) == 2
-    assert "found none" in capsys.readouterr().err
+    assert "There are no executed notebooks" in capsys.readouterr().err
     assert not (tmp_path / "slides").exists()

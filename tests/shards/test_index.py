@@ -64,19 +64,22 @@ def test_index_comes_back(tmp_path):
 
 
 SHARD = json.loads(json.dumps(INFO.__dict__))
-CHANGED = "one that was changed since"
+CHANGED = "was changed since it was written"
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"format_version": 3}, "found version 3. Update colab_utils"),
+        (
+            {"format_version": 3},
+            "the format version 3, and this colab_utils reads 2. Update colab_utils",
+        ),
         (
             {"format_version": 1},
-            "found version 1. Update colab_utils, or run preprocess again, into another folder",
+            "Update colab_utils, or run preprocess again, into another folder",
         ),
-        ({"format_version": None}, "found version None"),
-        ({"format": "somebody else's"}, "found something else"),
+        ({"format_version": None}, "the format version None"),
+        ({"format": "somebody else's"}, "is none of colab_utils"),
     ],
 )
 def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, found):
@@ -176,11 +179,11 @@ def test_an_index_that_is_no_json_is_refused(tmp_path, content):
 def test_a_file_too_large_for_an_index_is_not_read(tmp_path):
     with open(tmp_path / "index.json", "wb") as file:
         file.truncate(1 << 40)
-    is_refused(tmp_path, "found 1.1 TB, more than 400.0 MB")
+    is_refused(tmp_path, "has 1.1 TB, and memory holds 400.0 MB of it")
 
 
 def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
-    with pytest.raises(ColabUtilsError, match="found nothing at"):
+    with pytest.raises(ColabUtilsError, match="There is no folder of shards at"):
         read_index(tmp_path / "no")
     with pytest.raises(ColabUtilsError, match="Run preprocess"):
         read_index(tmp_path)
@@ -214,7 +217,7 @@ def test_a_folder_that_preprocess_writes_is_told(tmp_path, read):
     ):
         read(tmp_path)
     tmp_path.mkdir(exist_ok=True)
-    with pytest.raises(ColabUtilsError, match=r"has no index\.json"):
+    with pytest.raises(ColabUtilsError, match=r"There is no index\.json in "):
         read(tmp_path)
 
 

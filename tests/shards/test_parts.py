@@ -371,7 +371,7 @@ def test_a_part_that_is_none(dataset, folder, capsys, text):
     with pytest.raises(SystemExit) as exit_info:
         main(["preprocess", *map(str, words), f"--part={text}"])
     assert exit_info.value.code == 2
-    assert "is no part: name one of N parts" in capsys.readouterr().err
+    assert "is none of 1/N to N/N" in capsys.readouterr().err
     assert not folder.exists()
 
 
@@ -395,7 +395,7 @@ def test_parts_are_not_written_and_finished_at_once(folder, capsys):
 
 def test_preprocess_needs_images_unless_it_finishes(folder, capsys):
     assert main(["preprocess", "--shards", str(folder)]) == 2
-    assert "Name --images and --annotations" in capsys.readouterr().err
+    assert "Neither --images and --annotations" in capsys.readouterr().err
 
 
 # a run that is stopped
@@ -412,7 +412,7 @@ def test_a_stopped_job_writes_nothing(sixty, folder, monkeypatch):
         time.sleep(0.3)
         assert not future.done()
         job.stop_file.touch()
-        with pytest.raises(ColabUtilsError, match="it was stopped"):
+        with pytest.raises(ColabUtilsError, match="The writing of shards was stopped"):
             future.result(timeout=30)
     assert not list(folder.glob("*shard-*"))
     # Another run of the same plan is not.

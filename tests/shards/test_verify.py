@@ -65,7 +65,7 @@ def test_a_newer_version_and_no_shards(shards, tmp_path):
     (shards / "index.json").write_text(json.dumps({**raw, "format_version": 3}))
     with pytest.raises(ColabUtilsError, match="Update colab_utils"):
         verify_shards(shards)
-    with pytest.raises(ColabUtilsError, match="found nothing at"):
+    with pytest.raises(ColabUtilsError, match="There is no folder of shards at"):
         verify_shards(tmp_path / "no")
 
 

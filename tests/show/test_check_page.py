@@ -52,7 +52,7 @@ def test_the_page_says_what_is_wrong_and_shows_it(spoiled, tmp_path):
 
 def test_somebody_elses_page_stays(spoiled, tmp_path):
     (tmp_path / "mine.html").write_text("mine")
-    with pytest.raises(ColabUtilsError, match="is there already"):
+    with pytest.raises(ColabUtilsError, match="Name a new file"):
         write_check(check_dataset(*spoiled), *spoiled, tmp_path / "mine.html")
 
 

@@ -24,6 +24,6 @@ def test_the_page_holds_the_verdict_the_picture_and_the_slowest_batches(tmp_path
     assert write_summary(summary, page) == page  # an earlier one is replaced
     other = tmp_path / "index.html"
     other.write_text("mine")
-    with pytest.raises(ColabUtilsError, match="is there already"):
+    with pytest.raises(ColabUtilsError, match="Name a new file"):
         write_summary(summary, other)
     assert other.read_text() == "mine"

@@ -80,6 +80,6 @@ def test_a_long_table_scrolls_and_takes_the_keyboards_focus():
 
 
 def test_a_table_without_rows_is_refused_and_what_a_row_lacks_is_a_dash():
-    with pytest.raises(ColabUtilsError, match="found none"):
+    with pytest.raises(ColabUtilsError, match="The table has no rows"):
         make_table([])
     assert make_table([{"a": 1, "b": 2}, {"a": 3}]).rows == (("1", "2"), ("3", "–"))

@@ -336,7 +336,7 @@ def test_a_full_disk_is_told_where_this_machines_disk_is_full_too(mount, monkeyp
     folder.waiting.mkdir()
     mount.fail(full=True)
     with pytest.raises(
-        ColabUtilsError, match=r"write the checkpoint .*run/.*20\.pt, found: No space .*10\.pt"
+        ColabUtilsError, match=r"The checkpoint .*run/.*20\.pt cannot be written: No space .*10\.pt"
     ) as caught:
         folder.save(make_state(), step=20)
     assert not isinstance(caught.value, DriveLostError)
@@ -380,7 +380,7 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("colab_utils.files.open_file", fail)
     with pytest.raises(
-        ColabUtilsError if number == errno.EIO else DriveLostError, match=r"cannot be (read|opened)"
+        ColabUtilsError if number == errno.EIO else DriveLostError, match=r"cannot be read"
     ):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
@@ -419,16 +419,19 @@ def test_a_machine_that_is_full_is_no_checkpoint_of_another_version(text):
 @pytest.mark.parametrize("repair", [False, True])
 def test_a_checkpoint_that_is_no_file_is_told(tmp_path: Path, put, repair):
     put(tmp_path / "checkpoint-00000005.pt")
-    with pytest.raises(ColabUtilsError, match=r"05\.pt (cannot be read|is a device)"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"Checkpoints cannot be read in .*05\.pt|.*05\.pt is a device or a pipe",
+    ):
         CheckpointFolder(tmp_path).read(repair=repair)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"])
 def test_a_run_whose_name_no_disk_takes_is_told(tmp_path: Path, name):
     folder = CheckpointFolder(tmp_path / name)
-    with pytest.raises(ColabUtilsError, match=r"The checkpoints in .* cannot be read"):
+    with pytest.raises(ColabUtilsError, match="Checkpoints cannot be read in"):
         folder.read(repair=True)
-    with pytest.raises(ColabUtilsError, match="cannot be written into"):
+    with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
         folder.prepare(anew=False)
 
 
@@ -436,7 +439,7 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path):
     path = CheckpointFolder(tmp_path).save(make_state(), step=5)
     path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
     with pytest.raises(
-        ColabUtilsError, match=r"as this version of colab_utils writes it .* Or update colab_utils"
+        ColabUtilsError, match=r"as this version of colab_utils writes it: .* Or update colab_utils"
     ):
         CheckpointFolder(tmp_path).read(repair=True)
 
@@ -462,7 +465,7 @@ def test_a_complete_file_that_cannot_be_loaded_is_left_alone(tmp_path: Path, mon
         patch.setattr(torch, "load", fail)
         for load in (partial(folder.read, repair=True), folder.read):
             with pytest.raises(
-                ColabUtilsError, match=r"00020.pt cannot be loaded, though the file is complete"
+                ColabUtilsError, match=r"00020.pt cannot be loaded, .* the file is complete"
             ) as caught:
                 load()
             assert "\n" not in str(caught.value)

@@ -618,7 +618,7 @@ def test_ranks_do_not_wait_for_a_checkpoint_that_cannot_be_read(shards, tmp_path
     messages = run_ranks(
         refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", [{"steps": 1}] * 2
     )
-    assert "found one that was changed or renamed" in messages[0]
+    assert "it was changed or renamed" in messages[0]
     assert (
         messages[1]
         == f"Rank 0 stopped before the first step, and so did all others. It says: {messages[0]}"
@@ -629,7 +629,7 @@ def refuse_to_prepare(folders, run):
     """The message of this rank where the first one cannot make the run's folder."""
 
     def fail(self, anew):
-        raise ColabUtilsError("expected a folder that can be written, found none. Choose one.")
+        raise ColabUtilsError("The folder cannot be written. Choose another one.")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointFolder, "prepare", fail)
@@ -639,7 +639,7 @@ def refuse_to_prepare(folders, run):
 def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(shards, tmp_path):
     folders = [shards, shards]
     messages = run_ranks(refuse_to_prepare, 2, tmp_path / "out", folders, tmp_path / "run")
-    assert messages[0].startswith("expected a folder that can be written")
+    assert messages[0].startswith("The folder cannot be written")
     assert messages[1].startswith("Rank 0 stopped before the first step, and so did all others. ")
     assert messages[1].endswith(messages[0])
 

@@ -151,7 +151,7 @@ def test_images_without_objects_are_refused(dataset, monkeypatch):
     record = dataset.record
     crowds = [{**one, "iscrowd": 1} for one in record(0)["annotations"]]
     monkeypatch.setattr(dataset, "record", lambda i: {**record(i), "annotations": crowds})
-    with pytest.raises(ColabUtilsError, match=f"found none in {len(dataset)} images"):
+    with pytest.raises(ColabUtilsError, match=f"None of the {len(dataset)} images"):
         evaluate(ScriptedModel([]), dataset)
 
 
@@ -211,7 +211,7 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
     # COCO's raw ids, of which the dataset does not have the last
     assert evaluate(model, dataset) == "evaluated"
     monkeypatch.setattr(dataset, "num_classes", dataset.num_classes + 2)
-    with pytest.raises(ColabUtilsError, match=r"The dataset has other labels .* than the model"):
+    with pytest.raises(ColabUtilsError, match="The dataset has other labels"):
         evaluate(model, dataset)  # more labels than the model has
     monkeypatch.setattr(dataset, "num_classes", dataset.num_classes - 2)
     monkeypatch.setattr(dataset, "category_ids", {label: 10 * label for label in raw})
@@ -221,7 +221,7 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
     trained.category_ids = {label: 20 * label for label in raw}  # as of `load_trained_model`
     with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
         evaluate(trained, dataset)
-    with pytest.raises(ColabUtilsError, match="A list cannot be evaluated on"):
+    with pytest.raises(ColabUtilsError, match="A dataset of type list cannot be evaluated"):
         evaluate(model, [])
 
 

@@ -234,12 +234,12 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(tiny_dataset):
         (
             DataParallel(model),
             packed,
-            "found DataParallel around it.* whose forward calls compute_losses",
+            "is wrapped in DataParallel.* whose forward calls compute_losses",
         ),
-        (boxes_only, packed, "found FasterRCNN.*deliver='dense'"),
-        (torch.nn.Identity(), packed, "found Identity"),
-        (build(samples).eval(), packed, "evaluation mode: call model.train"),
-        (model, (images, targets), "A tuple is no packed batch.*deliver='packed'"),
+        (boxes_only, packed, "FasterRCNN is no Mask R-CNN.*deliver='dense'"),
+        (torch.nn.Identity(), packed, "Identity is no Mask R-CNN"),
+        (build(samples).eval(), packed, "evaluation mode. Call model.train"),
+        (model, (images, targets), "A batch of type tuple is not packed.*deliver='packed'"),
     ]
     for one, batch, message in refused:
         with pytest.raises(ColabUtilsError, match=message):
