@@ -18,6 +18,7 @@ import psutil
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
+from colab_utils.loading.ranks import find_ranks
 from colab_utils.processes import ThreadPool, start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, merge_index, read_target
 from colab_utils.shards.index import ShardIndex, write_index
@@ -39,8 +40,8 @@ class Arrival:
     compared with its checksum in place of a copy, and copied again where it is damaged. Where Drive
     fails, ``retries`` try again; the index in ``target`` comes last.
 
-    It holds a lock (see `hold_arrival`): the other processes of this machine follow what it brings,
-    by a `FollowedArrival`.
+    It may hold a lock (see `hold_arrival`): the other processes of this machine that train with
+    this one follow what it brings, by a `FollowedArrival`.
 
     Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A
     shard is removed when another one is needed earlier, and Drive still has it. Then ``target`` is
@@ -488,8 +489,9 @@ def make_key(index: ShardIndex, chosen: list[int] | None) -> str:
 def hold_arrival(target: Path, key: str) -> ExitStack | None:
     """Lock a folder, to bring shards there; return None where another process brings them.
 
-    On each machine one process brings the shards of a folder, and the others follow it. A process
-    that prepares to do so is waited for.
+    Of the processes that train together, one on each machine brings the shards of a folder, and the
+    others follow it. One that prepares to do so is waited for. A process that trains alone follows
+    nobody, who may end at any time.
 
     Args:
         target: The folder.
@@ -498,15 +500,13 @@ def hold_arrival(target: Path, key: str) -> ExitStack | None:
     Raises:
         ColabUtilsError: Another process brings other shards there.
     """
-    while True:
-        lock = ExitStack()
-        is_free = lock.enter_context(lock_here(target / STATUS_NAME))
+    lock = ExitStack()
+    if find_ranks().count == 1:
+        return lock
+    while not lock.enter_context(lock_here(target / STATUS_NAME)):
+        lock.close()
         status = _read_any_status(target)
         pid = status.get("pid")
-        # A cell that is run again brings what it brought before.
-        if is_free or pid == os.getpid():
-            return lock
-        lock.close()
         if type(pid) is int and psutil.pid_exists(pid) and not status.get("error"):
             if status.get("key") == key:
                 return None
@@ -515,6 +515,7 @@ def hold_arrival(target: Path, key: str) -> ExitStack | None:
                 "until it has ended."
             )
         sleep(POLL_S)
+    return lock
 
 
 def read_status(target: Path, key: str) -> dict[str, Any]:

@@ -81,9 +81,9 @@ class ArrivingShards(ShardDataset):
     comes once in each epoch, from the first one on. When all have arrived it reads the SSD alone.
     An image whose shard has not arrived is waited for, in the workers of any ``DataLoader``, too.
 
-    On each machine one process copies. Other processes with the same ``target``, such as those that
-    ``torchrun`` starts, follow it, and wait for the shards that it brings. They begin each epoch
-    together, so that all of them take the images in the same order.
+    If ``torch.distributed`` is initialised, one process on each machine copies. The others with the
+    same ``target`` follow it, and wait for the shards that it brings. All processes begin each
+    epoch together, so that they take the images in the same order.
 
     Args:
         source: folder of shards, usually on Drive.

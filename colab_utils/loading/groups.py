@@ -43,7 +43,7 @@ def deal_shards(sizes: Sequence[int], *, groups: int, seed: int) -> list[list[in
             "groups as there are shards, or write smaller shards (shard_mb)."
         )
     order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
-    order.sort(key=lambda number: -sizes[number])
+    order.sort(key=lambda number: sizes[number], reverse=True)
     dealt: list[list[int]] = [[] for _ in range(groups)]
     totals = [0] * groups
     for number in order:
@@ -123,7 +123,10 @@ class DealtImages:
         for group, shards in enumerate(deal):
             for place, shard in enumerate(shards):
                 group_of[shard] = group
-                window_of[shard] = min(place.bit_length(), 2 + place // _WINDOW_SHARDS)
+                window = 2 + place // _WINDOW_SHARDS
+                if place < _WINDOW_SHARDS:
+                    window = place.bit_length()
+                window_of[shard] = window
         self.group_of = group_of[shard_of]
         self.window_of = window_of[shard_of]
 

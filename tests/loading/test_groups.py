@@ -12,7 +12,7 @@ import torch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.groups import deal_shards
+from colab_utils.loading.groups import DealtImages, deal_shards
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import copy_shards
@@ -107,6 +107,11 @@ def test_the_dealing_depends_on_sizes_groups_and_seed_alone():
 def test_empty_shards_are_dealt_evenly():
     dealt = deal_shards([0] * 16, groups=GROUPS, seed=0)
     assert [len(group) for group in dealt] == [2] * GROUPS
+
+
+def test_the_first_epoch_takes_few_shards_at_first_and_then_four_at_a_time():
+    images = DealtImages([[*range(20)]], np.arange(20))
+    assert np.bincount(images.window_of).tolist() == [1, 1, 2, 4, 4, 4, 4]
 
 
 # the order
