@@ -109,17 +109,16 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     line = _find_own_line("wait", facts)
     if line:
         return make_cause("main_process", share, f"Before it takes a batch, {line}.")
-    if not (facts.workers or times.samples):
-        why = "This process loads the samples itself, between its steps."
-        return make_cause("work", share, why, cure="alone")
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
     place, looks = facts.looks.find_place("wait")
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    # On a busy machine, workers that get little of a core are no idle ones.
-    if is_idle and times.samples and not facts.looks.has_busy_workers:
+    if is_idle and times.samples and facts.looks.works_outside:
+        why = "Workers are busy after their samples, in collate_fn or on the way here."
+        return make_cause("collate", share, why)
+    if is_idle and times.samples:
         why = "Workers are idle while a batch is waited for: what it waits for was not seen."
         return make_cause("wait", share, why, cure="idle")
     return _explain_slow_sample(waits, share, times) or _explain_samples(share, loop_s, facts)
@@ -140,6 +139,9 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     id, _ = _EVIDENCE[largest]
     cure = id
     why = _describe_evidence(evidence, times, facts.looks)
+    if not facts.workers:
+        why = f"This process loads the samples itself, between its steps. {why}"
+        cure = "alone" if id in ("work", "wait") else id
     if id == "work":
         why += f" {facts.cpu_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
@@ -195,7 +197,7 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     whole = sum(evidence.values())
     unit = "%"
     scale = 100 / whole
-    start = f"In {looks.waits.total()} looks at workers"
+    start = f"In {looks.waits.total()} looks at samples"
     if times.samples:
         unit = " ms"
         scale = 1000 / times.samples

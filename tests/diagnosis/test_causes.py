@@ -220,7 +220,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "looks": {"read": 30, "": 10}},
             "read",
-            r"In 40 looks at workers: 75% in reads of files, 25% of work",
+            r"In 40 looks at samples: 75% in reads of files, 25% of work",
         ),
         (
             {"waits": spread(0.05), "looks": {"": 2}},
@@ -292,8 +292,18 @@ def test_a_loop_that_never_waits_has_no_cause():
         ),
         (
             {"waits": spread(0.05), "workers": 0},
+            "wait",
+            r"loads the samples itself.*for what was not seen.*Use worker processes",
+        ),
+        (
+            {"waits": spread(0.05), "workers": 0, "looks": {"": 9, "read": 2}},
             "work",
-            r"loads the samples itself.*Use worker processes",
+            r"loads the samples itself.*81.8% of work.*Use worker processes",
+        ),
+        (
+            {"waits": spread(0.05), "workers": 0, "looks": {"": 1, "read": 9}},
+            "read",
+            r"loads the samples itself.*90% in reads of files.*Read many files at once",
         ),
     ],
 )
