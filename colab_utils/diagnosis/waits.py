@@ -12,6 +12,7 @@ from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import HANDOFF, SAMPLE, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.diagnosis.timing import CpuUse
 from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
 
@@ -56,12 +57,8 @@ class LoopFacts(Protocol):
     """Worker processes of the loader."""
     restarts: bool
     """Whether these start anew in each pass."""
-    cpu_s: float
-    """CPU seconds of this process and its children in all passes."""
-    others_s: float
-    """CPU seconds of all other programs of the machine in them, where hardly a core was idle."""
-    queued_s: float
-    """Seconds in which the loop's own thread could have run, and had no core."""
+    use: CpuUse
+    """Of the cores, in all passes."""
     is_slowed: bool
     """Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read."""
     times: SampleTimes
@@ -143,7 +140,7 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         why = f"This process loads the samples itself, between its steps. {why}"
         cure = "alone" if id in ("work", "wait") else id
     if id == "work":
-        why += f" {facts.cpu_s / loop_s:.1f} of {count_cores()} cores are busy with it."
+        why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
         mb_per_s = times.bytes_read / 1e6 / max(times.blocked_s, 1e-9)
         limit = "it waits mostly for the first byte of each file"

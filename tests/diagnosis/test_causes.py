@@ -13,6 +13,9 @@ from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.stages import Stage
 from colab_utils.diagnosis.summary import LoopRecord
+from colab_utils.diagnosis.timing import CpuUse
+
+_USUAL_USE = {"cpu_s": 5.0, "others_s": 0.0, "queued_s": 0.0}
 
 
 def make_record(*, looks=None, places=None, **settings):
@@ -24,7 +27,8 @@ def make_record(*, looks=None, places=None, **settings):
     record.looks.waits.update(looks or {})
     for phase, counts in (places or {}).items():
         record.looks._places[phase] = Counter(counts)
-    usual = {"workers": 2, "cpu_s": 5.0}
+    use = [settings.pop(name, usual) for name, usual in _USUAL_USE.items()]
+    usual = {"workers": 2, "use": CpuUse(*use)}
     for name, value in {**usual, **settings}.items():
         assert hasattr(record, name)
         setattr(record, name, value)
@@ -326,8 +330,9 @@ def test_two_causes_stand_in_the_order_of_their_shares():
 
 
 def test_contention_has_its_share_of_the_loop_not_of_the_step():
-    (cause,) = refine_causes([], [], slower=2, step_share=0.5, waits=True)
+    (cause,) = find(queued_s=2.5)
     assert (cause.id, cause.share) == ("contention", 0.25)
+    assert find(queued_s=1.5) == []
 
 
 def test_memory_that_grows_is_named_beside_a_fine_loop():
@@ -381,9 +386,9 @@ def test_another_loader_that_is_waited_for_after_a_step_is_named():
 def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
     work = Cause("work", 0.5, "why", "next")
     handoff = Stage("hand-off", 2, 3, 2, mean_ms=2.5)
-    assert refine_causes([work], [], slower=1, step_share=0.5, waits=True) == [work]
+    assert refine_causes([work], [], waits=True) == [work]
     sample = Stage("sample", 2, 3, 2, mean_ms=20)
-    (cause,) = refine_causes([work], [sample, handoff], slower=1, step_share=0.5, waits=True)
+    (cause,) = refine_causes([work], [sample, handoff], waits=True)
     assert cause == work
-    (cause,) = refine_causes([work], [handoff], slower=1, step_share=0.5, waits=True)
+    (cause,) = refine_causes([work], [handoff], waits=True)
     assert cause.id == "hand-off"
