@@ -23,7 +23,8 @@ _RARE = 0.25
 _HOLDS = 0.6
 # Seconds from which a batch or a sample may be called slow.
 _LEAST_SLOW_S = 0.05
-# A slow sample takes so many times as long as the mean of the others, and this share of all.
+# Batches with a slow sample are waited for so many times as long as others, and for this share of
+# all waits.
 _TIMES_SLOWER = 8
 _SLOW_SHARE = 0.4
 # A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`).
@@ -63,6 +64,8 @@ class LoopFacts(Protocol):
     """Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read."""
     times: SampleTimes
     looks: Looks
+    seen: dict[int, tuple[int, ...]]
+    """Batch to the samples that were loaded while it was waited for."""
     stalls: list[Any]
     growth: Growth | None
 
@@ -118,7 +121,7 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if is_idle and times.samples:
         why = "Workers are idle while a batch is waited for: what it waits for was not seen."
         return make_cause("wait", share, why, cure="idle")
-    return _explain_slow_sample(waits, share, times) or _explain_samples(share, loop_s, facts)
+    return _explain_slow_sample(waits, share, facts) or _explain_samples(share, loop_s, facts)
 
 
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
@@ -206,16 +209,29 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     return f"{start}: {', '.join(parts)}."
 
 
-def _explain_slow_sample(waits: Array, share: float, times: SampleTimes) -> Cause | None:
-    """Name the sample that was slow again and again, where it holds much of the time of all."""
-    index, count, slow_s = times.slowest
-    if count < 2:
+def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
+    """Name the sample that batches wait for again and again, where it holds much of all waits."""
+    slow_waits: dict[int, list[float]] = {}
+    # The watch goes on to note samples.
+    for number, samples in [*facts.seen.items()]:
+        for sample in samples:
+            if number < len(waits):
+                slow_waits.setdefault(sample, []).append(float(waits[number]))
+    sums_s = {sample: sum(seconds) for sample, seconds in slow_waits.items() if len(seconds) > 1}
+    slow_s = max(sums_s.values(), default=0.0)
+    slowest = [sample for sample, seconds in sums_s.items() if seconds == slow_s]
+    # Of samples that are always in one batch, nobody knows which is slow.
+    if len(slowest) != 1:
         return None
+    sample = slowest[0]
+    count = len(slow_waits[sample])
     each_s = slow_s / count
-    usual_s = (times.wall_s - slow_s) / max(times.samples - count, 1)
+    rest_s = float(waits.sum()) - slow_s
+    usual_s = rest_s / max(len(waits) - count, 1)
     is_slow = each_s > max(_TIMES_SLOWER * usual_s, _LEAST_SLOW_S)
-    if not is_slow or slow_s < _SLOW_SHARE * max(times.wall_s, float(waits.sum())):
+    if not is_slow or slow_s < _SLOW_SHARE * (slow_s + rest_s):
         return None
-    part = slow_s / times.wall_s
-    why = f"Sample {index} took {each_s:.2g} s {count:.0f} times: {part:.0%} of all samples' time."
-    return make_cause("slow_sample", share, why, sample=index)
+    part = slow_s / (slow_s + rest_s)
+    why = f"{count} batches waited {each_s:.2g} s each while sample {sample} was loaded: "
+    why += f"{part:.0%} of all waits."
+    return make_cause("slow_sample", share, why, sample=sample)

@@ -261,26 +261,40 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {
                 "waits": spread(1.0, every=25),
-                "times": SampleTimes(200, 6.0, 3.0, slowest=(37, 4, 4.0)),
+                "times": SampleTimes(200, 6.0, 3.0),
+                "seen": {24: (37,), 49: (36, 37), 74: (5,), 99: (37,), 100: (37,)},
             },
             "slow_sample",
-            r"Sample 37 took 1 s 4 times: 67% of all samples' time.*sample 37",
+            r"3 batches waited 1 s each while sample 37 was loaded: 75% of all waits.*sample 37",
         ),
-        # whichever sample came first opened the file: it was slow once
+        # samples that are always in one batch: nobody knows which is slow
         (
             {
                 "waits": spread(1.0, every=25),
-                "times": SampleTimes(200, 6.0, 1.0, slowest=(37, 1, 4.0)),
+                "times": SampleTimes(200, 6.0, 1.0),
+                "seen": {24: (37, 38), 49: (37, 38)},
                 "looks": {"sleep": 30},
             },
             "sleep",
             r"asleep",
         ),
-        # a sample that had no core for two moments, in a loop that waits for something else
+        # whichever sample came first opened the file: it was slow once
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "times": SampleTimes(200, 6.0, 1.0),
+                "seen": {24: (37,), 49: (8,), 74: (5,), 99: (2,)},
+                "looks": {"sleep": 30},
+            },
+            "sleep",
+            r"asleep",
+        ),
+        # a sample that was seen twice, in a loop that waits for something else
         (
             {
                 "waits": spread(0.05),
-                "times": SampleTimes(201, 0.7, 0.2, 0, 6.0, (37, 2, 0.6)),
+                "times": SampleTimes(201, 0.7, 0.2, 0, 6.0),
+                "seen": {24: (37,), 49: (37,)},
             },
             "collate",
             r"of work after it, in collate_fn",
