@@ -25,8 +25,8 @@ _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
 # Of the cores' time, or of the loop's, that is taken or lost.
 _HALF = 0.5
-# Times, for a step beside a loader.
-_SLOWER = 1.3
+# Of the loop's time that its own processes take from it.
+_LEAST_LOST = 0.2
 
 
 def find_causes(
@@ -45,9 +45,10 @@ def find_causes(
     step_share = 1 - float(waits.sum() + between.sum()) / loop_s
     causes = [_explain_between(between, loop_s, facts)]
     causes += _explain_other_loader("step", step_share, facts)
-    crowd = _explain_cores(waits, loop_s, facts)
+    causes += _explain_cores(waits, loop_s, facts)
+    crowd = _explain_crowd(waits, loop_s, facts)
     causes += crowd
-    if not crowd or crowd[0].id == "other_programs":
+    if not crowd:
         is_start = is_first if facts.workers else np.arange(len(waits)) == 0
         causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
         # Every run starts once.
@@ -68,18 +69,13 @@ def refine_causes(
     causes: Sequence[Cause],
     stages: Sequence[Stage],
     *,
-    slower: float,
-    step_share: float,
     waits: bool,
 ) -> list[Cause]:
-    """Name the stage of loading that takes most, and contention where a step takes ``slower`` times
-    as long as alone.
+    """Name the stage of loading that takes most.
 
     Args:
         causes: of `find_causes`.
         stages: of loading, timed alone; none where a sample could not be timed.
-        slower: 1 where the step is as fast beside the loader as without it.
-        step_share: of the loop's time.
         waits: whether loading has something to win; else only what will end the run is left.
     """
     if not waits:
@@ -92,9 +88,6 @@ def refine_causes(
         if cause.id not in ("between", "periodic"):
             refined.append(cause)
     has_stage = not {stage.name for stage in stages}.isdisjoint(cause.id for cause in refined)
-    if slower > _SLOWER:
-        why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
-        refined.append(make_cause("contention", (1 - 1 / slower) * step_share, why))
     # Loading that takes the cores from the step is cured by cheaper loading: it comes first.
     return sorted(refined, key=lambda cause: (has_stage and cause.id == "contention", -cause.share))
 
@@ -142,19 +135,45 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
 
 
 def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop or its workers wait for a core: other programs have them, or there are
-    more workers than cores, which wait for one another, at the start of a pass most of all.
-    """
+    """Explain that the loop has no core: other programs have them, or its own loading."""
     cores = count_cores()
-    queued_share = facts.queued_s / loop_s
-    share = float(waits[1:].sum()) / loop_s
-    is_crowded = waits_for_cores(weigh_evidence(facts))
-    others = facts.others_s / loop_s
-    if others >= _HALF * cores and (is_crowded or queued_share >= _HALF):
+    share = facts.use.queued_s / loop_s
+    if _has_busy_machine(loop_s, facts):
+        others = facts.use.others_s / loop_s
+        if waits_for_cores(weigh_evidence(facts)):
+            share = max(share, float(waits[1:].sum()) / loop_s)
+        elif share < _HALF:
+            return []
         why = f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
         why += "cores busy, and the loop waits for a core."
-        return [make_cause("other_programs", max(share, queued_share), why)]
-    if is_crowded and facts.workers > cores:
-        why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-        return [make_cause("too_many_workers", share, why, cores=cores)]
-    return []
+        return [make_cause("other_programs", share, why)]
+    if share < _LEAST_LOST:
+        return []
+    why = f"The loop could run and has no core for {share:.0%} of its time: loading has them."
+    return [make_cause("contention", share, why)]
+
+
+def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:
+    """Return whether other programs had half of the cores or more, and hardly one was idle."""
+    return facts.use.others_s >= _HALF * count_cores() * loop_s
+
+
+def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
+    """Return the share of a loop's time in which it could have run, and its own processes had the
+    cores; 0 where other programs have them.
+    """
+    if _has_busy_machine(loop_s, facts):
+        return 0.0
+    return min(1.0, facts.use.queued_s / loop_s)
+
+
+def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that there are more workers than cores. They wait for one another, at the start of a
+    pass most of all.
+    """
+    cores = count_cores()
+    is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))
+    if not is_crowded or _has_busy_machine(loop_s, facts):
+        return []
+    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+    return [make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)]

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -39,9 +38,8 @@ _VERIFIED = 64
 # Under this headspace, nothing that speeds up loading can win 10 %.
 _FINE_HEADSPACE = 1.1
 
-# Of what a step takes longer beside its loader, the share that its threads wait for a core, from
-# which on the lack of cores is the cause.
-_QUEUED_SHARE = 0.4
+# Of a step's time, without a core. More could not be told from all of it.
+_MOST_LOST = 0.9
 
 
 @dataclass(frozen=True)
@@ -214,6 +212,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         0.5,
         on_batch=partial(_keep_batch, kept, watched._record.memory),
     )
+    summary = watched.summary()
     cached = now
     slower = 1.0
     ceiling = now.images_per_second
@@ -221,7 +220,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         cached = time_batches(
             [*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds
         )
-        slower = _find_slowdown(now, cached, [*kept])
+        slower = _find_slowdown(now, summary.lost_share)
         ceiling = slower * now.images / sum(now.step_s)
     loading_stages = time_stages(
         loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds
@@ -247,15 +246,14 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
             )
         )
     causes = refine_causes(
-        watched.summary().causes,
+        summary.causes,
         [] if loading_stages.unseen else loading,
-        slower=slower,
-        step_share=1 - now.wait_share,
         waits=waits,
     )
-    name = _name_step(step)
-    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
-    verdict += [f"{cause.why} {cause.next}" for cause in causes if cause.id == "memory"]
+    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
+    for cause in causes:
+        if cause.id in ("memory", "other_programs"):
+            verdict.append(f"{cause.why} {cause.next}")
     if loading_stages.unseen:
         verdict.append(f"The stages of a sample could not be timed: {loading_stages.unseen}")
     return Diagnosis(
@@ -267,31 +265,25 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         tuple(fixes),
         _describe_confidence(now),
         len(now.wait_s),
-        name,
+        _name_step(step),
         now.error,
         causes=tuple(causes),
     )
 
 
-def _find_slowdown(now: BatchTimes, cached: BatchTimes, numbers: Sequence[int]) -> float:
-    """Return how many times as long the step takes beside the loader, for want of a core; 1 where
-    its threads did not wait for one.
+def _find_slowdown(now: BatchTimes, lost_share: float) -> float:
+    """Return how many times as long the steps take beside the loader, for want of a core.
 
     A step is slower beside its loader for other reasons, too: a GPU prepares itself for each new
     size of image, so that the first batches of a run take twice as long. No loader cures that.
 
     Args:
         now: Of the loop.
-        cached: Of the same batches again, without the loader.
-        numbers: Which batches of the loop these were.
+        lost_share: Of its time, in which it could have run, and loading had the cores.
     """
-    beside_s = fmean(now.step_s[number] for number in numbers)
-    slower = beside_s / max(fmean(cached.step_s), 1e-9)
-    if slower <= 1:
-        return 1.0
-    longer_s = sum(now.step_s) * (1 - 1 / slower)
-    queued_s = now.step_queued_s - cached.step_queued_s * len(now.step_s) / len(cached.step_s)
-    return slower if queued_s >= _QUEUED_SHARE * longer_s else 1.0
+    step_s = sum(now.step_s)
+    lost_s = min(lost_share * float(now.batch_s.sum()), _MOST_LOST * step_s)
+    return step_s / (step_s - lost_s)
 
 
 def _name_step(step: Any) -> str:

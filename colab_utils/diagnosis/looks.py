@@ -1,10 +1,12 @@
 """What a loop and its workers are at, seen in short looks while it runs: the evidence of causes."""
 
+import os
 import threading
 from collections import Counter
 from pathlib import PurePath
 
 from colab_utils.diagnosis.processes import WorkerMonitor
+from colab_utils.diagnosis.system_calls import find_wait
 
 # So many looks are evidence, where half of all say the same.
 _LEAST_LOOKS = 5
@@ -24,7 +26,8 @@ class Looks:
     """Counts of what was seen.
 
     Attributes:
-        waits: what workers waited for at a sample, as `find_wait` calls it, and how often.
+        waits: what workers waited for at a sample, or this process where it loads them itself, as
+            `find_wait` calls it, and how often.
 
     Example:
         >>> looks = Looks(WorkerMonitor(None))
@@ -37,7 +40,7 @@ class Looks:
         self._monitor = monitor
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
-        self._busy_count = 0
+        self._outside_count = 0
 
     def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
         """Look at the thread that runs the loop, in this phase of it, and at the workers, which may
@@ -47,17 +50,22 @@ class Looks:
         self._places.setdefault(phase, Counter())[place] += 1
         pids = self._monitor.list_samples()
         if phase == "wait":
-            is_idle = all(self._monitor.inspect_worker(pid).idle for pid in pids)
-            self._busy_count += not is_idle
+            workers = [self._monitor.inspect_worker(pid) for pid in pids]
+            self._outside_count += any(
+                worker.sample is None and not worker.idle for worker in workers
+            )
+        if place == SAMPLE and not pids:
+            self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
+            return
         # A worker that starts may import its modules: that is no sample.
         if self._monitor.sees_samples or not starts:
             self.waits.update(self._monitor.list_waits())
 
     @property
-    def has_busy_workers(self) -> bool:
-        """Return whether a worker was at work in most of the looks at a wait."""
+    def works_outside(self) -> bool:
+        """Return whether in most of the looks at a wait a worker was busy, and at no sample."""
         count = self._places.get("wait", Counter()).total()
-        return count >= _LEAST_LOOKS and 2 * self._busy_count > count
+        return count >= _LEAST_LOOKS and 2 * self._outside_count > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return where the loop was in half of the looks at a phase, and these looks in words; ""

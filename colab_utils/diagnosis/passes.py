@@ -180,7 +180,8 @@ class Pass:
         if waited_s <= _LATE_S:
             return
         blamed = self._find_blamed()
-        self._record.note_samples(blamed.indices)
+        sample = self._monitor.list_samples().get(blamed.pid, -1)
+        self._record.note_samples((sample,) if sample >= 0 else blamed.indices)
         # Explaining takes a while itself.
         if waited_s > self._due_s - min(_LOOK_S, self._due_s / 2):
             self._due_s += self._timeout_s

@@ -38,9 +38,6 @@ _ROW = np.dtype(
         ("since_ns", np.int64),
         # the first four fields of SampleTimes
         ("sums", np.float64, 4),
-        # the slowest sample: its index, how often it was loaded, and the seconds of these, in sum;
-        # and seconds of the slowest time
-        ("slowest", np.float64, 4),
         # CPU seconds of earlier processes with this row, and of this process
         ("cpu", np.float64, 2),
     ]
@@ -76,10 +73,6 @@ class SampleTimes(NamedTuple):
     """Bytes that all samples read, in sum; 0 where Linux does not say."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
-    slowest: tuple[int, float, float] = (-1, 0, 0.0)
-    """The sample that took most of the time in sum, of the slowest of each worker: its index, how
-    often it was loaded, and their seconds. The first sample of a process is none of them: it may
-    open what all others need."""
 
     @property
     def blocked_s(self) -> float:
@@ -94,7 +87,6 @@ class _SampleNotes:
 
     def __init__(self, row: Any) -> None:
         self._row = row
-        self._has_loaded = False
         self._io: int | None = None
 
     def begin(self) -> None:
@@ -138,13 +130,6 @@ class _SampleNotes:
         """Add ``count`` samples; ``used`` is what `_count` counted meanwhile."""
         self._row["sums"] += (count, wall_s, *used)
         self._row["cpu"][1] = process_time()
-        if self._has_loaded and count == 1:
-            index, _, _, slowest_s = self._row["slowest"]
-            if index == sample:
-                self._row["slowest"] += (0, 1, wall_s, 0)
-            elif wall_s > slowest_s:
-                self._row["slowest"] = (sample, 1, wall_s, wall_s)
-        self._has_loaded = True
 
 
 # Its `monitor` sees the workers that this thread forks, while it waits for a watched loader.
@@ -196,15 +181,8 @@ class WorkerMonitor:
 
     def read_times(self) -> SampleTimes:
         """Return how long samples took so far."""
-        totals = dict[int, tuple[float, float]]()
-        for index, count, seconds, _ in self._rows["slowest"].tolist():
-            earlier_count, earlier_s = totals.get(int(index), (0.0, 0.0))
-            totals[int(index)] = (earlier_count + count, earlier_s + seconds)
-        slowest = max(totals, key=lambda index: totals[index][1])
-        worker_cpu_s = float(self._rows["cpu"].sum())
-        sums = self._rows["sums"].sum(axis=0).tolist()
-        times = SampleTimes(*sums)
-        return times._replace(worker_cpu_s=worker_cpu_s, slowest=(slowest, *totals[slowest]))
+        times = SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
+        return times._replace(worker_cpu_s=float(self._rows["cpu"].sum()))
 
     @property
     def sees_samples(self) -> bool:

@@ -10,21 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from math import inf
 from pathlib import Path
-from threading import get_native_id
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from colab_utils.diagnosis.causes import find_causes
+from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.ranks import compare_ranks, find_rank
-from colab_utils.diagnosis.timing import count_workers, find_error, measure_queues, measure_tree_cpu
+from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers, find_error
 from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
 from colab_utils.progress import is_notebook
@@ -39,8 +37,6 @@ _WORST = 10
 _SHOWN_S = 10.0
 # The samples of so many batches are kept.
 _KEPT = 1000
-# Of the cores' time is idle on a busy machine.
-_HARDLY = 0.1
 # Batches to a step of the optimizer, from which gradients are accumulated.
 _ACCUMULATES = 1.5
 
@@ -106,6 +102,10 @@ class Summary:
     growth: Growth | None
     """Of memory."""
     unseen: tuple[str, ...]
+    lost_share: float
+    """Of the loop's time, in which it could have run and its own processes had the cores, 0 to
+    1.
+    """
     rank: int | None
     """Of this process, where several train together."""
     slower_rank: str = ""
@@ -149,28 +149,6 @@ class Summary:
         write_file(require_local_path(path), (json.dumps(content, indent=1) + "\n").encode())
 
 
-class _CpuTimes(NamedTuple):
-    """CPU seconds so far."""
-
-    own_s: float
-    """Of this process and its children."""
-    busy_s: float
-    """Of all programs of the machine."""
-    idle_s: float
-    """In which its cores had nothing to do."""
-    queued_s: float
-    """In which one thread of this process could have run, and had no core."""
-
-    @classmethod
-    def measure(cls, thread: int) -> "_CpuTimes":
-        """Read the clocks; ``thread`` is a native id."""
-        times = psutil.cpu_times()
-        idle_s = times.idle + times.iowait
-        # The times of guests are counted in the first of the eight, too.
-        busy_s = sum(times[:8]) - idle_s
-        return cls(measure_tree_cpu(), busy_s, idle_s, measure_queues().get(thread, 0.0))
-
-
 class LoopRecord:
     """All that is noted while a watched loop runs.
 
@@ -182,9 +160,7 @@ class LoopRecord:
         restarts: whether these start anew in each pass.
         phase: of the loop: "first start", "start" (of a later pass), "wait", "step", "between".
         looks: at the loop and its workers.
-        cpu_s: CPU time of this process and its children in all passes.
-        others_s: CPU time of other programs in them, where hardly a core was idle.
-        queued_s: seconds in which the loop's thread could have run, and had no core.
+        use: of the cores, in all passes.
         is_slowed: whether the dataset lies in a slowed folder.
         times: of samples in workers.
         seen: batch to the samples that were loaded while it was waited for.
@@ -204,9 +180,7 @@ class LoopRecord:
         self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
         self.phase = ""
         self.looks = Looks(self.monitor)
-        self.cpu_s = 0.0
-        self.others_s = 0.0
-        self.queued_s = 0.0
+        self.use = CpuUse(0.0, 0.0, 0.0)
         folder = getattr(self.monitor.dataset, "folder", None)
         self.is_slowed = isinstance(folder, Path) and find_profile(folder) is not None
         self.times = SampleTimes()
@@ -218,8 +192,7 @@ class LoopRecord:
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
         """Around a pass: see where steps end, and count CPU time."""
-        thread = get_native_id()
-        began = _CpuTimes.measure(thread)
+        clock = CpuClock()
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
             yield
@@ -227,11 +200,7 @@ class LoopRecord:
             self.phase = ""
             self.clock.stop()
             handle.remove()
-            used = _CpuTimes(*np.subtract(_CpuTimes.measure(thread), began).tolist())
-            self.cpu_s += used.own_s
-            self.queued_s += used.queued_s
-            if used.idle_s < _HARDLY * (used.idle_s + used.busy_s):
-                self.others_s += max(0.0, used.busy_s - used.own_s)
+            self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
 
     @property
     def starts(self) -> bool:
@@ -306,6 +275,7 @@ class LoopRecord:
             ),
             self.growth,
             self._list_unseen(every),
+            find_lost_share(loop_s, self),
             find_rank(),
         )
         if summary.rank is None:

@@ -5,6 +5,7 @@ import platform
 import re
 from contextlib import suppress
 from pathlib import Path
+from threading import get_native_id
 
 import psutil
 
@@ -102,7 +103,8 @@ def find_wait(pid: int, task: int) -> str:
     if kind != "thread":
         return kind
     threads = map(int, os.listdir(f"/proc/{pid}/task"))
-    kinds = [classify_call(*read_call(pid, other)) for other in threads if other != task]
+    others = [other for other in threads if other not in (task, get_native_id())]
+    kinds = [classify_call(*read_call(pid, other)) for other in others]
     for helping in ("", "read", "lock", "sleep", "process"):
         if helping in kinds:
             return helping

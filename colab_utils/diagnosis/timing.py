@@ -1,12 +1,11 @@
 """The clocks: what batches of a loader and their steps cost, in wall time and in CPU time."""
 
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from glob import glob
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -16,6 +15,8 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.processes import list_processes, quiet_fork
 
+# Of the cores' time is idle on a busy machine.
+_HARDLY = 0.1
 # Timing waits for so many batches of each worker, or for so many times its seconds.
 _ROUNDS = 3
 
@@ -35,10 +36,6 @@ class BatchTimes:
     step_cpu_s: float
     """CPU seconds of this process in steps: of all threads, as a GPU's backward pass is launched by
     another one.
-    """
-    step_queued_s: float = 0.0
-    """Seconds in steps in which a thread of this process could have run and had no core: of the
-    thread that waited longest.
     """
 
     @property
@@ -129,7 +126,7 @@ def time_batches(
     waits: list[float] = []
     steps: list[float] = []
     images = 0
-    costs = _StepCosts()
+    step_cpu_s = 0.0
     lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     cpu_began_s = measure_tree_cpu()
@@ -141,12 +138,12 @@ def time_batches(
             # What the loader queued on the device belongs to the wait.
             _synchronize()
             got_s = perf_counter()
-            costs.begin()
+            step_began_s = process_time()
             if step is not None:
                 _run_step(step, batch, seen)
             ended_s = perf_counter()
             if seen > untimed:
-                costs.end()
+                step_cpu_s += process_time() - step_began_s
                 waits.append(got_s - asked_s)
                 steps.append(ended_s - got_s)
                 images += count_images(batch)
@@ -176,33 +173,55 @@ def time_batches(
         tuple(steps),
         max(images, 1),
         cpu_s,
-        costs.cpu_s,
-        max(costs.queued_s.values(), default=0.0),
+        step_cpu_s,
     )
 
 
-class _StepCosts:
-    """What steps cost this process beside their time.
+class CpuUse(NamedTuple):
+    """Where the time of the cores went."""
 
-    Attributes:
-        cpu_s: CPU seconds of all threads.
-        queued_s: Seconds in which each thread could have run and had no core.
+    own_s: float
+    """CPU seconds of this process and its children."""
+    others_s: float
+    """CPU seconds of all other programs; 0 where cores were idle."""
+    queued_s: float
+    """Seconds in which a thread of this process could have run, and had no core: of the thread that
+    waited longest."""
+
+
+class CpuClock:
+    """Reads where the time of the cores goes, from now on.
+
+    Example:
+        >>> CpuClock().read().own_s < 60
+        True
     """
 
     def __init__(self) -> None:
-        self.cpu_s = 0.0
-        self.queued_s: defaultdict[int, float] = defaultdict(float)
+        self._own_s = measure_tree_cpu()
+        self._machine_s = _measure_machine()
+        self._queues_s = measure_queues()
 
-    def begin(self) -> None:
-        """Read the clocks before a step."""
-        self._cpu_began_s = process_time()
-        self._queues_began_s = measure_queues()
-
-    def end(self) -> None:
-        """Add what the step cost."""
-        self.cpu_s += process_time() - self._cpu_began_s
+    def read(self) -> CpuUse:
+        """Return what was used so far."""
+        own_s = measure_tree_cpu() - self._own_s
+        machine_s = _measure_machine() - self._machine_s
+        # The fourth and the fifth of the times are those in which a core had nothing to do.
+        idle_s = float(machine_s[3:5].sum())
+        others_s = 0.0
+        if idle_s < _HARDLY * float(machine_s.sum()):
+            others_s = max(0.0, float(machine_s.sum()) - idle_s - own_s)
+        queued_s = 0.0
         for thread, seconds in measure_queues().items():
-            self.queued_s[thread] += seconds - self._queues_began_s.get(thread, 0.0)
+            queued_s = max(queued_s, seconds - self._queues_s.get(thread, 0.0))
+        return CpuUse(own_s, others_s, queued_s)
+
+
+def _measure_machine() -> NDArray[np.float64]:
+    """Return seconds of all cores since the machine was started, by what they did; in the last two
+    that Linux gives, of guests, are others that count already.
+    """
+    return np.array(psutil.cpu_times()[:8])
 
 
 def measure_queues() -> dict[int, float]:

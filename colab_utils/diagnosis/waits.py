@@ -12,6 +12,7 @@ from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import HANDOFF, SAMPLE, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.diagnosis.timing import CpuUse
 from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
 
@@ -22,7 +23,8 @@ _RARE = 0.25
 _HOLDS = 0.6
 # Seconds from which a batch or a sample may be called slow.
 _LEAST_SLOW_S = 0.05
-# A slow sample takes so many times as long as the mean of the others, and this share of all.
+# Batches with a slow sample are waited for so many times as long as others, and for this share of
+# all waits.
 _TIMES_SLOWER = 8
 _SLOW_SHARE = 0.4
 # A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`).
@@ -56,16 +58,14 @@ class LoopFacts(Protocol):
     """Worker processes of the loader."""
     restarts: bool
     """Whether these start anew in each pass."""
-    cpu_s: float
-    """CPU seconds of this process and its children in all passes."""
-    others_s: float
-    """CPU seconds of all other programs of the machine in them, where hardly a core was idle."""
-    queued_s: float
-    """Seconds in which the loop's own thread could have run, and had no core."""
+    use: CpuUse
+    """Of the cores, in all passes."""
     is_slowed: bool
     """Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read."""
     times: SampleTimes
     looks: Looks
+    seen: dict[int, tuple[int, ...]]
+    """Batch to the samples that were loaded while it was waited for."""
     stalls: list[Any]
     growth: Growth | None
 
@@ -109,20 +109,19 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     line = _find_own_line("wait", facts)
     if line:
         return make_cause("main_process", share, f"Before it takes a batch, {line}.")
-    if not (facts.workers or times.samples):
-        why = "This process loads the samples itself, between its steps."
-        return make_cause("work", share, why, cure="alone")
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
     place, looks = facts.looks.find_place("wait")
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    # On a busy machine, workers that get little of a core are no idle ones.
-    if is_idle and times.samples and not facts.looks.has_busy_workers:
+    if is_idle and times.samples and facts.looks.works_outside:
+        why = "Workers are busy after their samples, in collate_fn or on the way here."
+        return make_cause("collate", share, why)
+    if is_idle and times.samples:
         why = "Workers are idle while a batch is waited for: what it waits for was not seen."
         return make_cause("wait", share, why, cure="idle")
-    return _explain_slow_sample(waits, share, times) or _explain_samples(share, loop_s, facts)
+    return _explain_slow_sample(waits, share, facts) or _explain_samples(share, loop_s, facts)
 
 
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
@@ -140,8 +139,11 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     id, _ = _EVIDENCE[largest]
     cure = id
     why = _describe_evidence(evidence, times, facts.looks)
+    if not facts.workers:
+        why = f"This process loads the samples itself, between its steps. {why}"
+        cure = "alone" if id in ("work", "wait") else id
     if id == "work":
-        why += f" {facts.cpu_s / loop_s:.1f} of {count_cores()} cores are busy with it."
+        why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
         mb_per_s = times.bytes_read / 1e6 / max(times.blocked_s, 1e-9)
         limit = "it waits mostly for the first byte of each file"
@@ -195,7 +197,7 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     whole = sum(evidence.values())
     unit = "%"
     scale = 100 / whole
-    start = f"In {looks.waits.total()} looks at workers"
+    start = f"In {looks.waits.total()} looks at samples"
     if times.samples:
         unit = " ms"
         scale = 1000 / times.samples
@@ -207,16 +209,29 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     return f"{start}: {', '.join(parts)}."
 
 
-def _explain_slow_sample(waits: Array, share: float, times: SampleTimes) -> Cause | None:
-    """Name the sample that was slow again and again, where it holds much of the time of all."""
-    index, count, slow_s = times.slowest
-    if count < 2:
+def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
+    """Name the sample that batches wait for again and again, where it holds much of all waits."""
+    slow_waits: dict[int, list[float]] = {}
+    # The watch goes on to note samples.
+    for number, samples in [*facts.seen.items()]:
+        for sample in samples:
+            if number < len(waits):
+                slow_waits.setdefault(sample, []).append(float(waits[number]))
+    sums_s = {sample: sum(seconds) for sample, seconds in slow_waits.items() if len(seconds) > 1}
+    slow_s = max(sums_s.values(), default=0.0)
+    slowest = [sample for sample, seconds in sums_s.items() if seconds == slow_s]
+    # Of samples that are always in one batch, nobody knows which is slow.
+    if len(slowest) != 1:
         return None
+    sample = slowest[0]
+    count = len(slow_waits[sample])
     each_s = slow_s / count
-    usual_s = (times.wall_s - slow_s) / max(times.samples - count, 1)
+    rest_s = float(waits.sum()) - slow_s
+    usual_s = rest_s / max(len(waits) - count, 1)
     is_slow = each_s > max(_TIMES_SLOWER * usual_s, _LEAST_SLOW_S)
-    if not is_slow or slow_s < _SLOW_SHARE * max(times.wall_s, float(waits.sum())):
+    if not is_slow or slow_s < _SLOW_SHARE * (slow_s + rest_s):
         return None
-    part = slow_s / times.wall_s
-    why = f"Sample {index} took {each_s:.2g} s {count:.0f} times: {part:.0%} of all samples' time."
-    return make_cause("slow_sample", share, why, sample=index)
+    part = slow_s / (slow_s + rest_s)
+    why = f"{count} batches waited {each_s:.2g} s each while sample {sample} was loaded: "
+    why += f"{part:.0%} of all waits."
+    return make_cause("slow_sample", share, why, sample=sample)

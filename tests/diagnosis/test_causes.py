@@ -13,6 +13,9 @@ from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.stages import Stage
 from colab_utils.diagnosis.summary import LoopRecord
+from colab_utils.diagnosis.timing import CpuUse
+
+_USUAL_USE = {"cpu_s": 5.0, "others_s": 0.0, "queued_s": 0.0}
 
 
 def make_record(*, looks=None, places=None, **settings):
@@ -24,7 +27,8 @@ def make_record(*, looks=None, places=None, **settings):
     record.looks.waits.update(looks or {})
     for phase, counts in (places or {}).items():
         record.looks._places[phase] = Counter(counts)
-    usual = {"workers": 2, "cpu_s": 5.0}
+    use = [settings.pop(name, usual) for name, usual in _USUAL_USE.items()]
+    usual = {"workers": 2, "use": CpuUse(*use)}
     for name, value in {**usual, **settings}.items():
         assert hasattr(record, name)
         setattr(record, name, value)
@@ -220,7 +224,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "looks": {"read": 30, "": 10}},
             "read",
-            r"In 40 looks at workers: 75% in reads of files, 25% of work",
+            r"In 40 looks at samples: 75% in reads of files, 25% of work",
         ),
         (
             {"waits": spread(0.05), "looks": {"": 2}},
@@ -257,26 +261,40 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {
                 "waits": spread(1.0, every=25),
-                "times": SampleTimes(200, 6.0, 3.0, slowest=(37, 4, 4.0)),
+                "times": SampleTimes(200, 6.0, 3.0),
+                "seen": {24: (37,), 49: (36, 37), 74: (5,), 99: (37,), 100: (37,)},
             },
             "slow_sample",
-            r"Sample 37 took 1 s 4 times: 67% of all samples' time.*sample 37",
+            r"3 batches waited 1 s each while sample 37 was loaded: 75% of all waits.*sample 37",
         ),
-        # whichever sample came first opened the file: it was slow once
+        # samples that are always in one batch: nobody knows which is slow
         (
             {
                 "waits": spread(1.0, every=25),
-                "times": SampleTimes(200, 6.0, 1.0, slowest=(37, 1, 4.0)),
+                "times": SampleTimes(200, 6.0, 1.0),
+                "seen": {24: (37, 38), 49: (37, 38)},
                 "looks": {"sleep": 30},
             },
             "sleep",
             r"asleep",
         ),
-        # a sample that had no core for two moments, in a loop that waits for something else
+        # whichever sample came first opened the file: it was slow once
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "times": SampleTimes(200, 6.0, 1.0),
+                "seen": {24: (37,), 49: (8,), 74: (5,), 99: (2,)},
+                "looks": {"sleep": 30},
+            },
+            "sleep",
+            r"asleep",
+        ),
+        # a sample that was seen twice, in a loop that waits for something else
         (
             {
                 "waits": spread(0.05),
-                "times": SampleTimes(201, 0.7, 0.2, 0, 6.0, (37, 2, 0.6)),
+                "times": SampleTimes(201, 0.7, 0.2, 0, 6.0),
+                "seen": {24: (37,), 49: (37,)},
             },
             "collate",
             r"of work after it, in collate_fn",
@@ -292,8 +310,18 @@ def test_a_loop_that_never_waits_has_no_cause():
         ),
         (
             {"waits": spread(0.05), "workers": 0},
+            "wait",
+            r"loads the samples itself.*for what was not seen.*Use worker processes",
+        ),
+        (
+            {"waits": spread(0.05), "workers": 0, "looks": {"": 9, "read": 2}},
             "work",
-            r"loads the samples itself.*Use worker processes",
+            r"loads the samples itself.*81.8% of work.*Use worker processes",
+        ),
+        (
+            {"waits": spread(0.05), "workers": 0, "looks": {"": 1, "read": 9}},
+            "read",
+            r"loads the samples itself.*90% in reads of files.*Read many files at once",
         ),
     ],
 )
@@ -316,8 +344,9 @@ def test_two_causes_stand_in_the_order_of_their_shares():
 
 
 def test_contention_has_its_share_of_the_loop_not_of_the_step():
-    (cause,) = refine_causes([], [], slower=2, step_share=0.5, waits=True)
+    (cause,) = find(queued_s=2.5)
     assert (cause.id, cause.share) == ("contention", 0.25)
+    assert find(queued_s=1.5) == []
 
 
 def test_memory_that_grows_is_named_beside_a_fine_loop():
@@ -371,9 +400,9 @@ def test_another_loader_that_is_waited_for_after_a_step_is_named():
 def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
     work = Cause("work", 0.5, "why", "next")
     handoff = Stage("hand-off", 2, 3, 2, mean_ms=2.5)
-    assert refine_causes([work], [], slower=1, step_share=0.5, waits=True) == [work]
+    assert refine_causes([work], [], waits=True) == [work]
     sample = Stage("sample", 2, 3, 2, mean_ms=20)
-    (cause,) = refine_causes([work], [sample, handoff], slower=1, step_share=0.5, waits=True)
+    (cause,) = refine_causes([work], [sample, handoff], waits=True)
     assert cause == work
-    (cause,) = refine_causes([work], [handoff], slower=1, step_share=0.5, waits=True)
+    (cause,) = refine_causes([work], [handoff], waits=True)
     assert cause.id == "hand-off"

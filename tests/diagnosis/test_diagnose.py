@@ -67,18 +67,11 @@ def _make_times(wait_s, step_s, batches=20):
     )
 
 
-def test_a_step_is_slowed_by_its_loader_only_where_it_waited_for_a_core():
-    """The first batches of a run are slow on a GPU, whatever loads them."""
-    cached = _make_times(0.0, 0.1)
-    slow = _make_times(0.0, 0.2)
-    numbers = range(20)
-    assert module._find_slowdown(slow, cached, numbers) == 1.0
-    queued = dataclasses.replace(slow, step_queued_s=1.5)
-    assert module._find_slowdown(queued, cached, numbers) == pytest.approx(2.0)
-    # Another process took the cores all the time.
-    busy = dataclasses.replace(cached, step_queued_s=1.5)
-    assert module._find_slowdown(queued, busy, numbers) == 1.0
-    assert module._find_slowdown(cached, slow, numbers) == 1.0
+def test_a_step_is_slowed_by_its_loader_by_the_time_without_a_core():
+    times = _make_times(0.1, 0.2)
+    assert module._find_slowdown(times, 0.0) == 1.0
+    assert module._find_slowdown(times, 1 / 3) == pytest.approx(2.0)
+    assert module._find_slowdown(times, 1.0) == pytest.approx(10.0)
 
 
 # Whole diagnoses
