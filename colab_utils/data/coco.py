@@ -266,10 +266,11 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
             )
     divided = _find_divided_image(dataset)
     if divided:
-        raise ColabUtilsError(
-            f"expected all objects of an image in one entry of {annotations}, found several of "
-            f"{divided!r:.80} with other objects, which become background in each other. "
-            "`check --repair OUT.json` joins them."
+        warnings.warn(
+            f"{annotations} has several entries of {divided!r:.80} with other objects, which are "
+            "background in each other. `check --repair OUT.json` joins them.",
+            ColabUtilsWarning,
+            stacklevel=3,
         )
     # The first image stands for all. Where it cannot be found, its reader says so.
     with suppress(ColabUtilsError, IndexError):
