@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from colab_utils.data.coco import CocoDataset, read_coco
+from colab_utils.data.coco import CocoDataset, list_repeated_names, read_coco
 from colab_utils.data.defects import EFFECTS, SERIOUS, Defect
 from colab_utils.data.image_checks import (
     Findings,
@@ -276,7 +276,9 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
         yield "unknown image", f"annotation {number}"
     for text in dataset.text_ids:
         yield "image id that is text", escape(text)
-    yield from _find_repeated_names(dataset, findings)
+    for name, is_same in list_repeated_names(dataset):
+        kind = "repeated file_name" if is_same else "objects in several entries of an image"
+        yield kind, escape(name)
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
@@ -287,26 +289,20 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     kind = "many crowds" if has_many_crowds(dataset) else "crowd"
     for _ in range(crowds):
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
-    ends = np.concatenate([np.zeros((0, 2)), *(found.objects[:, 4:] for found in findings)])
-    if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
-        width, height = ends.max(0)
-        text = f"all {len(ends):,} lie in the left {width:.0%} and upper {height:.0%}"
-        yield "objects in one corner", text
+    yield from _find_corner(findings)
     names = Counter(category["name"] for category in dataset.categories)
     for name, count in names.items():
         if count > 1:
             yield "name of several categories", name
 
 
-def _find_repeated_names(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator[Defect]:
-    entries = defaultdict[str, list[bytes]](list)
-    for i, found in enumerate(findings):
-        entries[dataset.file_name(i)].append(found.objects.tobytes())
-    for name, objects in entries.items():
-        is_same = len(set(objects)) == 1
-        kind = "repeated file_name" if is_same else "objects in several entries of an image"
-        for _ in objects[1:]:
-            yield kind, escape(name)
+def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
+    """Yield whether no object of a dataset reaches beyond the upper left corner of its image."""
+    ends = np.concatenate([np.zeros((0, 2)), *(found.objects[:, 4:] for found in findings)])
+    if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
+        width, height = ends.max(0)
+        text = f"all {len(ends):,} lie in the left {width:.0%} and upper {height:.0%}"
+        yield "objects in one corner", text
 
 
 def find_shared(

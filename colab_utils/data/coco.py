@@ -7,7 +7,7 @@ GB of JSON) needs little more memory than its text (``make stress``), and worker
 
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -263,12 +263,13 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
                 f"{annotations} has {ids.size} {kind}, such as id {ids[0]}. See `check`, which "
                 "repairs them (--repair OUT.json)."
             )
-    divided = _find_divided_image(dataset)
+    divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
-        raise ColabUtilsError(
-            f"expected all objects of an image in one entry of {annotations}, found several of "
-            f"{divided!r:.80} with other objects, which become background in each other. "
-            "`check --repair OUT.json` joins them."
+        warnings.warn(
+            f"{annotations} has several entries of {divided[0]!r:.80} with other objects: those of "
+            "one are background in the other. `check --repair OUT.json` joins them.",
+            ColabUtilsWarning,
+            stacklevel=3,
         )
     # The first image stands for all. Where it cannot be found, its reader says so.
     with suppress(ColabUtilsError, IndexError):
@@ -283,17 +284,16 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     return dataset
 
 
-def _find_divided_image(dataset: CocoDataset) -> str:
-    """Return the name of an image that several entries have with different objects; "" if none
-    is.
+def list_repeated_names(dataset: CocoDataset) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each image that another entry had before, and whether both have the same
+    objects.
     """
     first: dict[str, int] = {}
     for i in range(len(dataset)):
         name = dataset.file_name(i)
         other = first.setdefault(name, i)
-        if other != i and _list_outlines(dataset, i) != _list_outlines(dataset, other):
-            return name
-    return ""
+        if other != i:
+            yield name, _list_outlines(dataset, i) == _list_outlines(dataset, other)
 
 
 def _list_outlines(dataset: CocoDataset, index: int) -> list[Any]:

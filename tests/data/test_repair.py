@@ -487,13 +487,13 @@ def test_names_with_a_key_or_spaces_are_found(export, form):
         assert export.write().images == 4
 
 
-def test_objects_of_an_image_in_several_entries_are_refused_until_they_are_joined(export):
+def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(export):
     entry = export.coco["images"][0]
     export.coco["images"].append(entry | {"id": 9})
     export.objects[0]["image_id"] = 9
     assert export.check() == {"objects in several entries of an image": 1}
     for read in (export.write, lambda: CocoFolder(export.images, export.annotations)):
-        with pytest.raises(ColabUtilsError, match=r"several of '0\.jpg' with other objects"):
+        with pytest.warns(match=r"several entries of '0\.jpg' with other objects"):
             read()
     export.repair()
     assert len(CocoFolder(export.images, export.repaired)) == 4

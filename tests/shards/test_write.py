@@ -803,7 +803,8 @@ def test_same_file_twice_sub_folders_and_unicode(dataset, folder):
     coco["images"].append({**coco["images"][0], "id": -5})
     del coco["images"][1]["width"], coco["images"][1]["height"]
     annotations.write_text(json.dumps(coco, ensure_ascii=False), encoding="utf-8-sig")
-    assert run(dataset, folder).images == 14
+    with pytest.warns(match="several entries of '日本 sub/ä.jpg' with other objects"):
+        assert run(dataset, folder).images == 14
     seen = {}
     for name, data in read_members(folder).items():
         if name.endswith(".json"):

@@ -641,3 +641,21 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(ColabUtilsError, match="changed or renamed"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000009.pt"]
+
+
+def test_a_run_that_was_deleted_from_drive_does_not_come_back(mount, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+    folder = CheckpointFolder(mount.folder / "run")
+    folder.prepare(anew=False)
+    folder.save(make_state(), step=10)
+    mount.fail(lost=True)
+    with pytest.warns(ColabUtilsWarning, match="training goes on"):
+        folder.save(make_state(), step=20)
+    mount.fail()
+    shutil.rmtree(folder.run)
+    again = CheckpointFolder(mount.folder / "run")
+    assert again.read(repair=True) is None
+    again.prepare(anew=False)
+    again.send_waiting()
+    assert again.save(make_state(), step=5) == again.newest
+    assert list_names(again.run) == ["checkpoint-00000005.pt"]
