@@ -138,3 +138,12 @@ def test_the_workflow_tests_before_it_publishes():
     assert "needs: [test, site]" in workflow
     for action in re.findall(r"uses: (\S+)", workflow):
         assert re.fullmatch(r"actions/[a-z-]+@v[0-9]+", action), action
+
+
+def test_the_workflow_calls_targets_that_the_makefile_has():
+    workflow = (ROOT / ".github" / "workflows" / "test-and-publish.yml").read_text("utf-8")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
+    called = re.findall(r"\bmake ([a-z-]+)", re.sub("#.*", "", workflow))
+    assert set(called) == {"test", "badges", "site"}
+    assert set(called) <= set(targets)
