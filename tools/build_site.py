@@ -158,6 +158,9 @@ def _prepare_output(output: Any, section: str) -> Any:
         text = known or f"Figure of the section “{section}”; the text beside it says what it shows."
         picture = "".join("".join(data["image/png"]).split())
         html = f'<img alt="{escape(text)}" src="data:image/png;base64,{picture}">'
+        if known:
+            # On a phone the letters of a figure are too small: its words stand below it there.
+            html += f'<p aria-hidden="true" class="words">{escape(known)}</p>'
         output.data = {"text/html": html}
         output.metadata = {}
     elif "<iframe" in data.get("text/html", ""):

@@ -36,14 +36,14 @@ def compare_guess(guess: object, measured: float, unit: str = "") -> str:
         >>> compare_guess("50", 96, "%")
         'You guessed 50, it was 96 %: more than you thought.'
         >>> compare_guess("half", 96, "%")
-        "'half' is no number. Type digits, such as 50. It was 96 %."
+        "'half' is no number. Type digits, such as 50 or 7.5. It was 96 %."
     """
     truth = f"{format_figure(measured)} {unit}".rstrip()
     if guess in (None, ""):
         return f"You made no guess. It was {truth}."
     number = read_guess(guess)
     if number is None:
-        return f"{str(guess)!r} is no number. Type digits, such as 50. It was {truth}."
+        return f"{str(guess)!r} is no number. Type digits, such as 50 or 7.5. It was {truth}."
     verdict = "more than you thought"
     if measured / _CLOSE <= number <= measured * _CLOSE:
         verdict = "close"

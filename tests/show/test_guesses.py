@@ -37,7 +37,7 @@ def test_a_guess_is_judged_beside_the_measurement(guess, sentence):
 )
 def test_what_is_no_number_is_named_and_not_judged(guess):
     sentence = compare_guess(guess, 96)
-    assert sentence == f"{str(guess)!r} is no number. Type digits, such as 50. It was 96."
+    assert sentence == f"{str(guess)!r} is no number. Type digits, such as 50 or 7.5. It was 96."
 
 
 @pytest.mark.parametrize(("guess", "verdict"), [(0, "close"), (5, "less"), (-5, "more")])

@@ -46,7 +46,7 @@ def test_a_measurement_of_this_notebook_counts_before_an_earlier_one(tmp_path):
     [
         ("48", "You guessed 48, it was 5 times: less than you thought."),
         ("", "You made no guess. It was 5 times."),
-        ("many", "'many' is no number. Type digits, such as 50. It was 5 times."),
+        ("many", "'many' is no number. Type digits, such as 50 or 7.5. It was 5 times."),
     ],
 )
 def test_each_guess_is_answered_in_words(guess, sentence):

@@ -55,7 +55,9 @@ def test_each_figure_has_its_alternative_text():
     )
     known, unknown = read_html(prepare_notebook(notebook, "01_a", PLACEHOLDER))
     assert 'alt="waits 96 % &amp; &quot;more&quot;"' in known
+    assert '<p aria-hidden="true" class="words">waits 96 %' in known
     assert "Figure of the section “Two clocks”" in unknown
+    assert 'class="words"' not in unknown
     assert all('src="data:image/png;base64,cG5n"' in html for html in (known, unknown))
 
 
@@ -138,3 +140,12 @@ def test_the_workflow_tests_before_it_publishes():
     assert "needs: [test, site]" in workflow
     for action in re.findall(r"uses: (\S+)", workflow):
         assert re.fullmatch(r"actions/[a-z-]+@v[0-9]+", action), action
+
+
+def test_the_workflow_calls_targets_that_the_makefile_has():
+    workflow = (ROOT / ".github" / "workflows" / "test-and-publish.yml").read_text("utf-8")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
+    called = re.findall(r"\bmake ([a-z-]+)", re.sub("#.*", "", workflow))
+    assert set(called) == {"test", "badges", "site"}
+    assert set(called) <= set(targets)
