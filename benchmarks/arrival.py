@@ -82,11 +82,11 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     """Medians [lowest-highest] in seconds, a row for each profile and way."""
     table = []
     for profile, way in dict.fromkeys((row["profile"], row["way"]) for row in rows):
-        found: dict[str, Any] = {"Drive": profile, "way": way}
+        result: dict[str, Any] = {"Drive": profile, "way": way}
         for name in ("first batch", "first epoch", "second epoch"):
             times = [row[name] for row in rows if (row["profile"], row["way"]) == (profile, way)]
-            found[f"{name}, s"] = f"{median(times):.1f} [{min(times):.1f}-{max(times):.1f}]"
-        table.append(found)
+            result[f"{name}, s"] = f"{median(times):.1f} [{min(times):.1f}-{max(times):.1f}]"
+        table.append(result)
     return str(make_table(table)) if table else "nothing was measured"
 
 

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name.strip() for name in options.strategies.split(",")]
     try:
         check_receipt_folder(options.report)
-        found = compare(
+        comparison = compare(
             options.images,
             options.annotations,
             folder=options.report / "work",
@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             repeats=options.repeats,
             timeline_s=options.seconds,
         )
-        print(found)
-        print(f"receipt: {write_receipt(found, options.report)}", file=sys.stderr)
+        print(comparison)
+        print(f"receipt: {write_receipt(comparison, options.report)}", file=sys.stderr)
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

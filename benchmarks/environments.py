@@ -111,10 +111,10 @@ def main() -> int:
     for name in options.only or sections:
         try:
             find_python(name, options.work)
-            found = "there already"
+            result = "there already"
         except ColabUtilsError:
-            found = build_environment(name, options.work) or "installed"
-        print(f"{name}: {found}", flush=True)
+            result = build_environment(name, options.work) or "installed"
+        print(f"{name}: {result}", flush=True)
     return 0
 
 

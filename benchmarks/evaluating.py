@@ -59,12 +59,13 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
         ColabUtilsError: They differ, or there are none.
     """
     image = dataset.decode(dataset.read(0))
-    (found,) = detect(model, [image], device=device)
+    (prediction,) = detect(model, [image], device=device)
     ours = [
-        result["segmentation"] for result in _describe(found, image.shape[1:], dataset.category_ids)
+        result["segmentation"]
+        for result in _describe(prediction, image.shape[1:], dataset.category_ids)
     ]
     theirs = describe_stock(model, image, device=device)
-    same = sum(one == other for one, other in zip(ours, theirs, strict=False))
+    same = sum(own == other for own, other in zip(ours, theirs, strict=False))
     # on a GPU pixels at exactly the threshold may differ from those on a CPU
     count = len(theirs)
     least = 0.9 * count if device == "cuda" else count
@@ -75,9 +76,9 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
 
 
 def _describe(
-    found: dict[str, Any], size: Sequence[int], category_ids: dict[int, int]
+    result: dict[str, Any], size: Sequence[int], category_ids: dict[int, int]
 ) -> list[dict[str, Any]]:
-    return describe_detections(found, image_id=0, size=size, category_ids=category_ids)
+    return describe_detections(result, image_id=0, size=size, category_ids=category_ids)
 
 
 def measure_way(
@@ -93,9 +94,9 @@ def measure_way(
             if way == TORCHVISION:
                 describe_stock(model, image, device=device)
                 return None
-            (found,) = detect(model, [image], device=device)
+            (prediction,) = detect(model, [image], device=device)
             return (
-                pool.submit(_describe, found, image.shape[1:], dataset.category_ids)
+                pool.submit(_describe, prediction, image.shape[1:], dataset.category_ids)
                 if way == OURS
                 else None
             )
@@ -123,14 +124,16 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     """Medians [lowest-highest] of each way."""
     table = []
     for data, way in dict.fromkeys((row["data"], row["way"]) for row in rows):
-        of = [row for row in rows if (row["data"], row["way"]) == (data, way)]
+        rows_of_way = [row for row in rows if (row["data"], row["way"]) == (data, way)]
         table.append(
             {
                 "data": data,
                 "way": way,
-                "ms an image": format_spread([row["image_ms"] for row in of], ".0f"),
-                "in the training process": format_spread([row["own_ms"] for row in of], ".0f"),
-                "MB": f"{median(row['peak_mb'] for row in of):,.0f}",
+                "ms an image": format_spread([row["image_ms"] for row in rows_of_way], ".0f"),
+                "in the training process": format_spread(
+                    [row["own_ms"] for row in rows_of_way], ".0f"
+                ),
+                "MB": f"{median(row['peak_mb'] for row in rows_of_way):,.0f}",
             }
         )
     return str(make_table(table)) if table else "nothing was measured"

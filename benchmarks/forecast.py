@@ -99,10 +99,10 @@ def run_case(
             collate_fn=collate,
             sampler=Endless(len(dataset)),
         )
-        found = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
+        diagnosis = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
         # the same loader once more: what the machine itself changed meanwhile
         again = None
-        if found.fixes:
+        if diagnosis.fixes:
             again = time_batches(
                 loader, EmulatedStep(case.step_ms), batches=500, max_s=0.4 * seconds
             )
@@ -110,14 +110,14 @@ def run_case(
         {
             **asdict(case),
             "fix": fix.id,
-            "now": found.images_per_second,
-            "headspace": found.headspace,
+            "now": diagnosis.images_per_second,
+            "headspace": diagnosis.headspace,
             "again": again.images_per_second if again else None,
             "forecast": fix.forecast_images_per_second,
             "measured": fix.measured_images_per_second,
             "error": fix.forecast_images_per_second / fix.measured_images_per_second - 1,
         }
-        for fix in found.fixes
+        for fix in diagnosis.fixes
         if fix.forecast_images_per_second and fix.measured_images_per_second
     ]
 

@@ -427,7 +427,7 @@ def write_table(text: str, path: Path = README) -> None:
         raise ColabUtilsError(
             f"expected the marks {MARKS[0]} and {MARKS[1]} in {path}, found none: put them back"
         )
-    write_file(path, between.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", content).encode())
+    write_file(path, between.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", content).encode())
 
 
 def describe_run(results: dict[str, Any]) -> str:

@@ -152,15 +152,15 @@ def _try_crews(row: Row, settings: Settings) -> None:
     system = get_system(row.job.system)
     python = find_python(system.environment, settings.work)
     job = replace(row.job, task="trial", seconds=TRIAL_S * settings.seconds)
-    found = run_apart(job, python, timeout_s=120 + 100 * len(system.crews))
-    row.kb_per_image = found["kb_per_image"]
-    row.versions = found["versions"]
-    row.trials = {str(crew): rate for crew, rate in zip(system.crews, found["rates"], strict=True)}
-    best = max(range(len(system.crews)), key=found["rates"].__getitem__)
-    if not found["rates"][best]:
-        raise ColabUtilsError(found["errors"][-1])
+    result = run_apart(job, python, timeout_s=120 + 100 * len(system.crews))
+    row.kb_per_image = result["kb_per_image"]
+    row.versions = result["versions"]
+    row.trials = {str(crew): rate for crew, rate in zip(system.crews, result["rates"], strict=True)}
+    best = max(range(len(system.crews)), key=result["rates"].__getitem__)
+    if not result["rates"][best]:
+        raise ColabUtilsError(result["errors"][-1])
     row.crew = system.crews[best]
-    batches = max(8, round(settings.seconds * found["rates"][best] / BATCH_SIZE))
+    batches = max(8, round(settings.seconds * result["rates"][best] / BATCH_SIZE))
     row.job = replace(row.job, crew=row.crew, batches=batches, seconds=10 * settings.seconds)
 
 
@@ -193,7 +193,7 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
         stderr=subprocess.PIPE,
     )
     try:
-        answer, said = process.communicate(timeout=timeout_s)
+        answer, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise ColabUtilsError(f"did not finish to {job.task} within {timeout_s:.0f} s") from None
     finally:
@@ -201,15 +201,15 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)  # its workers too
             process.communicate()
     try:
-        found: dict[str, Any] = json.loads(answer)
+        content: dict[str, Any] = json.loads(answer)
     except ValueError:
-        last = (said.strip().splitlines() or ["nothing said"])[-1]
+        last = (stderr.strip().splitlines() or ["nothing said"])[-1]
         raise ColabUtilsError(
             f"ended with code {process.returncode} in {job.task}: {last[:300]}"
         ) from None
-    if "error" in found:
-        raise ColabUtilsError(f"{job.task}: {found['error'][:300]}")
-    return found
+    if "error" in content:
+        raise ColabUtilsError(f"{job.task}: {content['error'][:300]}")
+    return content
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -293,15 +293,15 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     todo = [scenario for scenario in todo if any(name in wanted for name in scenario.systems)]
     kept = _read_earlier(options.json, results, [scenario.name for scenario in todo])
     for number, scenario in enumerate(todo):
-        found, rows = run_scenario(
+        result, rows = run_scenario(
             scenario, [name for name in scenario.systems if name in wanted], settings
         )
-        kept[scenario.name] = found
+        kept[scenario.name] = result
         results["scenarios"] = [kept[name] for name in SCENARIOS if name in kept]
         for row in rows:
             results["versions"].update(row.versions)
         write_file(options.json, json.dumps(results, indent=1, default=str).encode())
-        print(format_scenario(found), end="\n\n", flush=True)
+        print(format_scenario(result), end="\n\n", flush=True)
         later = {later.data for later in todo[number + 1 :]}
         for row in rows:  # ten forms of raw pixels are 50 GB
             if row.job.data.name not in later:
@@ -343,7 +343,7 @@ def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> d
             "Name another --json file, or move this one away."
         )
     results["versions"] = earlier["versions"]
-    return {found["name"]: found for found in earlier["scenarios"] if found["name"] not in anew}
+    return {result["name"]: result for result in earlier["scenarios"] if result["name"] not in anew}
 
 
 if __name__ == "__main__":

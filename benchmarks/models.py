@@ -117,7 +117,7 @@ def measure_model(
         model, device, optimizer=make_optimizer(model, name=known, learning_rate=0.0)
     )
     highest = choose_rate(known, BATCH_SIZE)
-    found = dict[str, float]()
+    result = dict[str, float]()
     loader = make_loader(
         data, batch_size=BATCH_SIZE, workers=1, seed=seed, device=device, deliver="packed"
     )
@@ -132,8 +132,8 @@ def measure_model(
                 group["lr"] = compute_rate(number, steps=steps, highest=highest)
             step(next(batches), flips=(torch.rand(BATCH_SIZE) < 0.5).tolist())
         batch = next(batches)
-        found["step_ms"] = _time(lambda _: step(batch), device)
-        found["kept_mb"] = count_kept_bytes(model, batch) / 1e6
+        result["step_ms"] = _time(lambda _: step(batch), device)
+        result["kept_mb"] = count_kept_bytes(model, batch) / 1e6
     state = {
         id(t): t
         for values in step.optimizer.state.values()
@@ -143,10 +143,10 @@ def measure_model(
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     # What is pruned is a mask, in a buffer.
     tensors = [*model.parameters(), *model.buffers(), *gradients, *state.values()]
-    found["weights_mb"] = sum(tensor.nbytes for tensor in tensors) / 1e6
+    result["weights_mb"] = sum(tensor.nbytes for tensor in tensors) / 1e6
     if steps:
         ap = evaluate(model, validation, device=device)
-        found |= {"box_ap": ap.bbox, "mask_ap": ap.segm}
+        result |= {"box_ap": ap.bbox, "mask_ap": ap.segm}
     model.eval()
     images = [validation.decode(validation.read(i)) for i in range(TIMED + 2)]
 
@@ -156,8 +156,8 @@ def measure_model(
             objects, image_id=i, size=images[i].shape[1:], category_ids=validation.category_ids
         )
 
-    found["detect_ms"] = _time(detect_image, device)
-    return found
+    result["detect_ms"] = _time(detect_image, device)
+    return result
 
 
 def _time(call: Callable[[int], Any], device: str) -> float:
@@ -178,7 +178,7 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     table = []
     for name in dict.fromkeys(row["model"] for row in rows):
         runs = [row for row in rows if row["model"] == name]
-        found = {
+        result = {
             key: mean(run[key] for run in runs)
             for key in runs[0]
             if key not in ("model", "seed", "repeat")
@@ -186,10 +186,10 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
         table.append(
             {
                 "model": name,
-                "ms a step": f"{found['step_ms']:.0f}",
-                "ms an image evaluated": f"{found['detect_ms']:.0f}",
-                "weights, gradients, averages, MB": f"{found['weights_mb']:.0f}",
-                "kept for backward, MB": f"{found['kept_mb']:.0f}",
+                "ms a step": f"{result['step_ms']:.0f}",
+                "ms an image evaluated": f"{result['detect_ms']:.0f}",
+                "weights, gradients, averages, MB": f"{result['weights_mb']:.0f}",
+                "kept for backward, MB": f"{result['kept_mb']:.0f}",
                 "box AP": _spread([run.get("box_ap") for run in runs]),
                 "mask AP": _spread([run.get("mask_ap") for run in runs]),
                 "seeds": len(runs),

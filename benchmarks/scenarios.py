@@ -43,13 +43,13 @@ class Scenario:
 _PEERS = ("spdl", "memmap", "pt_files", "litdata", "mosaicml", "webdataset", "tf_data")
 
 
-def _step(step_ms: float, most: float) -> Scenario:
+def _step(step_ms: float, largest_share: float) -> Scenario:
     return Scenario(
         f"step_{step_ms:g}",
         f"training with an emulated step of {step_ms:g} ms a batch of 4, 0.9 of a core busy",
         "kept",
         ("packed", "references"),
-        (Target("packed", "wait_share", at_most=most),),
+        (Target("packed", "wait_share", at_most=largest_share),),
         step_ms,
     )
 

@@ -177,11 +177,11 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
     for batch in batches:
         with torch.no_grad():  # two graphs in float32 are more than most GPUs hold
             torch.manual_seed(0)
-            found = losses.compute_losses(moved, batch.packed.to(device))
+            actual = losses.compute_losses(moved, batch.packed.to(device))
             torch.manual_seed(0)
             expected = moved(*move_dense(batch, device))
         differences = [
-            abs(found[name].item() / loss.item() - 1) for name, loss in expected.items() if loss
+            abs(actual[name].item() / loss.item() - 1) for name, loss in expected.items() if loss
         ]
         worst = float(np.max([worst, *differences]))  # of a NaN too
     if not worst <= DIFFERENCE:
@@ -236,24 +236,24 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     table = []
     for name in dict.fromkeys(row["data"] for row in rows):
         ways = [*dict.fromkeys(row["step"] for row in rows if row["data"] == name)]
-        of = {
+        runs_by_way = {
             way: [row for row in rows if (row["data"], row["step"]) == (name, way)] for way in ways
         }
         for before, way in zip([ways[0], *ways], ways, strict=False):
-            runs = of[way]
-            found = {
+            runs = runs_by_way[way]
+            result = {
                 "data": name,
                 "step": way,
                 "ms a step": format_spread([run["step_ms"] for run in runs], ".0f"),
             }
             for label, rival in (("over the row before", before), ("over the references", ways[0])):
-                pairs = zip(of[rival], runs, strict=False)
-                found[label] = format_spread(
+                pairs = zip(runs_by_way[rival], runs, strict=False)
+                result[label] = format_spread(
                     [theirs["step_ms"] / ours["step_ms"] for theirs, ours in pairs]
                 )
             if "memory_mb" in runs[0]:
-                found["MB"] = f"{median(run['memory_mb'] for run in runs):.0f}"
-            table.append(found)
+                result["MB"] = f"{median(run['memory_mb'] for run in runs):.0f}"
+            table.append(result)
     return str(make_table(table)) if table else "nothing was measured"
 
 

@@ -133,11 +133,11 @@ def measure(system: System, job: Job) -> dict[str, Any]:
 
 def _repeat(system: System) -> Generator[Any, None, None]:
     """The batches of one epoch after the other."""
-    found = True
-    while found:
-        found = False
+    has_batches = True
+    while has_batches:
+        has_batches = False
         for batch in system:
-            found = True
+            has_batches = True
             yield batch
 
 
@@ -156,8 +156,8 @@ def check(system: System, job: Job) -> dict[str, Any]:
         for image, target in system.unpack(batch) if compares else ():
             compared += 1
             if not difference and target["image_id"] in row_of:
-                found = _compare((image, target), reference[row_of[int(target["image_id"])]])
-                difference = found and f"image {target['image_id']}: {found}"
+                problem = _compare((image, target), reference[row_of[int(target["image_id"])]])
+                difference = problem and f"image {target['image_id']}: {problem}"
         if perf_counter() - began_s > CHECK_S:
             whole = False
             break
@@ -230,10 +230,10 @@ def main() -> int:
     # as in a DataLoader's workers: systems that use threads bring their own
     torch.set_num_threads(1)
     try:
-        found = run_job(Job.parse(sys.argv[1]))
+        result = run_job(Job.parse(sys.argv[1]))
     except Exception as error:
-        found = {"error": describe_error(error)}
-    print(json.dumps(found), file=answer, flush=True)
+        result = {"error": describe_error(error)}
+    print(json.dumps(result), file=answer, flush=True)
     return 0
 
 

@@ -125,7 +125,7 @@ class Drive:
         if path not in self._known:
             time.sleep(self.stat_s)
             self._known.add(path)
-        found = os.lstat(self.find(path))
+        status = os.lstat(self.find(path))
         keys = (
             "st_mode",
             "st_nlink",
@@ -137,7 +137,7 @@ class Drive:
             "st_ctime",
             "st_ino",
         )
-        return {key: getattr(found, key) for key in keys}
+        return {key: getattr(status, key) for key in keys}
 
     def readdir(self, path: str, fh: int) -> list[str]:
         self.check()
@@ -154,7 +154,7 @@ class Drive:
 
     def statfs(self, path: str) -> dict[str, int]:
         self.check()
-        found = os.statvfs(self.backing)
+        status = os.statvfs(self.backing)
         keys = (
             "f_bsize",
             "f_frsize",
@@ -166,7 +166,7 @@ class Drive:
             "f_favail",
             "f_namemax",
         )
-        return {key: getattr(found, key) for key in keys}
+        return {key: getattr(status, key) for key in keys}
 
     # --- calls that read
 

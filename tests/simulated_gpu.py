@@ -78,7 +78,7 @@ class SimulatedGpu(TorchFunctionMode):
         self._pinned: list[Tensor] = []
         SimulatedGpu.current = self
         facts = SimpleNamespace(total_memory=limit, name="Simulated")
-        found = {
+        result = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
@@ -99,7 +99,7 @@ class SimulatedGpu(TorchFunctionMode):
             "set_rng_state": lambda state, device=None: None,
             "Event": _Event,
         }
-        for name, value in found.items():
+        for name, value in result.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(
             torch.accelerator, "current_stream", lambda: SimpleNamespace(is_capturing=lambda: False)
@@ -124,10 +124,10 @@ class SimulatedGpu(TorchFunctionMode):
     def call(self, function, args, kwargs):
         """One call of torch's, by the rules."""
         name = getattr(function, "__name__", str(function)).removesuffix(".default")
-        of = getattr(getattr(function, "__self__", None), "__name__", "")  # of a property
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")  # of a property
         first_on_gpu = bool(args) and isinstance(args[0], GpuTensor)
-        if first_on_gpu and name == "__get__" and of in ("device", "is_cuda", "is_cpu"):
-            return {"device": DEVICE, "is_cuda": True, "is_cpu": False}[of]
+        if first_on_gpu and name == "__get__" and attribute in ("device", "is_cuda", "is_cpu"):
+            return {"device": DEVICE, "is_cuda": True, "is_cpu": False}[attribute]
         if first_on_gpu and name in ("numpy", "__array__"):
             raise TypeError(
                 "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first."
@@ -144,7 +144,7 @@ class SimulatedGpu(TorchFunctionMode):
                 return _copy(*args) if first_on_gpu else function(*args)
             if name == "__set__":
                 function(*args)
-                if of == "data":
+                if attribute == "data":
                     args[0].__class__ = _choose_class(
                         isinstance(args[1], GpuTensor), isinstance(args[0], nn.Parameter)
                     )
@@ -174,8 +174,8 @@ class SimulatedGpu(TorchFunctionMode):
             )
         crosses = bool(tensors) and on_gpu != isinstance(tensors[0], GpuTensor)
         with self.memory if on_gpu else nullcontext():
-            found = function(*args, **kwargs)
-            return _replace_leaves(found, lambda leaf: _mark(leaf, on_gpu, copied=crosses))
+            result = function(*args, **kwargs)
+            return _replace_leaves(result, lambda leaf: _mark(leaf, on_gpu, copied=crosses))
 
     def _check(self, function, name, tensors, ours) -> None:
         """No tensors of both sides, but single numbers of the CPU, and its indices into a tensor of
@@ -274,12 +274,12 @@ def _read_device(leaf) -> torch.device | None:
 
 def _tell_device(groups):
     """What C++ has put together by devices, of which it knows one only."""
-    told = {}
+    answers = {}
     for (device, dtype), value in groups.items():
         if any(isinstance(leaf, GpuTensor) for leaf in _list_leaves(value)):
             device = DEVICE
-        told[device, dtype] = value
-    return told
+        answers[device, dtype] = value
+    return answers
 
 
 def _copy(tensor, memo):

@@ -216,7 +216,7 @@ def test_the_options_that_name_places_are_all_there():
 
 @pytest.mark.parametrize(("command", "option"), list_path_options())
 def test_every_option_refuses_a_url_before_any_work(place, capsys, command, option):
-    needed = [one.option_strings[0] for one in COMMANDS[command]._actions if one.required]
+    needed = [action.option_strings[0] for action in COMMANDS[command]._actions if action.required]
     words = [word for name in needed if name != option for word in (name, "images")]
     with pytest.raises(SystemExit) as ended:
         main([command, *words, option, "gs://bucket/x"])

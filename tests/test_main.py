@@ -622,8 +622,8 @@ def test_repair_writes_what_check_then_finds_whole(run, world):
 )
 def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
     coco = json.loads((world / "coco.json").read_text())
-    for one in coco["annotations"]:
-        one.update(fault or {})
+    for annotation in coco["annotations"]:
+        annotation.update(fault or {})
     (world / "faulty.json").write_text(json.dumps(coco))
     status, _, err = run(
         "check",
@@ -684,8 +684,8 @@ def test_a_plan_alone_writes_nothing(preprocess, world, tmp_path):
     status, out, err = preprocess("--plan", "--json", tmp_path / "plan.json")
     assert (status, err) == (0, "")
     assert out.startswith("keep: no image is larger")
-    found = json.loads((tmp_path / "plan.json").read_text(), parse_constant=refuse_constant)
-    assert set(found) == PLAN_KEYS | {"command"}
+    content = json.loads((tmp_path / "plan.json").read_text(), parse_constant=refuse_constant)
+    assert set(content) == PLAN_KEYS | {"command"}
     assert json.loads(preprocess("--plan", "--json", "-")[1])["storage"] == "keep"
     assert hash_tree(world) == before
 

@@ -75,10 +75,10 @@ def find_imports(path, modules):
     """The package's own modules that a module imports, inside functions and under TYPE_CHECKING
     too.
     """
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write the import out, without dots"
             for alias in node.names:
@@ -86,8 +86,8 @@ def find_imports(path, modules):
                 lazy = (
                     colab_utils._MODULES.get(alias.name) if node.module == "colab_utils" else None
                 )
-                found.add(lazy or (whole if whole in modules else node.module))
-    return {name for name in found if name in modules}
+                names.add(lazy or (whole if whole in modules else node.module))
+    return {name for name in names if name in modules}
 
 
 def find_faults(package):

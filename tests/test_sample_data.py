@@ -273,4 +273,7 @@ def test_categories_that_are_named_are_all_that_is_drawn(tmp_path):
     content = json.loads(made.annotations.read_text())
     ids = {category["name"]: category["id"] for category in CATEGORIES}
     assert [category["name"] for category in content["categories"]] == ["ball", "heart"], "ids rise"
-    assert {one["category_id"] for one in content["annotations"]} == {ids["ball"], ids["heart"]}
+    assert {annotation["category_id"] for annotation in content["annotations"]} == {
+        ids["ball"],
+        ids["heart"],
+    }

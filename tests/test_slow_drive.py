@@ -109,8 +109,8 @@ class TestSlowDown:
         slow_down(tmp_path / "ssd", None)
         slow_down(tmp_path / "ssd" / "unpacked", SLOW)
         (tmp_path.parent / "link").symlink_to(tmp_path)
-        found = [find_profile(tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
-        assert found == [DRIVE_PROFILES["bad"], None, SLOW]
+        result = [find_profile(tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
+        assert result == [DRIVE_PROFILES["bad"], None, SLOW]
         assert find_profile(tmp_path.parent / "link" / "a") == DRIVE_PROFILES["bad"]
         with read_at_full_speed():
             assert find_profile(tmp_path / "a") is None

@@ -159,14 +159,14 @@ def test_a_scene_asks_for_nothing_and_slows_drive_down(colab, scene, profile):
 
 def test_another_scene_in_the_same_session_changes_the_speed(tmp_path):
     folders = {"drive": tmp_path / "d", "ssd": tmp_path / "d" / "ssd"}
-    found = []
+    result = []
     for scene in (*SCENES, "bad day"):
         workspace = Workspace.open(**folders, scene=scene)
-        found.append(find_profile(workspace.drive / "a"))
+        result.append(find_profile(workspace.drive / "a"))
         # an SSD folder on the slowed one stays fast
         assert find_profile(workspace.ssd / "a") is None
-        assert workspace.profile == found[-1]
-    assert found == [DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"], None, DRIVE_PROFILES["bad"]]
+        assert workspace.profile == result[-1]
+    assert result == [DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"], None, DRIVE_PROFILES["bad"]]
 
 
 def test_my_gpu_is_real_where_there_is_one(tmp_path, monkeypatch):
@@ -175,8 +175,8 @@ def test_my_gpu_is_real_where_there_is_one(tmp_path, monkeypatch):
         ssd=tmp_path / "s",
         scene=REAL,
     )
-    for there, emulated in ((True, False), (False, True)):
-        monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
+    for has_gpu, emulated in ((True, False), (False, True)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
         assert workspace.emulated is emulated
     assert "full speed" in str(workspace)
 
@@ -331,9 +331,9 @@ def own(tiny_dataset):
 def test_the_built_in_dataset_is_made_once_and_kept(workspace):
     made = ensure_dataset(workspace, n=2)
     stamps = {path: path.stat().st_mtime_ns for path in made.images.parent.rglob("*")}
-    found = ensure_dataset(workspace, n=7)
-    assert ("made now" in str(made), "found" in str(found)) == (True, True)
-    assert (found.images, found.annotations) == (made.images, made.annotations)
+    kept = ensure_dataset(workspace, n=7)
+    assert ("made now" in str(made), "found" in str(kept)) == (True, True)
+    assert (kept.images, kept.annotations) == (made.images, made.annotations)
     assert {path: path.stat().st_mtime_ns for path in made.images.parent.rglob("*")} == stamps
 
 

@@ -278,8 +278,8 @@ def _judge_table(html: str, content: Content) -> list[str]:
         }
         for heading, value in true_values.items():
             if heading in shown and not _agrees(shown[heading], value):
-                said = f"{cells[0]}: {heading} {shown[heading]}"
-                lines.append(f'"{said}" measured: {value:.4g}')
+                sentence = f"{cells[0]}: {heading} {shown[heading]}"
+                lines.append(f'"{sentence}" measured: {value:.4g}')
     return lines
 
 

@@ -307,7 +307,7 @@ def _find_faults(
     if done.returncode:
         place = f"cell '{errors[0][0]}'" if errors else "no cell"
         said = (done.stdout.strip() or done.stderr.strip()).splitlines()
-        yield f"{place}: {said[-1] if said else 'ended'}"
+        yield f"{place}: {printed[-1] if printed else 'ended'}"
     for name, output in outputs:
         text = "".join(output.get("text", ()))
         if output.get("name") == "stderr" and ("Warning:" in text or "Traceback" in text):

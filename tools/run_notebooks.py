@@ -213,13 +213,13 @@ def _list_settings(notebook: Any) -> set[str]:
 
 def _find_notebooks(folder: str | Path | None) -> list[Path]:
     place = Path(folder) if folder else Path(__file__).resolve().parent.parent / "notebooks"
-    found = sorted(place.glob("[0-9][0-9]_*.ipynb"))
-    if not found:
+    notebooks = sorted(place.glob("[0-9][0-9]_*.ipynb"))
+    if not notebooks:
         raise ColabUtilsError(
             f"There are no notebooks in {place}. Clone the repository and run the demo there: an "
             "installed package does not carry them."
         )
-    return found
+    return notebooks
 
 
 def _read_notebook(path: Path) -> Any:

@@ -96,9 +96,9 @@ def run_to_summary(
         except subprocess.TimeoutExpired:
             return ""
         finally:
-            for one in [process, *started]:  # else the next run of TraceML finds its port taken
+            for running in [process, *started]:  # else the next run of TraceML finds its port taken
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    running.kill()
 
 
 def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
             traceml = str(Path(sys.executable).with_name("traceml"))
             command = [traceml, "run", "--run-name", "run", "--logs-dir", folder, *command[1:]]
         environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
-        said = run_to_summary(command, Path(folder), environment, seconds + GRACE_S)
-        if tool == "gpuprof" and said:  # what to do about each insight is a command of its own
+        printed = run_to_summary(command, Path(folder), environment, seconds + GRACE_S)
+        if tool == "gpuprof" and printed:  # what to do about each insight is a command of its own
             report = [str(Path(sys.executable).with_name("gpuprof")), "insights", "gpuprof.db", "1"]
-            said += subprocess.run(
+            printed += subprocess.run(
                 report, cwd=folder, env=environment, capture_output=True, text=True
             ).stdout
-    says, advice = READERS[tool](said)
+    says, advice = READERS[tool](printed)
     fits = any(
         re.search(words, advice) for words in (get_cause(name).NEXT, ALSO.get(name)) if words
     )
@@ -126,24 +126,26 @@ def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
         "says": says or "nothing",
         "advice": advice,
         "advice fits": fits,
-        "all": said,
+        "all": printed,
     }
 
 
-def read_traceml(said: str) -> tuple[str, str]:
+def read_traceml(printed: str) -> tuple[str, str]:
     """Return its verdict, and what to do next."""
-    return _read_line(said, "Verdict"), _read_line(said, "Next")
+    return _read_line(printed, "Verdict"), _read_line(printed, "Next")
 
 
-def _read_line(said: str, key: str) -> str:
+def _read_line(printed: str, key: str) -> str:
     """Return what follows a key in TraceML's frame of text, or nothing."""
-    match = re.search(rf"{key}: (.*?)\s*(\||$)", said, re.M)
+    match = re.search(rf"{key}: (.*?)\s*(\||$)", printed, re.M)
     return match[1] if match else ""
 
 
-def read_gpuprof(said: str) -> tuple[str, str]:
+def read_gpuprof(printed: str) -> tuple[str, str]:
     """Return its first insight, and what it advises there."""
-    insights = re.findall(r"^ *\[(?:CRIT|HIGH|MED|LOW|INFO)\]\s+(.*)\n((?: {10}.*\n)+)", said, re.M)
+    insights = re.findall(
+        r"^ *\[(?:CRIT|HIGH|MED|LOW|INFO)\]\s+(.*)\n((?: {10}.*\n)+)", printed, re.M
+    )
     if not insights:
         return "", ""
     insight, advice = insights[0]
@@ -167,10 +169,10 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    one = argparse.ArgumentParser(add_help=False)
-    one.add_argument("--one", nargs=3)
-    if found := one.parse_known_args(arguments)[0].one:
-        run_under(found[0], found[1], float(found[2]))
+    first_parser = argparse.ArgumentParser(add_help=False)
+    first_parser.add_argument("--one", nargs=3)
+    if result := first_parser.parse_known_args(arguments)[0].one:
+        run_under(result[0], result[1], float(result[2]))
         return 0
     parser = make_parser("causes.peers", __doc__, builtin="peers")
     parser.add_argument("--seconds", type=float, default=12, help="of each loop (%(default)s)")

@@ -34,5 +34,5 @@ SYSTEMS = {
 def get_system(name: str) -> type[System]:
     """The class of a system."""
     module, _, kind = SYSTEMS[name].partition(":")
-    found: type[System] = getattr(import_module(f"benchmarks.systems.{module}"), kind)
-    return found
+    system: type[System] = getattr(import_module(f"benchmarks.systems.{module}"), kind)
+    return system

@@ -130,7 +130,7 @@ def check_dataset(
     findings = inspect_images(folder, dataset, deep=deep)
     shared: dict[int, str] = {}
     if validation:
-        headers = [found.header for found in findings]
+        headers = [finding.header for finding in findings]
         shared = find_shared(folder, dataset, headers, *validation)
     return _sum_up(dataset, findings, shared.values())
 
@@ -156,7 +156,7 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
     findings = [*chain.from_iterable(part.result() for part in inspected)]
     # On Drive, a file may be missing for a while.
     missing = [
-        i for i, found in enumerate(findings) if "missing image" in dict(found.header.defects)
+        i for i, finding in enumerate(findings) if "missing image" in dict(finding.header.defects)
     ]
     if Retries().find_again([dataset.find_image(images, i)[0] for i in missing]):
         for i in missing:
@@ -234,8 +234,8 @@ def _sum_up(
     """
     examples = defaultdict[str, list[str]](list)
     scores = Counter[int]()
-    for i, found in enumerate(findings):
-        for kind, text in found.defects:
+    for i, finding in enumerate(findings):
+        for kind, text in finding.defects:
             examples[kind].append(text)
             if kind in SERIOUS:
                 scores[i] += _SERIOUS_SCORE
@@ -279,7 +279,9 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     for name, is_same in list_repeated_names(dataset):
         kind = "repeated file_name" if is_same else "objects in several entries of an image"
         yield kind, escape(name)
-    lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
+    lacking = sum(
+        kind == "object without mask" for finding in findings for kind, _ in finding.defects
+    )
     if lacking and lacking == len(dataset.ids):
         first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
         purposes = [text for key, text in _PURPOSES.items() if key in first]
@@ -298,7 +300,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
 
 def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
     """Yield whether no object of a dataset reaches beyond the upper left corner of its image."""
-    ends = np.concatenate([np.zeros((0, 2)), *(found.objects[:, 4:] for found in findings)])
+    ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 4:] for finding in findings)])
     if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
         width, height = ends.max(0)
         text = f"all {len(ends):,} lie in the left {width:.0%} and upper {height:.0%}"

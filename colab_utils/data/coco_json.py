@@ -97,8 +97,8 @@ def _read_text(path: Path) -> tuple[str, str]:
         ) from None
 
 
-def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
-    return ColabUtilsError(f"{path} does not hold COCO instances: {found}. {cure}")
+def _expect(path: Path, problem: str, cure: str) -> ColabUtilsError:
+    return ColabUtilsError(f"{path} does not hold COCO instances: {problem}. {cure}")
 
 
 def _read_sections(text: str, path: Path, columns: "Columns") -> set[str]:
@@ -206,7 +206,9 @@ class Columns:
             raise TypeError(
                 f"a file_name that is not text, or longer than a path may be: {name!r:.60}"
             )
-        sizes = [to_integer(image.get(side) or 0, side, most=2**31) for side in ("height", "width")]
+        sizes = [
+            to_integer(image.get(side) or 0, side, limit=2**31) for side in ("height", "width")
+        ]
         number = to_integer(image.get("id"), "image_id")
         if isinstance(image["id"], str) and image["id"] != str(number):
             self.text_ids.append(image["id"])

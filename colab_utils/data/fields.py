@@ -42,7 +42,7 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
     if name == "bbox":
         return _read_box(value)
     if name == "area":
-        return float(_to_number(value, name, most=_LARGEST_NUMBER))
+        return float(_to_number(value, name, limit=_LARGEST_NUMBER))
     # A UUID is text.
     if name == "id" and isinstance(value, str):
         return value
@@ -51,7 +51,7 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
 
 def _read_box(value: Any) -> list[float] | None:
     numbers = value if isinstance(value, list) else [value]
-    box = [float(_to_number(number, "bbox", most=_LARGEST_NUMBER)) for number in numbers]
+    box = [float(_to_number(number, "bbox", limit=_LARGEST_NUMBER)) for number in numbers]
     if len(box) not in (0, 4):
         raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
     return box or None
@@ -85,29 +85,29 @@ def read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str,
 
 
 def _to_number(
-    value: Any, name: str, kind: str = "finite numbers", most: float = _TOO_LARGE
+    value: Any, name: str, kind: str = "finite numbers", limit: float = _TOO_LARGE
 ) -> float:
     """Return a number, which may be text, as Roboflow and VIA write some."""
     if isinstance(value, str) and "_" not in value:
         with suppress(ValueError):
             value = int(value) if value.strip().isdecimal() else float(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) < most:
+    if not is_number or not abs(value) < limit:
         raise ValueError(f"{name} {value!r:.40} where COCO has {kind}")
     number: float = value
     return number
 
 
-def to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
+def to_integer(value: Any, name: str, *, limit: int = _TOO_LARGE) -> int:
     """Return an integer, which may be text or a float without a fraction; for an ``image_id`` that
     is a name, 52 bits of its hash, which any JSON keeps.
     """
     # Nearly all values end here.
-    if type(value) is int and abs(value) < most:
+    if type(value) is int and abs(value) < limit:
         return value
     if name == "image_id" and isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
         return int(hash_bytes(value.encode())[:13], 16)
     number = _to_number(value, name, "an integer")
-    if number != int(number) or abs(number) >= most:
+    if number != int(number) or abs(number) >= limit:
         raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
     return int(number)

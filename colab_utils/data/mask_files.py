@@ -251,10 +251,10 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
     """Raise ColabUtilsError where a value may stand for pixels without a label: it is large, and
     touches small ones.
     """
-    for void, most in _VOIDS.items():
+    for void, largest in _VOIDS.items():
         others = [value for value in objects if value != void]
         touched = np.isin(others, neighbours[neighbours[:, 4] == void]).sum()
-        if touched and max(others) <= most:
+        if touched and max(others) <= largest:
             raise ColabUtilsError(
                 f"The mask {mask} has the value {void} beside {touched:,} others, "
                 f"as for pixels without a label. Give background=(0, {void}) to leave it out, "

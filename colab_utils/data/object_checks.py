@@ -24,16 +24,16 @@ _FEW_PIXELS = 64
 _BEYOND_SHARE = 0.1
 
 
-def check_object(one: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defect], int]:
+def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defect], int]:
     """Return the defects of an annotation, and the pixels of its mask; 0 where it cannot be trained
     on.
     """
-    outline = one["segmentation"]
+    outline = annotation["segmentation"]
     height, width = size
     try:
         mask = encode_segmentation(outline, height, width)
     except ColabUtilsError as error:
-        if is_nothing(one):
+        if is_nothing(annotation):
             return [("empty annotation", "")], 0
         if not count_numbers(outline):
             return [("object without mask", "")], 0
@@ -45,47 +45,47 @@ def check_object(one: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defec
         if is_normalised(np.concatenate(polygons)):
             return [("normalised polygon", "all of its numbers lie in 0 to 1")], 0
         defects = _check_polygons(polygons, height, width, pixels)
-    wrong_box = compare_outline(one, mask)
+    wrong_box = compare_outline(annotation, mask)
     defects += wrong_box
-    if pixels and one["area"] <= 0:
-        kind = "crowd without area" if _is_object(one) else "area 0"
+    if pixels and annotation["area"] <= 0:
+        kind = "crowd without area" if _is_object(annotation) else "area 0"
         defects.append((kind, f"the mask has {pixels:,} pixels"))
-    elif _is_area_odd(one, mask):
-        text = f"area {one['area']:,.0f}, the mask has {pixels:,} pixels"
+    elif _is_area_odd(annotation, mask):
+        text = f"area {annotation['area']:,.0f}, the mask has {pixels:,} pixels"
         defects.append(("area and mask disagree", text))
     is_usable = not wrong_box or wrong_box[0][0] == "loose box"
     return defects, pixels if is_usable else 0
 
 
-def _is_area_odd(one: dict[str, Any], mask: dict[str, Any]) -> bool:
+def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
     """Return whether an object's area is that of another mask.
 
     It is that of the box in many exports, that of the whole where the image's edge cuts an object,
     and rough where a mask has few pixels.
     """
     _, pixels = measure_mask(mask)
-    area = one["area"]
-    left, top, width, height = one["bbox"]
+    area = annotation["area"]
+    left, top, width, height = annotation["bbox"]
     is_cut = left + width > mask["size"][1] + NEAR or top + height > mask["size"][0] + NEAR
-    if one["iscrowd"] or area <= 0 or is_cut or pixels < _FEW_PIXELS:
+    if annotation["iscrowd"] or area <= 0 or is_cut or pixels < _FEW_PIXELS:
         return False
     is_of_box = abs(area - width * height) <= 0.02 * width * height
     return not is_of_box and not 0.8 <= area / pixels <= 1.25
 
 
-def compare_outline(one: dict[str, Any], mask: dict[str, Any]) -> list[Defect]:
+def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[Defect]:
     """Compare an annotation's box with the image and with its mask in RLE.
 
     Where they disagree, and the box fits another way to read the segmentation, the segmentation is
     what is wrong.
     """
     tight, _ = measure_mask(mask)
-    defects = compare_box(one["bbox"], tight, *mask["size"])
-    box = one["bbox"]
+    defects = compare_box(annotation["bbox"], tight, *mask["size"])
+    box = annotation["bbox"]
     if "mask and box disagree" not in dict(defects) or min(box[2:]) < _FEW_SIDE:
         return defects
     edges = np.array([*box[:2], box[0] + box[2], box[1] + box[3]])
-    for reading, points in _list_readings(one["segmentation"], mask):
+    for reading, points in _list_readings(annotation["segmentation"], mask):
         if np.abs(edges - [*points.min(0), *points.max(0)]).max() <= NEAR:
             return [("outline in another order", f"fits its box with {reading}")]
     return defects
@@ -133,7 +133,7 @@ def count_faults(
     if not annotations:
         return Counter()
     limits = rles[0]["size"][::-1]
-    boxes = np.array([one["bbox"] for one in annotations], np.float64)
+    boxes = np.array([annotation["bbox"] for annotation in annotations], np.float64)
     starts = boxes[:, :2].clip(0, limits)
     ends = (boxes[:, :2] + boxes[:, 2:]).clip(0, limits)
     tight = coco_mask.toBbox(rles)
@@ -142,7 +142,7 @@ def count_faults(
     is_near = np.abs(np.hstack([starts - tight[:, :2], ends - tight_ends])).max(1) <= NEAR
     has_area = (boxes[:, 2:] > 0).all(1) & (ends > starts).all(1) & (tight[:, 2:] > 0).all(1)
     is_sound = is_near & has_area & (tight_ends.max(1) > NEAR)
-    is_sound &= [not _is_object(one) for one in annotations]
+    is_sound &= [not _is_object(annotation) for annotation in annotations]
     is_sound &= [not _is_area_odd(*pair) for pair in zip(annotations, rles, strict=True)]
     kinds = [_find_fault(annotations[i], rles[i]) for i in np.flatnonzero(~is_sound).tolist()]
     return Counter(filter(None, kinds))
@@ -156,22 +156,22 @@ def _is_object(crowd: dict[str, Any]) -> bool:
     return bool(crowd["iscrowd"] and is_rle and crowd["area"] == 0)
 
 
-def _find_fault(one: dict[str, Any], mask: dict[str, Any]) -> str:
+def _find_fault(annotation: dict[str, Any], mask: dict[str, Any]) -> str:
     """Return the kind of defect with which an object may be trained wrongly, or not at all; "" if
     it has none.
     """
-    if one["iscrowd"]:
-        return "crowd without area" if _is_object(one) else ""
-    outline = one["segmentation"]
+    if annotation["iscrowd"]:
+        return "crowd without area" if _is_object(annotation) else ""
+    outline = annotation["segmentation"]
     tight, _ = measure_mask(mask)
     # Polygons are read again only where all of the mask lies in the image's first pixels.
     if isinstance(outline, list) and max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR:
         if is_normalised(np.concatenate(read_polygons(outline))):
             return "normalised polygon"
-    for kind, _ in compare_outline(one, mask):
+    for kind, _ in compare_outline(annotation, mask):
         # It is left out, which is no fault.
         return "" if kind == "box without area" else kind
-    return "area and mask disagree" if _is_area_odd(one, mask) else ""
+    return "area and mask disagree" if _is_area_odd(annotation, mask) else ""
 
 
 def _check_polygons(

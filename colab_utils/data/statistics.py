@@ -53,7 +53,7 @@ def measure_dataset(
     """Return the numbers of a dataset, from what was found in each image; ``look_at``: files with
     problems.
     """
-    objects = np.concatenate([np.zeros((0, 6)), *(found.objects for found in findings)])
+    objects = np.concatenate([np.zeros((0, 6)), *(finding.objects for finding in findings)])
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
@@ -68,7 +68,7 @@ def measure_dataset(
         )
     if look_at:
         advice.append(f"Look at {', '.join(look_at)} first.")
-    per_image = np.array([len(found.objects) for found in findings])
+    per_image = np.array([len(finding.objects) for finding in findings])
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
@@ -89,7 +89,7 @@ def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> st
     """Return an input size: as the images are where their objects, of these pixels, are large; else
     torchvision's.
     """
-    sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
+    sizes = np.array([finding.size for finding in findings if all(finding.size)], np.float64)
     scales = find_scale(*sizes.T)
     pixels = sizes.prod(1)
     larger = scales > 1

@@ -142,7 +142,7 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
         except ColabUtilsError as error:
             # Whatever somebody's own dataset raises comes as this error.
             indices = []
-            unseen = str(error).partition("found ")[2]
+            unseen = str(error).removeprefix("The loader gives no batch 1: ")
     devices = {tensor.device.type for tensor in find_tensors(batch)}
     if isinstance(loader, DataLoader) and loader.num_workers and devices == {"cpu"}:
         stages["hand-off"] = time_handoff(batch, images=images, seconds=0.2 * seconds)

@@ -202,9 +202,9 @@ class Arrival:
         those that the one before left on the disk.
         """
         order = self._order
-        most = COPY_STREAMS
+        streams = COPY_STREAMS
         if self.rolls:
-            most = min(most, max(1, int(self._limit / max(self._sizes) / 2)))
+            streams = min(streams, max(1, int(self._limit / max(self._sizes) / 2)))
             if epoch % 2:
                 order = order[::-1]
         windows: list[list[int]] = []
@@ -212,7 +212,7 @@ class Arrival:
         before = 0
         images = 0
         for number in order:
-            if window and (len(window) == most or images + self._images[number] > before):
+            if window and (len(window) == streams or images + self._images[number] > before):
                 windows.append(window)
                 window = []
                 before += images
@@ -337,8 +337,8 @@ class Arrival:
     def _choose(self) -> tuple[Callable[[int], None], int] | None:
         """Choose the next shard to copy or one to remove, or None if neither can be done now."""
         with self._lock:
-            here = self.spans_s.keys() | self._moves
-            number = next((number for number in self._wanted if number not in here), None)
+            present = self.spans_s.keys() | self._moves
+            number = next((number for number in self._wanted if number not in present), None)
             # The first shard comes alone.
             if number is None or (self._moves and not self.spans_s):
                 return None

@@ -123,10 +123,18 @@ class ArraysBuilder:
         """
         height = record["height"]
         width = record["width"]
-        annotations = [one for one in record["annotations"] if not one["iscrowd"]]
-        boxes, has_area = convert_boxes([one["bbox"] for one in annotations], height, width)
-        kept = [one for one, keep in zip(annotations, has_area.tolist(), strict=True) if keep]
-        masks = pack_masks([one["segmentation"] for one in kept])
+        annotations = [
+            annotation for annotation in record["annotations"] if not annotation["iscrowd"]
+        ]
+        boxes, has_area = convert_boxes(
+            [annotation["bbox"] for annotation in annotations], height, width
+        )
+        kept = [
+            annotation
+            for annotation, keep in zip(annotations, has_area.tolist(), strict=True)
+            if keep
+        ]
+        masks = pack_masks([annotation["segmentation"] for annotation in kept])
         image, record_bytes = files
         image_start, record_start = starts
         checksums = [hash_bytes(image), hash_bytes(masks.bits), hash_bytes(record_bytes)]
@@ -138,8 +146,8 @@ class ArraysBuilder:
         rows["image_spans"].append((image_start, len(image)))
         rows["record_spans"].append((record_start, len(record_bytes)))
         rows["boxes"].extend(boxes[has_area])
-        rows["labels"].extend(one["category_id"] for one in kept)
-        rows["areas"].extend(one["area"] for one in kept)
+        rows["labels"].extend(annotation["category_id"] for annotation in kept)
+        rows["areas"].extend(annotation["area"] for annotation in kept)
         rows["crops"].extend(masks.crops)
         self._mask_lengths.extend(np.diff(masks.offsets))
         self._bits.append(masks.bits)

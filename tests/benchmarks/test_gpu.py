@@ -35,15 +35,15 @@ def test_every_measurement_runs(tmp_path, monkeypatch, capsys, one_thread):
         "64",
     ]
     assert main([*command, "--models", TINY_MODEL, "--batch-sizes", "2"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert {row["what"] for row in found["rows"]} == {
+    content = json.loads((tmp_path / "found.json").read_text())
+    assert {row["what"] for row in content["rows"]} == {
         "step",
         "300 objects an image",
         "float16, as a T4",
         "real data",
         "evaluation",
     }
-    assert not found["left_out"]
+    assert not content["left_out"]
     assert "of a cached batch" in capsys.readouterr().out
 
 

@@ -103,8 +103,8 @@ def test_the_readme_gets_the_tables_between_its_markers(results, tmp_path):
 
 @pytest.mark.parametrize("module", ["environments", "scenarios"])
 def test_examples_run(module):
-    found = doctest.testmod(
+    result = doctest.testmod(
         import_module(f"benchmarks.{module}"), optionflags=doctest.NORMALIZE_WHITESPACE
     )
-    assert found.attempted > 0
-    assert found.failed == 0
+    assert result.attempted > 0
+    assert result.failed == 0

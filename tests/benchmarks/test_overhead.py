@@ -24,12 +24,12 @@ def test_the_cost_of_watch_is_measured(tmp_path, monkeypatch, capsys, one_thread
 
 
 def test_verdict_and_advice_of_other_tools():
-    said = (
+    printed = (
         "|  Verdict: INPUT-BOUND  (CRITICAL)   |\n|  Why: it waits.  |\n|  Next: Increase "
         "workers.   |\n"
     )
-    assert read_traceml(said) == ("INPUT-BOUND  (CRITICAL)", "Increase workers.")
+    assert read_traceml(printed) == ("INPUT-BOUND  (CRITICAL)", "Increase workers.")
     assert read_traceml("") == ("", "")
-    said = "  [HIGH]  the loader is slow\n          Use more workers,\n          or fewer.\n"
-    assert read_gpuprof(said) == ("the loader is slow", "Use more workers, or fewer.")
+    printed = "  [HIGH]  the loader is slow\n          Use more workers,\n          or fewer.\n"
+    assert read_gpuprof(printed) == ("the loader is slow", "Use more workers, or fewer.")
     assert read_gpuprof("") == ("", "")

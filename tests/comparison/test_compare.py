@@ -57,14 +57,14 @@ def race(tiny_dataset, tmp_path):
     """Compare strategies over the tiny dataset; the rows by name, and the comparison itself."""
 
     def run(*strategies, images=tiny_dataset.images, **settings):
-        found = compare(
+        comparison = compare(
             images,
             tiny_dataset.annotations,
             folder=tmp_path / "work",
             strategies=strategies,
             **QUICK | settings,
         )
-        return {row.name: row for row in found.strategies}, found
+        return {row.name: row for row in comparison.strategies}, comparison
 
     return run
 
@@ -105,7 +105,7 @@ class Batches(list):
 
 def test_every_strategy_gives_the_same_samples(race):
     names = [name for name in STRATEGIES if name != "tensorflow" or HAS_TENSORFLOW]
-    rows, found = race(*names)
+    rows, comparison = race(*names)
     assert list(rows) == names
     for row in rows.values():
         assert (row.comparable, row.difference, row.note) == (True, "", "")
@@ -119,9 +119,9 @@ def test_every_strategy_gives_the_same_samples(race):
     assert (rows["sequential"].once_ms_per_image, rows["sequential"].session_ms_per_image) == (0, 0)
     assert rows["dataloader_on_ssd"].session_ms_per_image > 0
     assert rows["packed"].once_ms_per_image > 0 < rows["packed"].session_ms_per_image
-    assert found.step == "emulated 2 ms"
-    assert found.dataset["images"] == 12
-    text = json.dumps(dataclasses.asdict(found), allow_nan=False)
+    assert comparison.step == "emulated 2 ms"
+    assert comparison.dataset["images"] == 12
+    text = json.dumps(dataclasses.asdict(comparison), allow_nan=False)
     assert set(json.loads(text)) >= {"machine", "dataset", "strategies"}
 
 
@@ -269,9 +269,9 @@ def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
     images = tmp_path / "images"
     shutil.copytree(tiny_dataset.images, images)
     min(images.iterdir()).write_bytes(b"cut short")
-    rows, found = race("sequential", fake("other"), images=images)
-    assert found.dataset["images"] == 11
-    assert "1 bad images are left out" in found.note
+    rows, comparison = race("sequential", fake("other"), images=images)
+    assert comparison.dataset["images"] == 11
+    assert "1 bad images are left out" in comparison.note
     assert all(row.comparable and row.images_per_second > 0 for row in rows.values())
 
 
@@ -293,7 +293,7 @@ def test_a_second_comparison_makes_its_data_anew_and_times_that(prepare):
 
 @pytest.mark.clock
 def test_drive_is_slow_where_it_is_read_and_only_there(race):
-    rows, found = race(
+    rows, comparison = race(
         "sequential", "dataloader_on_ssd", "shards_on_drive", "packed", drive_profile=SLOW
     )
     # two images a batch, each a known sleep of 20 ms; a shard is two such sleeps, one a file
@@ -304,7 +304,7 @@ def test_drive_is_slow_where_it_is_read_and_only_there(race):
     assert rows["dataloader_on_ssd"].session_ms_per_image >= 20 / 4
     assert rows["packed"].once_ms_per_image >= 20 / 4  # and read them, before they are converted
     assert rows["packed"].session_ms_per_image < rows["dataloader_on_ssd"].session_ms_per_image
-    assert found.drive.startswith("slow: 20 ms per file")
+    assert comparison.drive.startswith("slow: 20 ms per file")
 
 
 def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
@@ -351,7 +351,7 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
             lambda batches: [
                 (
                     i,
-                    [one | {"boxes": one["boxes"] + 3} for one in t],
+                    [target | {"boxes": target["boxes"] + 3} for target in t],
                 )
                 for i, t in batches
             ],
@@ -362,12 +362,12 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
     ],
 )
 def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words):
-    rows, found = race(fake("same"), fake("changed", change))
+    rows, comparison = race(fake("same"), fake("changed", change))
     assert rows["same"].comparable
     assert not rows["changed"].comparable
     assert words in rows["changed"].difference
     assert rows["changed"].images_per_second > 0
-    assert "NOT COMPARABLE" in str(found)
+    assert "NOT COMPARABLE" in str(comparison)
 
 
 def test_what_the_step_trained_and_the_random_state_are_put_back(race):
@@ -393,12 +393,12 @@ def test_a_strategy_that_fails_leaves_a_note(race):
     def fail(batches):
         raise ImportError("no module named fastloader")
 
-    rows, found = race(fake("failing", fail), fake("other"))
+    rows, comparison = race(fake("failing", fail), fake("other"))
     assert rows["failing"].note == "ImportError: no module named fastloader"
     assert rows["failing"].images_per_second is None
     assert not rows["failing"].comparable
     assert rows["other"].images_per_second > 0
-    json.dumps(dataclasses.asdict(found))
+    json.dumps(dataclasses.asdict(comparison))
     with pytest.raises(
         ColabUtilsError, match=r"Mend this first: ImportError: no module named fastloader"
     ):
@@ -467,20 +467,22 @@ def test_data_below_the_images_is_read_at_full_speed(tiny_dataset, prepare, tmp_
 
 def test_the_comparison_so_far_is_given_after_each_run(race):
     seen = []
-    rows, found = race(
+    rows, comparison = race(
         fake("sequential"),
         fake("second"),
         repeats=2,
         on_run=seen.append,
     )
-    timed = [[row.name for row in one.strategies if row.images_per_second] for one in seen]
+    timed = [
+        [row.name for row in comparison.strategies if row.images_per_second] for comparison in seen
+    ]
     assert timed[0] == ["sequential"]
     assert timed[-1] == ["sequential", "second"]
     # who is to come is known
     assert [row.name for row in seen[0].strategies] == ["sequential", "second"]
     assert seen[0].strategies[1].wait_share is None
     assert len(rows["second"].repeats_images_per_second) == 2
-    assert seen[-1].strategies == found.strategies
+    assert seen[-1].strategies == comparison.strategies
 
 
 def test_a_worker_s_batches_are_timed_in_whole_rounds(race):
@@ -553,9 +555,9 @@ def test_interrupting_keeps_what_is_measured(race, watch_timing, interrupted):
         with pytest.raises(KeyboardInterrupt):
             race(fake("first"), fake("second"))
     else:
-        rows, found = race(fake("first"), fake("second"))
+        rows, comparison = race(fake("first"), fake("second"))
         assert list(rows) == ["first"]
-        assert "Ctrl-C" in found.note
+        assert "Ctrl-C" in comparison.note
 
 
 def test_repeats_are_interleaved(race, watch_timing):

@@ -47,8 +47,8 @@ def ssd(tmp_path):
     return tmp_path / "ssd"
 
 
-def assert_same(found, dataset):
-    images, annotations = found
+def assert_same(unpacked, dataset):
+    images, annotations = unpacked
     assert annotations.read_bytes() == dataset.annotations.read_bytes()
     assert {path.name: path.read_bytes() for path in images.iterdir()} == {
         path.name: path.read_bytes() for path in dataset.images.iterdir()
@@ -406,10 +406,10 @@ def server(export):
 
 
 def test_a_url_is_downloaded_unpacked_and_not_asked_again(server, tiny_dataset, ssd):
-    found = unpack_dataset(server.url, ssd)
-    assert_same(found, tiny_dataset)
+    unpacked = unpack_dataset(server.url, ssd)
+    assert_same(unpacked, tiny_dataset)
     assert not list(ssd.rglob("*.zip"))  # the disk is not filled twice
-    assert unpack_dataset(server.url, ssd) == found
+    assert unpack_dataset(server.url, ssd) == unpacked
     assert len(server.asked) == 1
 
 

@@ -75,11 +75,11 @@ def repeat_entry(dataset):
     """The image once more, with the same objects."""
     repeat_name(dataset)
     empty(dataset)
-    one = dataset.coco["images"][4]["id"]
+    image_id = dataset.coco["images"][4]["id"]
     other = dataset.coco["images"][5]["id"]
     rows = dataset.coco["annotations"]
     rows += [
-        {**row, "image_id": one, "id": 900 + n}
+        {**row, "image_id": image_id, "id": 900 + n}
         for n, row in enumerate(rows)
         if row["image_id"] == other
     ]
@@ -88,7 +88,7 @@ def repeat_entry(dataset):
 def empty(dataset):
     first = dataset.coco["images"][4]["id"]
     dataset.coco["annotations"] = [
-        one for one in dataset.coco["annotations"] if one["image_id"] != first
+        annotation for annotation in dataset.coco["annotations"] if annotation["image_id"] != first
     ]
 
 
@@ -126,7 +126,9 @@ def turn(orientation, *, square=False, upright=False):
         if square:
             dataset.coco["images"][4].update(height=160)
             dataset.coco["annotations"] = [
-                one for one in dataset.coco["annotations"] if not one["iscrowd"]
+                annotation
+                for annotation in dataset.coco["annotations"]
+                if not annotation["iscrowd"]
             ]
         paint(
             size=(128, 160) if upright else (160, 160) if square else (160, 128),
@@ -171,8 +173,8 @@ def pipe(dataset):
 
 def change_box(change):
     def spoil(dataset):
-        one = dataset.coco["annotations"][2]
-        one["bbox"] = change(*one["bbox"])
+        annotation = dataset.coco["annotations"][2]
+        annotation["bbox"] = change(*annotation["bbox"])
 
     return spoil
 
@@ -205,7 +207,9 @@ def draw_hole(dataset):
 def widen(dataset):
     """Another width, and no mask that would tell that the file is right."""
     dataset.coco["images"][4]["width"] = 170
-    dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if not one["iscrowd"]]
+    dataset.coco["annotations"] = [
+        annotation for annotation in dataset.coco["annotations"] if not annotation["iscrowd"]
+    ]
 
 
 def shrink(dataset):
@@ -213,23 +217,29 @@ def shrink(dataset):
     paint(size=(4000, 3000))(dataset)
     image = dataset.coco["images"][4]
     image.update(width=4000, height=3000)
-    mine = next(one for one in dataset.coco["annotations"] if one["image_id"] == image["id"])
+    mine = next(
+        annotation
+        for annotation in dataset.coco["annotations"]
+        if annotation["image_id"] == image["id"]
+    )
     mine.update(
         segmentation=[[9, 9, 12, 9, 12, 12, 9, 12]],
         bbox=[9, 9, 3, 3],
         area=9,
     )
     dataset.coco["annotations"] = [
-        one for one in dataset.coco["annotations"] if one is mine or one["image_id"] != image["id"]
+        annotation
+        for annotation in dataset.coco["annotations"]
+        if annotation is mine or annotation["image_id"] != image["id"]
     ]
 
 
 def share_id(dataset):
     three = dataset.coco["images"][3]
     four = dataset.coco["images"][4]
-    for one in dataset.coco["annotations"]:
-        if one["image_id"] == four["id"]:
-            one["image_id"] = three["id"]
+    for annotation in dataset.coco["annotations"]:
+        if annotation["image_id"] == four["id"]:
+            annotation["image_id"] = three["id"]
     four["id"] = three["id"]
 
 
@@ -501,7 +511,7 @@ def test_a_repair_leaves_out_what_is_in_validation_too(dataset, tmp_path):
         output=tmp_path / "out.json",
         validation=validation,
     )
-    counts = {one.kind: one.count for one in report.repairs}
+    counts = {repair.kind: repair.count for repair in report.repairs}
     assert counts["image in validation, too"] == 2
     assert report.ok
     again = check_dataset(dataset.images, tmp_path / "out.json", validation=validation)
@@ -516,8 +526,8 @@ def test_a_deep_repair_leaves_out_what_a_deep_check_finds(dataset, tmp_path):
     damaged = bytearray((tmp_path / "whole.png").read_bytes())
     damaged[len(damaged) // 2] ^= 255
     image.write_bytes(damaged)
-    found = check_dataset(dataset.images, dataset.annotations, deep=True)
-    assert not found.ok
+    entries = check_dataset(dataset.images, dataset.annotations, deep=True)
+    assert not entries.ok
     report = repair_annotations(
         dataset.images, dataset.annotations, output=tmp_path / "out.json", deep=True
     )
@@ -534,10 +544,10 @@ def test_image_ids_that_are_names_are_told_and_repaired(dataset, tmp_path):
     dataset.annotations.write_text(json.dumps(dataset.coco))
     report = check_dataset(dataset.images, dataset.annotations)
     assert report.ok
-    counts = {one.kind: one.count for one in report.problems}
+    counts = {problem.kind: problem.count for problem in report.problems}
     assert counts["image id that is text"] == len(names)
     repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    assert "image id that is text" not in {one.kind for one in repaired.problems}
+    assert "image id that is text" not in {problem.kind for problem in repaired.problems}
     content = json.loads((tmp_path / "out.json").read_text())
     numbers = {image["id"] for image in content["images"]}
     assert all(isinstance(number, int) for number in numbers)
@@ -573,8 +583,8 @@ def test_pictures_of_training_in_validation(dataset, tmp_path):
 
 def test_masks_painted_with_cvat(dataset, tmp_path):
     """All are crowds: 0 objects, unless they are taken as objects."""
-    for one in dataset.coco["annotations"]:
-        one["iscrowd"] = 1
+    for annotation in dataset.coco["annotations"]:
+        annotation["iscrowd"] = 1
     report = dataset.check()
     assert list_serious(report) == ["many crowds"]
     assert report.problems[0].examples[0] == "32 of 32 objects are crowds and left out"
@@ -586,7 +596,9 @@ def test_masks_painted_with_cvat(dataset, tmp_path):
     )
     assert repaired.ok
     assert repaired.statistics.objects == 32
-    assert [(one.kind, one.count) for one in repaired.repairs] == [("crowd taken as an object", 32)]
+    assert [(repair.kind, repair.count) for repair in repaired.repairs] == [
+        ("crowd taken as an object", 32)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -598,9 +610,9 @@ def test_masks_painted_with_cvat(dataset, tmp_path):
     ],
 )
 def test_files_for_something_else(dataset, extra, purpose, tmp_path):
-    for one in dataset.coco["annotations"]:
-        one.pop("segmentation")
-        one.update(extra)
+    for annotation in dataset.coco["annotations"]:
+        annotation.pop("segmentation")
+        annotation.update(extra)
     report = dataset.check()
     assert list_serious(report) == ["no instances", "object without mask"]
     assert report.problems[0].examples[0].startswith(purpose)
@@ -610,10 +622,10 @@ def test_files_for_something_else(dataset, extra, purpose, tmp_path):
 
 def test_objects_without_a_mask_take_their_images_along(dataset, tmp_path):
     """As in a mixed export: none of them becomes background."""
-    for one in dataset.coco["annotations"][:9]:
-        one["segmentation"] = []
-    gone = {one["image_id"] for one in dataset.coco["annotations"][:9]}
-    objects = sum(one["image_id"] in gone for one in dataset.coco["annotations"])
+    for annotation in dataset.coco["annotations"][:9]:
+        annotation["segmentation"] = []
+    gone = {annotation["image_id"] for annotation in dataset.coco["annotations"][:9]}
+    objects = sum(annotation["image_id"] in gone for annotation in dataset.coco["annotations"])
     assert dataset.check().problems[0].count == 9
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert (report.images, report.annotations) == (12 - len(gone), 32 - objects)
@@ -626,12 +638,12 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     missing.
     """
     original = dataset.check().statistics
-    for one in dataset.coco["annotations"]:
-        if isinstance(one["segmentation"], list):
-            one["segmentation"] = [str(number) for number in one["segmentation"][0]]
-        one.update(
-            image_id=str(one["image_id"]),
-            bbox=[str(side) for side in one["bbox"]],
+    for annotation in dataset.coco["annotations"]:
+        if isinstance(annotation["segmentation"], list):
+            annotation["segmentation"] = [str(number) for number in annotation["segmentation"][0]]
+        annotation.update(
+            image_id=str(annotation["image_id"]),
+            bbox=[str(side) for side in annotation["bbox"]],
         )
     dataset.coco["annotations"][0].update(bbox=[], area=None)
     dataset.coco["annotations"][1]["segmentation"] = [
@@ -642,14 +654,16 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert report.ok
     assert report.statistics == original
-    assert {one.kind for one in report.repairs} == {
+    assert {repair.kind for repair in report.repairs} == {
         "numbers from text",
         "outline written as COCO has it",
         "box from the mask",
         "area from the mask",
     }
     repaired = json.loads((tmp_path / "out.json").read_text())["annotations"]
-    assert all(isinstance(number, float | int) for one in repaired for number in one["bbox"])
+    assert all(
+        isinstance(number, float | int) for annotation in repaired for number in annotation["bbox"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -702,19 +716,26 @@ def test_a_repaired_dataset_trains_an_epoch(dataset, tmp_path, one_thread):
 
 def test_the_numbers_of_a_dataset(coco_mini):
     report = check_dataset(coco_mini.images, coco_mini.annotations)
-    found = report.statistics
+    statistics = report.statistics
     raw = json.loads(coco_mini.annotations.read_text())
-    rows = [one for one in raw["annotations"] if not one["iscrowd"]]
-    assert found.objects == len(rows) == sum(found.classes.values()) == sum(found.sizes.values())
-    assert sum(found.objects_per_image.values()) == len(raw["images"])
-    assert next(iter(found.classes)) == "person"
-    assert found.classes["person"] == sum(one["category_id"] == 1 for one in rows)
+    rows = [annotation for annotation in raw["annotations"] if not annotation["iscrowd"]]
+    assert (
+        statistics.objects
+        == len(rows)
+        == sum(statistics.classes.values())
+        == sum(statistics.sizes.values())
+    )
+    assert sum(statistics.objects_per_image.values()) == len(raw["images"])
+    assert next(iter(statistics.classes)) == "person"
+    assert statistics.classes["person"] == sum(
+        annotation["category_id"] == 1 for annotation in rows
+    )
     sizes = [(image["height"], image["width"]) for image in raw["images"]]
     larger = [fit_size(*size, min_size=800, max_size=1333) for size in sizes]
     work = sum(h * w for h, w in larger) / sum(h * w for h, w in sizes)
     assert any(
-        f"enlarges 100% of the images and makes {work:.1f} times the work" in one
-        for one in found.advice
+        f"enlarges 100% of the images and makes {work:.1f} times the work" in problem
+        for problem in statistics.advice
     )
 
 
@@ -736,9 +757,9 @@ def test_many_defects_are_counted_and_a_few_shown(dataset):
 def test_ids_that_start_again_in_each_image(dataset, tmp_path):
     """Only the bad annotation of that image goes, not those of the same id in others."""
     seen: dict[int, int] = {}
-    for one in dataset.coco["annotations"]:
-        one["id"] = seen.get(one["image_id"], 0) + 1
-        seen[one["image_id"]] = one["id"]
+    for annotation in dataset.coco["annotations"]:
+        annotation["id"] = seen.get(annotation["image_id"], 0) + 1
+        seen[annotation["image_id"]] = annotation["id"]
     dataset.coco["annotations"][0].update(segmentation=[], bbox=[0, 0, 0, 0])
     dataset.save()
     repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
@@ -746,7 +767,7 @@ def test_ids_that_start_again_in_each_image(dataset, tmp_path):
     order = [image["id"] for image in dataset.coco["images"]]
     expected = sorted(
         dataset.coco["annotations"][1:],
-        key=lambda one: order.index(one["image_id"]),
+        key=lambda annotation: order.index(annotation["image_id"]),
     )
     assert repaired == expected
 
@@ -762,8 +783,8 @@ def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
     }
     dataset.coco["images"] = [{**image, "id": numbers[image["id"]]} for image in images]
     rows = [
-        {**one, "image_id": numbers[one["image_id"]], "iscrowd": 0}
-        for one in dataset.coco["annotations"]
+        {**annotation, "image_id": numbers[annotation["image_id"]], "iscrowd": 0}
+        for annotation in dataset.coco["annotations"]
     ]
     dataset.coco["annotations"] = rows
     assert ("repeated image id", 4) in list_kinds(dataset.check()).items()
@@ -774,25 +795,23 @@ def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert report.ok
     assert read_coco(tmp_path / "out.json").image_ids.tolist() == [5, 6, 7, 8]
-    assert report.annotations == sum(one["image_id"] > 4 for one in rows)
+    assert report.annotations == sum(annotation["image_id"] > 4 for annotation in rows)
     [lost] = report.repairs
     assert (lost.kind, lost.count) == ("id of several images", 8)
-    assert (
-        f"with {sum(one['image_id'] < 5 for one in rows)} objects, so that none becomes background"
-        in lost.effect
-    )
+    objects = sum(annotation["image_id"] < 5 for annotation in rows)
+    assert f"with {objects} objects, so that none becomes background" in lost.effect
 
 
 def test_repair_without_ids_in_utf_16(dataset, tmp_path):
-    for one in dataset.coco["annotations"]:
-        del one["id"]
+    for annotation in dataset.coco["annotations"]:
+        del annotation["id"]
     dataset.coco["annotations"][3]["category_id"] = 999
     dataset.annotations.write_bytes(json.dumps(dataset.coco).encode("utf-16"))
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     without = [
-        one
-        for one in dataset.coco["annotations"]
-        if one["image_id"] != dataset.coco["annotations"][3]["image_id"]
+        annotation
+        for annotation in dataset.coco["annotations"]
+        if annotation["image_id"] != dataset.coco["annotations"][3]["image_id"]
     ]
     assert (report.images, report.annotations) == (11, len(without))
 
@@ -860,7 +879,7 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
 
     monkeypatch.setattr(files, "open_file", fail)
     report = dataset.check()
-    assert [one.count for one in report.problems if one.kind == "bad image"] == [1]
+    assert [problem.count for problem in report.problems if problem.kind == "bad image"] == [1]
 
 
 def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
@@ -902,14 +921,17 @@ def test_missing_folder_and_file(dataset, tmp_path):
 )
 def test_repair_takes_an_area_of_other_units_from_the_mask(tiny_dataset, tmp_path, change, is_kept):
     coco = json.loads(tiny_dataset.annotations.read_text())
-    areas = {one["id"]: one["area"] for one in coco["annotations"]}
-    for one in coco["annotations"]:
-        one["area"] = change(one["area"])
+    areas = {annotation["id"]: annotation["area"] for annotation in coco["annotations"]}
+    for annotation in coco["annotations"]:
+        annotation["area"] = change(annotation["area"])
     source = tmp_path / "a.json"
     output = tmp_path / "b.json"
     source.write_text(json.dumps(coco))
     report = repair_annotations(tiny_dataset.images, source, output=output)
-    repaired = {one["id"]: one["area"] for one in json.loads(output.read_text())["annotations"]}
+    repaired = {
+        annotation["id"]: annotation["area"]
+        for annotation in json.loads(output.read_text())["annotations"]
+    }
     assert repaired.keys() == areas.keys()
     for number, area in areas.items():
         assert repaired[number] == (change(area) if is_kept else area)
@@ -921,19 +943,24 @@ def test_repair_takes_an_area_of_other_units_from_the_mask(tiny_dataset, tmp_pat
 def test_repair_of_normalised_annotations_gives_areas_in_pixels(tiny_dataset, tmp_path):
     """Box, outline and area in shares of the image, as Azure's export has them."""
     coco = json.loads(tiny_dataset.annotations.read_text())
-    coco["annotations"] = [one for one in coco["annotations"] if not one["iscrowd"]]
-    areas = {one["id"]: one["area"] for one in coco["annotations"]}
-    for one in coco["annotations"]:
-        x, y, w, h = one["bbox"]
-        one["bbox"] = [x / 160, y / 128, w / 160, h / 128]
-        one["area"] /= 160 * 128
-        one["segmentation"] = [
+    coco["annotations"] = [
+        annotation for annotation in coco["annotations"] if not annotation["iscrowd"]
+    ]
+    areas = {annotation["id"]: annotation["area"] for annotation in coco["annotations"]}
+    for annotation in coco["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        annotation["bbox"] = [x / 160, y / 128, w / 160, h / 128]
+        annotation["area"] /= 160 * 128
+        annotation["segmentation"] = [
             [number / (128 if place % 2 else 160) for place, number in enumerate(polygon)]
-            for polygon in one["segmentation"]
+            for polygon in annotation["segmentation"]
         ]
     source = tmp_path / "a.json"
     output = tmp_path / "b.json"
     source.write_text(json.dumps(coco))
     repair_annotations(tiny_dataset.images, source, output=output)
-    repaired = {one["id"]: one["area"] for one in json.loads(output.read_text())["annotations"]}
+    repaired = {
+        annotation["id"]: annotation["area"]
+        for annotation in json.loads(output.read_text())["annotations"]
+    }
     assert repaired == pytest.approx(areas, rel=0.05)

@@ -76,11 +76,11 @@ def assert_same(dataset, coco: dict[str, Any]) -> None:
             key: image[key] for key in ("id", "file_name", "width", "height")
         }
         expected = by_image[image["id"]]
-        found = dataset.annotations(i)
+        entries = dataset.annotations(i)
         assert [
-            {key: annotation[key] for key in one}
-            for one, annotation in zip(found, expected, strict=True)
-        ] == found
+            {key: annotation[key] for key in entry}
+            for entry, annotation in zip(entries, expected, strict=True)
+        ] == entries
     assert {c["id"]: c["name"] for c in dataset.categories} == {
         c["id"]: escape(c["name"]) for c in coco["categories"]
     }
@@ -276,16 +276,16 @@ def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, rea
     dataset = read(
         path, make_coco(annotations=[{**make_coco()["annotations"][0], **changes}, good])
     )
-    [(number, found)] = dataset.read_annotations(0)[1]
+    [(number, sentence)] = dataset.read_annotations(0)[1]
     assert (number, dataset.read_annotations(1)[1]) == (1, [])
-    assert reason in found
-    assert len(found) < 200
+    assert reason in sentence
+    assert len(sentence) < 200
     with pytest.raises(ColabUtilsError, match=r"^annotation 1: "):
         dataset.annotations(0)
-    assert [one["id"] for one in dataset.annotations(1)] == [9]
+    assert [annotation["id"] for annotation in dataset.annotations(1)] == [9]
     assert dataset.crowds == 0
     part = read_coco(write_subset(dataset, [1, 0], path.parent / "part.json"))
-    assert [reason for _, reason in part.read_annotations(1)[1]] == [found]
+    assert [reason for _, reason in part.read_annotations(1)[1]] == [sentence]
 
 
 @pytest.mark.parametrize("image_id", [None, "a.jpg", [7], 7.5, float("inf"), True])
@@ -302,15 +302,15 @@ def test_an_annotation_of_no_readable_image_is_one_of_an_unknown_image(path, ima
 
 def test_boxes_and_areas_come_from_the_mask_as_in_pycocotools(path, coco_mini):
     coco = json.loads(coco_mini.annotations.read_text())
-    for one in coco["annotations"]:
-        del one["bbox"], one["area"]
+    for annotation in coco["annotations"]:
+        del annotation["bbox"], annotation["area"]
     dataset = read(path, coco)
     for i in range(len(dataset)):
         size = dataset.sizes[i].tolist()
-        for one in dataset.annotations(i):
-            rles = coco_mask.frPyObjects(one["segmentation"], *size)
+        for annotation in dataset.annotations(i):
+            rles = coco_mask.frPyObjects(annotation["segmentation"], *size)
             rle = coco_mask.merge(rles) if isinstance(rles, list) else rles
-            assert (one["bbox"], one["area"]) == (
+            assert (annotation["bbox"], annotation["area"]) == (
                 coco_mask.toBbox(rle).tolist(),
                 coco_mask.area(rle),
             )
@@ -327,9 +327,9 @@ def test_no_box_and_no_size_of_the_image_is_a_fault(path):
 
 
 def test_crowds_are_counted(path):
-    one = make_coco()["annotations"][0]
+    annotation = make_coco()["annotations"][0]
     rows = [
-        {**one, "iscrowd": crowd, "image_id": image}
+        {**annotation, "iscrowd": crowd, "image_id": image}
         for crowd, image in ((1, 3), ("1", 7), (True, 7), (0, 7))
     ]
     dataset = read(path, make_coco(annotations=rows))
@@ -368,18 +368,22 @@ def test_missing_sizes_are_zero_and_missing_ids_are_rows(path):
         path, make_coco(images=[{"id": 7, "file_name": "a"}], annotations=[annotation] * 2)
     )
     assert dataset.image(0) == {"id": 7, "file_name": "a", "width": 0, "height": 0}
-    assert [one["id"] for one in dataset.annotations(0)] == [1, 2]
+    assert [entry["id"] for entry in dataset.annotations(0)] == [1, 2]
 
 
 def test_unknown_references_are_set_aside(path):
-    one = make_coco()["annotations"][0]
-    rows = [{**one, "id": 1, "image_id": 8}, {**one, "id": 2, "category_id": 3}, {**one, "id": 3}]
+    annotation = make_coco()["annotations"][0]
+    rows = [
+        {**annotation, "id": 1, "image_id": 8},
+        {**annotation, "id": 2, "category_id": 3},
+        {**annotation, "id": 3},
+    ]
     dataset = read(path, make_coco(annotations=rows))
     assert dataset.unknown_images.tolist() == [1]
     assert dataset.unknown_categories.tolist() == [2]
     assert dataset.ids.tolist() == [2, 3]
     assert dataset.read_annotations(0)[1] == [(2, "category_id 3 of no category")]
-    assert [one["id"] for one in dataset.read_annotations(0)[0]] == [3]
+    assert [annotation["id"] for annotation in dataset.read_annotations(0)[0]] == [3]
 
 
 def test_images_of_the_same_id_are_refused_with_the_way_out(path):
@@ -404,7 +408,7 @@ WHOLE = json.dumps(make_coco()).encode()
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "words"),
     [
         (b"", "an empty file"),
         (b"   ", "text that is not JSON"),
@@ -463,11 +467,11 @@ WHOLE = json.dumps(make_coco()).encode()
         ),
     ],
 )
-def test_what_is_not_coco_is_one_clear_line(path, content, found):
+def test_what_is_not_coco_is_one_clear_line(path, content, words):
     with pytest.raises(ColabUtilsError) as error:
         read(path, content)
     message = str(error.value)
-    assert found in message
+    assert words in message
     assert str(path) in message
     assert "\n" not in message
     assert len(message) < 500
@@ -570,11 +574,11 @@ def test_no_address_leads_out_of_the_folder(path, tmp_path, name):
     (tmp_path / "secret.jpg").touch()
     dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
     try:
-        found, _ = dataset.find_image(folder, 0)
+        image_path, _ = dataset.find_image(folder, 0)
     except ColabUtilsError:
         return
-    assert found.resolve().is_relative_to(folder)
-    assert not found.exists()
+    assert image_path.resolve().is_relative_to(folder)
+    assert not image_path.exists()
 
 
 def test_two_addresses_of_one_base_name_find_no_file_by_it(path, tmp_path):
@@ -693,7 +697,7 @@ def find(tmp_path, names, *, files, index=0):
 
 
 @pytest.mark.parametrize(
-    ("name", "files", "found", "by_name"),
+    ("name", "files", "expected", "by_name"),
     [
         ("x.jpg", ["x.jpg", "a/x.jpg"], "x.jpg", False),
         ("x.jpg", ["a/x.jpg"], "x.jpg", False),  # as it is named: it is missing
@@ -713,8 +717,8 @@ def find(tmp_path, names, *, files, index=0):
         ("/d/\u00e9.jpg", ["e\u0301.jpg"], "e\u0301.jpg", True),
     ],
 )
-def test_images_are_found_by_their_base_names(tmp_path, name, files, found, by_name):
-    assert find(tmp_path, [name, "other.jpg"], files=files) == (found, by_name)
+def test_images_are_found_by_their_base_names(tmp_path, name, files, expected, by_name):
+    assert find(tmp_path, [name, "other.jpg"], files=files) == (expected, by_name)
 
 
 @pytest.mark.parametrize(
@@ -777,7 +781,7 @@ def shortcut(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "expected"),
     [
         ("train/x.jpg", "train/x.jpg"),
         ("y.jpg", "y.jpg"),
@@ -785,8 +789,8 @@ def shortcut(tmp_path):
         ("/d/x.jpg", "train/x.jpg"),
     ],
 )
-def test_shortcuts_of_drive_are_followed(tmp_path, shortcut, name, found):
-    assert find(tmp_path, [name], files=[])[0] == found
+def test_shortcuts_of_drive_are_followed(tmp_path, shortcut, name, expected):
+    assert find(tmp_path, [name], files=[])[0] == expected
 
 
 def test_a_link_that_is_no_shortcut_is_named_with_its_target(tmp_path, shortcut):
@@ -836,10 +840,10 @@ def test_memory_is_that_of_the_text_and_no_objects(path):
     images = [
         {"id": i, "file_name": f"{i:012d}.jpg", "height": 480, "width": 640} for i in range(800)
     ]
-    one = make_coco()["annotations"][0]
+    annotation = make_coco()["annotations"][0]
     annotations = [
         {
-            **one,
+            **annotation,
             "id": n,
             "image_id": n % 800,
             "segmentation": [np.round(rng.uniform(0, 640, 40), 2).tolist()],

@@ -52,8 +52,8 @@ def dump(array):
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.float32])
 def test_headers_are_those_of_numpy(shape, dtype):
     data = dump(np.ones(shape, dtype))
-    start, *found = read_npy_header(data)
-    assert found == [shape, np.dtype(dtype)]
+    start, *result = read_npy_header(data)
+    assert result == [shape, np.dtype(dtype)]
     assert len(data) - start == np.ones(shape, dtype).nbytes
 
 
@@ -75,16 +75,16 @@ def test_other_headers_are_refused(data):
 
 
 @pytest.mark.parametrize(
-    ("array", "found"),
+    ("array", "message"),
     [
         (np.ones((2, 3, 3)), r"float64 \[2, 3, 3\]"),
         (np.ones((2, 3), np.uint8), r"uint8 \[2, 3\]"),
         (np.ones((2, 3, 4), np.uint8), r"uint8 \[2, 3, 4\]"),
     ],
 )
-def test_other_arrays_than_pixels_are_refused(array, found):
+def test_other_arrays_than_pixels_are_refused(array, message):
     with pytest.raises(
-        ColabUtilsError, match=rf"expected raw pixels as uint8 \[H, W, 3\], found: {found}"
+        ColabUtilsError, match=rf"expected raw pixels as uint8 \[H, W, 3\], found: {message}"
     ):
         decode_pixels(dump(array))
     with pytest.raises(ColabUtilsError, match="raw pixels"):
@@ -120,11 +120,11 @@ def test_threads_do_not_disturb_each_other():
     gc.set_threshold(10)
     try:
         with ThreadPoolExecutor(8) as pool:
-            found = set(pool.map(lambda _: read_npy_header(data), range(5000)))
+            result = set(pool.map(lambda _: read_npy_header(data), range(5000)))
     finally:
         gc.callbacks.remove(give_way)
         gc.set_threshold(*before)
-    assert found == {(128, (2, 3), np.dtype(np.float32))}
+    assert result == {(128, (2, 3), np.dtype(np.float32))}
 
 
 def decode_as_torchcodec(
@@ -374,8 +374,8 @@ def test_cut_photos_are_bad_for_all_who_read_them(switches, tmp_path):
 
     for deep in (False, True):
         problems = {
-            one.kind: one.count
-            for one in check_dataset(made.images, made.annotations, deep=deep).problems
+            problem.kind: problem.count
+            for problem in check_dataset(made.images, made.annotations, deep=deep).problems
         }
         assert problems["truncated image"] == 2
     report = write_shards(made.images, made.annotations, shards=tmp_path / "shards", max_bad=1.0)

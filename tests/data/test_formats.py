@@ -66,8 +66,8 @@ def make_object_files():
     for name, objects in OBJECTS.items():
         save_photo(Path(f"stage1_train/{name}/images/{name}.png"))
         Path(f"stage1_train/{name}/masks").mkdir()
-        for number, one in enumerate(objects):
-            mask = draw([(255, one)])
+        for number, outline in enumerate(objects):
+            mask = draw([(255, outline)])
             mask.putpalette([value for grey in range(256) for value in (grey, grey, grey)])
             mask.convert("L").save(f"stage1_train/{name}/masks/{number}{name}.png")
 
@@ -76,8 +76,8 @@ def make_run_lengths():
     lines = ["ImageId,EncodedPixels"]
     for name, objects in OBJECTS.items():
         save_photo(Path(f"kaggle/{name}.jpg"))
-        for one in objects:
-            mask = np.array(draw([(1, one)])).ravel("F")
+        for outline in objects:
+            mask = np.array(draw([(1, outline)])).ravel("F")
             changes = np.flatnonzero(np.diff(mask, prepend=0, append=0))
             runs = np.stack([changes[::2] + 1, np.diff(changes)[::2]], 1)
             lines.append(f"{name}.jpg,{' '.join(map(str, runs.ravel()))}")
@@ -232,16 +232,16 @@ def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkey
     exec(compile(code, name, "exec"), {})
     assert check_dataset(images, annotations).ok
     dataset = CocoFolder(images, annotations)
-    found = {
+    result = {
         Path(dataset.coco.file_name(index)).stem: dataset[index][1] for index in range(len(dataset))
     }
-    assert found.keys() == OBJECTS.keys()
+    assert result.keys() == OBJECTS.keys()
     for stem, objects in OBJECTS.items():
-        target = found[stem]
+        target = result[stem]
         assert len(target["masks"]) == len(objects)
-        drawn = [np.array(draw([(1, one)])) for one in objects]
-        unions = [[(mask | one).sum() for one in drawn] for mask in target["masks"].numpy()]
-        common = [[(mask & one).sum() for one in drawn] for mask in target["masks"].numpy()]
+        drawn = [np.array(draw([(1, shape)])) for shape in objects]
+        unions = [[(mask | shape).sum() for shape in drawn] for mask in target["masks"].numpy()]
+        common = [[(mask & shape).sum() for shape in drawn] for mask in target["masks"].numpy()]
         overlap = np.array(common) / unions
         assert overlap.max(1).min() > 0.9  # borders are traced in different ways
         if len(dataset.class_names) > 1:

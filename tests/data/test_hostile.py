@@ -74,7 +74,7 @@ def make_png(chunks, *, depth, colour, row):
     return (
         b"\x89PNG\r\n\x1a\n"
         + header
-        + b"".join(pack(*one) for one in chunks)
+        + b"".join(pack(*chunk) for chunk in chunks)
         + pixels
         + pack(b"IEND", b"")
     )
@@ -160,7 +160,7 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
 
 
 @pytest.mark.parametrize(
-    ("data", "found"),
+    ("data", "message"),
     [
         # Pillow would start gs
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 24\n{} loop\n", "PostScript"),
@@ -178,11 +178,15 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
     ],
     ids=["EPS", "palette", "icon"],
 )
-def test_files_that_no_training_reads_are_found(tmp_path, coco, data, found):
+def test_files_that_no_training_reads_are_found(tmp_path, coco, data, message):
     (tmp_path / "images/0.png").write_bytes(data)
     report, _ = check(tmp_path, coco, deep=True)
-    assert [one for one in report.problems if one.kind == "bad image" and found in str(one)], report
-    with pytest.raises(ColabUtilsError, match=found):
+    assert [
+        problem
+        for problem in report.problems
+        if problem.kind == "bad image" and message in str(problem)
+    ], report
+    with pytest.raises(ColabUtilsError, match=message):
         write_shards(
             tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1
         )
@@ -220,13 +224,13 @@ print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1e6)
 def test_a_page_takes_little_memory(tmp_path, coco, kind):
     """1,300 outlines took 16 GB; a file of zeros was read as a whole to name what it is."""
     if kind == "dense":
-        (one,) = coco["annotations"]
+        (annotation,) = coco["annotations"]
         Image.new("RGB", (640, 640)).save(tmp_path / "images/0.png")
         coco["images"][0].update(width=640, height=640)
         corners = [(x, y) for x in range(0, 624, 16) for y in range(0, 512, 15)]
         coco["annotations"] = [
             {
-                **one,
+                **annotation,
                 "id": n,
                 "bbox": [x, y, 9, 9],
                 "segmentation": [[x, y, x + 9, y, x + 9, y + 9, x, y + 9]],
@@ -251,8 +255,8 @@ def test_masks_of_every_depth_keep_their_objects(tmp_path):
     values = np.repeat(np.array([[1, 200, 300, 400, 500]]), 4, 0)
     Image.new("RGB", (5, 4)).save(tmp_path / "images/0.png")
     Image.frombytes("I;16B", (5, 4), values.astype(">u2").tobytes()).save(tmp_path / "masks/0.tif")
-    found = convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "a.json")
-    assert len(json.loads(found.read_text())["annotations"]) == 5
+    made = convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "a.json")
+    assert len(json.loads(made.read_text())["annotations"]) == 5
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "masks/0.tif")
     with pytest.raises(ColabUtilsError, match="floating point numbers: save whole ones"):
         convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")

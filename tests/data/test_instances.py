@@ -73,9 +73,9 @@ def test_every_kind_of_mask(people, kind):
         mask = Image.fromarray(values > 0) if kind == "1" else Image.fromarray(values * 300)
     mask.save(people / "PedMasks/Fudan0_mask.png")
     areas = [
-        one["area"]
-        for one in json.loads(convert(people).read_text())["annotations"]
-        if one["image_id"] == 1
+        annotation["area"]
+        for annotation in json.loads(convert(people).read_text())["annotations"]
+        if annotation["image_id"] == 1
     ]
     assert areas == ([236] if kind == "1" else [36, 200])
 
@@ -132,11 +132,11 @@ SPOILED = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "told"), SPOILED)
-def test_what_is_wrong_is_told_and_nothing_is_written(people, spoil, told):
+@pytest.mark.parametrize(("spoil", "message"), SPOILED)
+def test_what_is_wrong_is_told_and_nothing_is_written(people, spoil, message):
     spoil(people)
     before = sorted(path.name for path in people.iterdir())
-    with pytest.raises(ColabUtilsError, match=told):
+    with pytest.raises(ColabUtilsError, match=message):
         convert(people)
     assert sorted(path.name for path in people.iterdir()) == before
 
@@ -397,7 +397,7 @@ def test_regions_of_cityscapes_are_no_objects(tmp_path):
     with pytest.raises(ColabUtilsError, match=r"found 2 below 1,000 .*background=range\(1000\)"):
         convert_masks(*folders, output=tmp_path / "coco.json")
     made = convert_masks(*folders, output=tmp_path / "coco.json", background=range(1000))
-    areas = [one["area"] for one in json.loads(made.read_text())["annotations"]]
+    areas = [annotation["area"] for annotation in json.loads(made.read_text())["annotations"]]
     assert areas == [64, 48]
 
 

@@ -210,7 +210,7 @@ def test_resize_is_torch_nearest(masks, height, width):
 
 
 @pytest.mark.parametrize(
-    ("segmentation", "found"),
+    ("segmentation", "message"),
     [
         (None, "without a mask"),
         ([], "without a mask"),
@@ -258,11 +258,11 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),
     ],
 )
-def test_what_is_no_mask_is_refused(segmentation, found):
+def test_what_is_no_mask_is_refused(segmentation, message):
     for size in ((6, 8), np.array([6, 8], np.int32)):  # numpy's numbers compare element by element
         with pytest.raises(ColabUtilsError) as error:
             encode_segmentation(segmentation, *size)
-        assert found in str(error.value)
+        assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -287,9 +287,9 @@ def test_polygons_beyond_the_image_are_cut_as_in_pycocotools(polygon):
 def test_parts_of_one_object_are_united():
     second = [4, 2, 7, 2, 7, 5, 4, 5]
     rle = encode_segmentation([SQUARE, second], 6, 8)
-    one = coco_mask.decode(encode_segmentation([SQUARE], 6, 8))
+    mask = coco_mask.decode(encode_segmentation([SQUARE], 6, 8))
     two = coco_mask.decode(encode_segmentation([second], 6, 8))
-    assert np.array_equal(coco_mask.decode(rle), one | two)
+    assert np.array_equal(coco_mask.decode(rle), mask | two)
 
 
 def test_parts_without_an_area_are_left_out_beside_one_with_an_area():

@@ -31,7 +31,7 @@ def draw(polygons: list[list[float]], height: int, width: int) -> np.ndarray:
 def test_polygons_are_drawn_as_by_pycocotools(polygons, height, width):
     """In the image and beyond it; as numbers, as text, and flat where there is one."""
     expected = draw(polygons, height, width)
-    texts = [[str(number) for number in one] for one in polygons]
+    texts = [[str(number) for number in polygon] for polygon in polygons]
     for notation in (
         polygons,
         texts,
@@ -60,13 +60,13 @@ def test_all_notations_of_a_mask_give_the_same(polygons, height, width):
     counts = [0, *runs] if flat[0] else runs
     text = coco_mask.encode(np.asfortranarray(mask))["counts"].decode()
     size = [height, width]
-    found = [
-        encode_segmentation({"size": size, "counts": one}, height, width)
-        for one in (counts, text, text.encode())
+    result = [
+        encode_segmentation({"size": size, "counts": form}, height, width)
+        for form in (counts, text, text.encode())
     ]
-    found.append(encode_segmentation(polygons, height, width))
-    assert all(np.array_equal(coco_mask.decode(rle), mask) for rle in found)
-    assert all(coco_mask.area(rle) == mask.sum() for rle in found)
+    result.append(encode_segmentation(polygons, height, width))
+    assert all(np.array_equal(coco_mask.decode(rle), mask) for rle in result)
+    assert all(coco_mask.area(rle) == mask.sum() for rle in result)
 
 
 def choose_nearest(before, after):
@@ -97,8 +97,8 @@ def test_a_mask_that_is_resized_takes_the_nearest_pixels(polygons, sizes):
 )
 def test_boxes_lie_in_the_image_and_have_an_area(boxes, height, width):
     """What is kept is the part of the box in the image; what is not kept has no such part."""
-    found, kept = convert_boxes(boxes, height, width)
-    for (x, y, w, h), corners, keep in zip(boxes, found.tolist(), kept.tolist(), strict=True):
+    converted, kept = convert_boxes(boxes, height, width)
+    for (x, y, w, h), corners, keep in zip(boxes, converted.tolist(), kept.tolist(), strict=True):
         x0 = min(max(x, 0), width)
         y0 = min(max(y, 0), height)
         x1 = min(max(x + w, 0), width)

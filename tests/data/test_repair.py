@@ -108,17 +108,17 @@ def to_objects(corners):
 
 @pytest.mark.parametrize("convert", [to_literal, to_contours, to_objects])
 def test_repair_writes_segmentations_as_coco_has_them(export, convert):
-    for one in export.objects:
-        one["segmentation"] = convert(one["segmentation"][0])
+    for annotation in export.objects:
+        annotation["segmentation"] = convert(annotation["segmentation"][0])
     assert export.check() == {"bad mask": 8}
     report = export.repair()
     assert report.ok
     assert [(repair.kind, repair.count) for repair in report.repairs] == [
         ("outline written as COCO has it", 8)
     ]
-    for one in json.loads(export.repaired.read_text())["annotations"]:
-        mask = encode_segmentation(one["segmentation"], HEIGHT, WIDTH)
-        assert coco_mask.toBbox(mask).tolist() == one["bbox"]
+    for annotation in json.loads(export.repaired.read_text())["annotations"]:
+        mask = encode_segmentation(annotation["segmentation"], HEIGHT, WIDTH)
+        assert coco_mask.toBbox(mask).tolist() == annotation["bbox"]
         assert coco_mask.area(mask) == SQUARE_PIXELS
 
 
@@ -235,14 +235,14 @@ def test_sides_of_photos_that_exif_turns_are_as_they_should_be(export):
 
 def make_crowds_of_darwin(export, count):
     """Write objects with holes as V7 Darwin does."""
-    for one in export.objects[:count]:
-        mask = encode_segmentation(one["segmentation"], HEIGHT, WIDTH)
+    for annotation in export.objects[:count]:
+        mask = encode_segmentation(annotation["segmentation"], HEIGHT, WIDTH)
         pixels = np.asfortranarray(coco_mask.decode(mask))
-        x, y = one["bbox"][:2]
+        x, y = annotation["bbox"][:2]
         pixels[y + 5 : y + 10, x + 5 : x + 10] = 0
         rle = coco_mask.encode(pixels)
         counts = rle["counts"].decode()
-        one.update(segmentation={"size": rle["size"], "counts": counts}, area=0, iscrowd=1)
+        annotation.update(segmentation={"size": rle["size"], "counts": counts}, area=0, iscrowd=1)
 
 
 def test_a_crowd_without_area_is_serious_whatever_their_share(export):
@@ -263,8 +263,8 @@ def test_a_crowd_without_area_is_serious_whatever_their_share(export):
     report = export.repair(crowds="objects")
     assert report.ok
     assert report.statistics.objects == 44
-    one = json.loads(export.repaired.read_text())["annotations"][0]
-    assert (one["iscrowd"], one["area"]) == (0, SQUARE_PIXELS - 25)
+    annotation = json.loads(export.repaired.read_text())["annotations"][0]
+    assert (annotation["iscrowd"], annotation["area"]) == (0, SQUARE_PIXELS - 25)
 
 
 def test_a_crowd_with_an_area_is_a_note(export):
@@ -306,12 +306,12 @@ def test_an_area_that_fits_neither_box_nor_mask_is_that_of_the_mask(export, area
     assert json.loads(export.repaired.read_text())["annotations"][0]["area"] == expected
 
 
-def normalise(one):
-    one["segmentation"] = [[x / 96 for x in one["segmentation"][0]]]
+def normalise(annotation):
+    annotation["segmentation"] = [[x / 96 for x in annotation["segmentation"][0]]]
 
 
-def turn_box(one):
-    one["bbox"] = [60, 40, 20, 20]
+def turn_box(annotation):
+    annotation["bbox"] = [60, 40, 20, 20]
 
 
 @pytest.mark.parametrize(
@@ -362,11 +362,13 @@ def run_along_background(outline):
     ],
 )
 def test_an_outline_that_fits_its_box_in_another_order_is_no_wrong_box(export, change, reading):
-    for one in export.objects:
-        one["segmentation"] = change(one["segmentation"])
+    for annotation in export.objects:
+        annotation["segmentation"] = change(annotation["segmentation"])
     export.save()
     problems = check_dataset(export.images, export.annotations).problems
-    [problem] = [one for one in problems if one.kind == "outline in another order"]
+    [problem] = [
+        candidate for candidate in problems if candidate.kind == "outline in another order"
+    ]
     assert problem.examples[0].endswith(f"fits its box with {reading}")
     # Those that fit by chance both ways would be taken as they are.
     with pytest.raises(ColabUtilsError, match=f"not as COCO has them: one fits .*{reading}"):
@@ -377,26 +379,29 @@ def test_an_outline_that_fits_its_box_in_another_order_is_no_wrong_box(export, c
 
 
 def test_boxes_of_corners_near_the_origin_are_mended_with_the_others(export):
-    for one in export.objects:
-        x, y, width, height = one["bbox"]
-        one["bbox"] = [x, y, x + width, y + height]
+    for annotation in export.objects:
+        x, y, width, height = annotation["bbox"]
+        annotation["bbox"] = [x, y, x + width, y + height]
     export.repair()
     mended = json.loads(export.repaired.read_text())["annotations"]
-    assert {tuple(one["bbox"]) for one in mended} == {(8, 10, 20, 24), (38, 10, 20, 24)}
+    assert {tuple(annotation["bbox"]) for annotation in mended} == {
+        (8, 10, 20, 24),
+        (38, 10, 20, 24),
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
         # height and width in another order
-        (lambda one: one.update(bbox=[*one["bbox"][:2], 24, 20]), "loose box"),
+        (lambda annotation: annotation.update(bbox=[*annotation["bbox"][:2], 24, 20]), "loose box"),
         # of an outline with a hole
-        (lambda one: one.update(area=288), "area and mask disagree"),
+        (lambda annotation: annotation.update(area=288), "area and mask disagree"),
     ],
 )
 def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
-    for one in export.objects:
-        change(one)
+    for annotation in export.objects:
+        change(annotation)
     report = export.write()
     assert report.faults == {kind: 8}
     assert f"8 x {kind}: note: look" in str(report)
@@ -409,19 +414,19 @@ def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
     "change",
     [
         # of the box, as in many exports
-        lambda one: one.update(
+        lambda annotation: annotation.update(
             area=480, segmentation=[[8, 10, 28, 10, 28, 34]], bbox=[8, 10, 20, 24]
         ),
         # of an object that the edge of the image cuts
-        lambda one: one.update(
+        lambda annotation: annotation.update(
             area=480, segmentation=[list_corners(90, 10, 20, 24)], bbox=[90, 10, 20, 24]
         ),
         # of a few pixels
-        lambda one: one.update(
+        lambda annotation: annotation.update(
             area=30, segmentation=[list_corners(8, 10, 5, 5)], bbox=[8, 10, 5, 5]
         ),
         # of a box that also holds what is hidden
-        lambda one: one.update(bbox=[one["bbox"][0], 10, 20, 28]),
+        lambda annotation: annotation.update(bbox=[annotation["bbox"][0], 10, 20, 28]),
     ],
 )
 def test_objects_that_are_as_tools_write_them_are_not_odd(export, change):
@@ -430,11 +435,11 @@ def test_objects_that_are_as_tools_write_them_are_not_odd(export, change):
 
 
 def test_outlines_of_smaller_images_are_told(export):
-    for one in export.objects:
-        numbers = np.array([*one["segmentation"][0], *one["bbox"]]) / 4
-        one["segmentation"] = [numbers[:-4].tolist()]
-        one["bbox"] = numbers[-4:].tolist()
-        one["area"] = 30
+    for annotation in export.objects:
+        numbers = np.array([*annotation["segmentation"][0], *annotation["bbox"]]) / 4
+        annotation["segmentation"] = [numbers[:-4].tolist()]
+        annotation["bbox"] = numbers[-4:].tolist()
+        annotation["area"] = 30
     export.save()
     report = check_dataset(export.images, export.annotations)
     assert report.ok
@@ -448,8 +453,8 @@ def test_a_photo_that_exif_may_turn_is_told_when_shards_are_written(export, orie
     exif = Image.Exif()
     exif[0x0112] = orientation
     export.save_photo(0, WIDTH, HEIGHT, exif=exif)
-    told = {"EXIF rotation, unclear": 1} if orientation in (2, 3) else {}
-    assert export.write().faults == told
+    expected = {"EXIF rotation, unclear": 1} if orientation in (2, 3) else {}
+    assert export.write().faults == expected
 
 
 @pytest.mark.parametrize(
@@ -501,15 +506,15 @@ def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(e
 
 def test_an_image_that_is_listed_twice_with_the_same_objects_counts_twice(export):
     export.coco["images"].append(export.coco["images"][0] | {"id": 9})
-    for one in export.objects[:2]:
-        export.coco["annotations"].append(one | {"id": 90 + one["id"], "image_id": 9})
+    for annotation in export.objects[:2]:
+        export.coco["annotations"].append(annotation | {"id": 90 + annotation["id"], "image_id": 9})
     assert export.check() == {"repeated file_name": 1}
     assert export.write().images == 5
 
 
 def test_loose_files_say_that_many_objects_are_crowds(export):
-    for one in export.objects[:2]:
-        one["iscrowd"] = 1
+    for annotation in export.objects[:2]:
+        annotation["iscrowd"] = 1
     export.save()
     with pytest.warns(match="2 x many crowds: objects become background"):
         CocoFolder(export.images, export.annotations)

@@ -339,8 +339,8 @@ def test_each_cause_is_named_with_its_cure(loop, id, words, monkeypatch):
 
 def test_two_causes_stand_in_the_order_of_their_shares():
     times = SampleTimes(200, 14.0, 0.4, 200 * 300_000)
-    found = find(between=spread(0.06), waits=spread(0.02), times=times, looks={"read": 30})
-    assert [cause.id for cause in found] == ["between", "read"]
+    result = find(between=spread(0.06), waits=spread(0.02), times=times, looks={"read": 30})
+    assert [cause.id for cause in result] == ["between", "read"]
 
 
 def test_contention_has_its_share_of_the_loop_not_of_the_step():

@@ -79,12 +79,12 @@ def test_a_step_is_slowed_by_its_loader_by_the_time_without_a_core():
 
 @pytest.mark.clock
 def test_a_loader_that_keeps_up_is_fine():
-    found = diagnose(DataLoader(_Sleepy(), batch_size=4), _sleep_step(0.05), seconds=1)
-    assert found.verdict.startswith("Your loader is fine, stop here")
-    assert found.headspace < 1.1
-    assert found.fixes == ()
-    assert found.stall_share < 0.2
-    assert found.step == "real"
+    diagnosis = diagnose(DataLoader(_Sleepy(), batch_size=4), _sleep_step(0.05), seconds=1)
+    assert diagnosis.verdict.startswith("Your loader is fine, stop here")
+    assert diagnosis.headspace < 1.1
+    assert diagnosis.fixes == ()
+    assert diagnosis.stall_share < 0.2
+    assert diagnosis.step == "real"
 
 
 @pytest.mark.clock
@@ -94,23 +94,23 @@ def test_a_stalled_loader_is_told_what_it_could_win(monkeypatch):
     monkeypatch.setattr(fixes, "_LEAST_BATCHES", 8)
     monkeypatch.setattr(fixes, "_LATE", 1000)
     loader = DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1, persistent_workers=True)
-    found = diagnose(loader, _sleep_step(0.01), seconds=2)
-    assert found.verdict.startswith("Training waits")
-    assert "the largest stage is sample" in found.verdict
-    assert f"{found.batches} batches" in found.verdict
-    assert found.headspace > 2
-    assert found.stall_share > 0.4
-    assert [stage.name for stage in found.stages] == [
+    diagnosis = diagnose(loader, _sleep_step(0.01), seconds=2)
+    assert diagnosis.verdict.startswith("Training waits")
+    assert "the largest stage is sample" in diagnosis.verdict
+    assert f"{diagnosis.batches} batches" in diagnosis.verdict
+    assert diagnosis.headspace > 2
+    assert diagnosis.stall_share > 0.4
+    assert [stage.name for stage in diagnosis.stages] == [
         "sample",
         "collate",
         "hand-off",
         "wait",
         "step",
     ]
-    assert [fix.id for fix in found.fixes] == ["workers", "prefetch"]
-    assert found.fixes[0].forecast_images_per_second > 1.3 * found.images_per_second
-    assert found.fixes[0].measured_images_per_second is None
-    assert found.confidence.startswith(("high", "medium", "low"))
+    assert [fix.id for fix in diagnosis.fixes] == ["workers", "prefetch"]
+    assert diagnosis.fixes[0].forecast_images_per_second > 1.3 * diagnosis.images_per_second
+    assert diagnosis.fixes[0].measured_images_per_second is None
+    assert diagnosis.confidence.startswith(("high", "medium", "low"))
 
 
 @pytest.mark.clock
@@ -121,27 +121,29 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     loader = make_loader(dataset, batch_size=2, workers=1)
     try:
-        found = diagnose(loader, EmulatedStep(10), seconds=1.5)
+        diagnosis = diagnose(loader, EmulatedStep(10), seconds=1.5)
     finally:
         loader.close()
-    stages = {stage.name: stage for stage in found.stages}
-    by_id = {fix.id: fix for fix in found.fixes}
+    stages = {stage.name: stage for stage in diagnosis.stages}
+    by_id = {fix.id: fix for fix in diagnosis.fixes}
     assert list(stages) == ["read", "decode", "masks", "wait", "step"]
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
-    assert "the largest stage is read" in found.verdict
-    assert "emulated 10 ms step" in found.verdict
+    assert "the largest stage is read" in diagnosis.verdict
+    assert "emulated 10 ms step" in diagnosis.verdict
     assert set(by_id) == {"shards", "local_files", "workers", "prefetch"}
-    assert [*found.fixes] == rank_fixes(found.fixes)
-    assert by_id["shards"].forecast_images_per_second > 1.5 * found.images_per_second
-    json.dumps(dataclasses.asdict(found), allow_nan=False)
+    assert [*diagnosis.fixes] == rank_fixes(diagnosis.fixes)
+    assert by_id["shards"].forecast_images_per_second > 1.5 * diagnosis.images_per_second
+    json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
 
 
 def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
-    found = diagnose(make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0), seconds=0.5)
-    assert found.verdict.startswith("The loader alone gives")
-    assert found.step == "none"
-    assert found.headspace == 1
-    assert "step" not in [stage.name for stage in found.stages]
+    diagnosis = diagnose(
+        make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0), seconds=0.5
+    )
+    assert diagnosis.verdict.startswith("The loader alone gives")
+    assert diagnosis.step == "none"
+    assert diagnosis.headspace == 1
+    assert "step" not in [stage.name for stage in diagnosis.stages]
 
 
 def test_three_images(tiny_dataset, tmp_path, no_fixes):
@@ -149,10 +151,10 @@ def test_three_images(tiny_dataset, tmp_path, no_fixes):
         read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json"
     )
     loader = make_loader(CocoFolder(tiny_dataset.images, annotations), batch_size=2, workers=0)
-    found = diagnose(loader, EmulatedStep(5), seconds=0.5)
-    assert found.images_per_second > 0
-    assert found.batches >= 3
-    json.dumps(dataclasses.asdict(found), allow_nan=False)
+    diagnosis = diagnose(loader, EmulatedStep(5), seconds=0.5)
+    assert diagnosis.images_per_second > 0
+    assert diagnosis.batches >= 3
+    json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
 
 
 # What it leaves behind
@@ -251,9 +253,9 @@ def test_batches_that_differ_make_no_headspace(no_fixes):
         seen.append(1)
         time.sleep(0.005 if len(seen) <= 4 else 0.02)
 
-    found = diagnose(DataLoader(_Sleepy(), batch_size=4), step, seconds=1)
-    assert found.headspace < 1.2
-    assert found.headspace >= 1 / (1 - found.stall_share) - 1e-9
+    diagnosis = diagnose(DataLoader(_Sleepy(), batch_size=4), step, seconds=1)
+    assert diagnosis.headspace < 1.2
+    assert diagnosis.headspace >= 1 / (1 - diagnosis.stall_share) - 1e-9
 
 
 def _burn_for_ever():
@@ -282,9 +284,9 @@ def test_a_step_that_lacks_cpu_beside_the_loader_is_named(no_fixes):
                     rival.kill()
                     rival.join()
 
-    found = diagnose(Loader(), EmulatedStep(20), seconds=2)
-    assert found.headspace > 1.3
-    assert "It lacks CPU: beside the loader the step itself takes" in found.verdict
+    diagnosis = diagnose(Loader(), EmulatedStep(20), seconds=2)
+    assert diagnosis.headspace > 1.3
+    assert "It lacks CPU: beside the loader the step itself takes" in diagnosis.verdict
     words = describe_verdict(_make_times(0.02, 0.15), 40, 1.5, (), [], "emulated 100 ms")
     assert "beside the loader the step itself takes 1.5 times as long" in words
     words = describe_verdict(_make_times(0.20, 0.10), 40, 1.0, (), [], "emulated 100 ms")
@@ -299,24 +301,24 @@ def test_the_largest_stage_is_the_one_with_the_largest_mean():
 
 
 def test_the_verdict_trusts_what_was_measured():
-    def describe(found):
-        return describe_verdict(_make_times(0.2, 0.1), 40, 1.0, (), found, "real")
+    def describe(candidates):
+        return describe_verdict(_make_times(0.2, 0.1), 40, 1.0, (), candidates, "real")
 
-    found = [
+    ranked = [
         Fix("workers", "more workers", "", 39.0, 14.0),
         Fix("packed_masks", "masks packed", "", 20.0, 25.0),
         Fix("resize", "resize once offline", ""),
     ]
-    assert "Best fix: masks packed, 25.0 images/s (measured)." in describe(rank_fixes(found))
-    found = [dataclasses.replace(fix, measured_images_per_second=None) for fix in found]
-    assert "Best fix: more workers, 39.0 images/s (forecast)." in describe(rank_fixes(found))
-    assert "Best fix" not in describe(found[2:])
+    assert "Best fix: masks packed, 25.0 images/s (measured)." in describe(rank_fixes(ranked))
+    ranked = [dataclasses.replace(fix, measured_images_per_second=None) for fix in ranked]
+    assert "Best fix: more workers, 39.0 images/s (forecast)." in describe(rank_fixes(ranked))
+    assert "Best fix" not in describe(ranked[2:])
 
 
 def test_every_fix_is_printed_in_its_order():
-    found = tuple(Fix(name, name, "", 1.0) for name in "abcde")
-    said = str(Diagnosis("verdict", 2, 1, 0.5, (), found, "low", 9, "real"))
-    assert [line.strip()[0] for line in said.splitlines()[1:]] == ["a", "b", "c", "d", "e"]
+    candidates = tuple(Fix(name, name, "", 1.0) for name in "abcde")
+    message = str(Diagnosis("verdict", 2, 1, 0.5, (), candidates, "low", 9, "real"))
+    assert [line.strip()[0] for line in message.splitlines()[1:]] == ["a", "b", "c", "d", "e"]
 
 
 def test_stages_that_could_not_be_timed_are_told(no_fixes):
@@ -332,9 +334,9 @@ def test_stages_that_could_not_be_timed_are_told(no_fixes):
             lambda loader, *rest, **options: time_stages(broken, *rest, **options),
         )
         broken = DataLoader(Broken(), batch_size=4)
-        found = diagnose(loader, _sleep_step(0.01), seconds=0.5)
-    assert "The stages of a sample could not be timed: " in found.verdict
-    assert "no such share" in found.verdict
+        diagnosis = diagnose(loader, _sleep_step(0.01), seconds=0.5)
+    assert "The stages of a sample could not be timed: " in diagnosis.verdict
+    assert "no such share" in diagnosis.verdict
 
 
 @pytest.mark.parametrize(
@@ -470,6 +472,6 @@ def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, c
     assert "the JSON of an earlier run at" in capsys.readouterr().err
     before.write_text(json.dumps(BEFORE | {"images_per_second": 1e6}))
     assert main([*command, "--against", str(before), "--fail-below", "0.9"]) == 3
-    told = capsys.readouterr()
-    assert "1000000.0 →" in told.out
-    assert "--fail-below" in told.err
+    printed = capsys.readouterr()
+    assert "1000000.0 →" in printed.out
+    assert "--fail-below" in printed.err

@@ -108,14 +108,14 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
     else:
         loader = make_loader(slow_folder, batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
-    found = _find(now)
+    fixes_by_id = _find(now)
     own = {"streams", "packed_masks"} if plain else {"streams"}
-    assert set(found) == {"shards", "resize", "local_files", "workers"} | own
+    assert set(fixes_by_id) == {"shards", "resize", "local_files", "workers"} | own
     for id in {"shards", "resize", "local_files", *own}:
-        assert found[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
-        assert found[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
-    assert "6% of the pixels" in found["resize"].sentence
-    assert found["local_files"].sentence.startswith("Copy the files: about ")
+        assert fixes_by_id[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
+        assert fixes_by_id[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
+    assert "6% of the pixels" in fixes_by_id["resize"].sentence
+    assert fixes_by_id["local_files"].sentence.startswith("Copy the files: about ")
 
 
 def test_files_that_are_read_ahead_already_need_no_streams(tiny_dataset):
@@ -131,9 +131,9 @@ def test_shards_on_a_slow_drive(tiny_shards):
     slow_down(tiny_shards, SLOW)
     loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
-    found = _find(now)
-    assert set(found) == {"shards", "workers"}  # masks are packed already
-    assert found["shards"].measured_images_per_second > now.loop.images_per_second
+    fixes_by_id = _find(now)
+    assert set(fixes_by_id) == {"shards", "workers"}  # masks are packed already
+    assert fixes_by_id["shards"].measured_images_per_second > now.loop.images_per_second
 
 
 @pytest.mark.clock
@@ -144,14 +144,14 @@ def test_settings_are_forecast_and_measured(quiet_machine):
         seconds=3,
         verify=True,
     )
-    found = _find(now)
-    assert set(found) == {"workers", "persistent_workers", "prefetch"}
-    assert next(iter(found)) == "workers"
-    for fix in found.values():
+    fixes_by_id = _find(now)
+    assert set(fixes_by_id) == {"workers", "persistent_workers", "prefetch"}
+    assert next(iter(fixes_by_id)) == "workers"
+    for fix in fixes_by_id.values():
         assert fix.forecast_images_per_second == pytest.approx(
             fix.measured_images_per_second, rel=0.3
         ), fix
-    assert found["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
+    assert fixes_by_id["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
 
 
 @pytest.mark.parametrize(
@@ -173,18 +173,18 @@ def test_workers_that_stay_are_a_fix_where_they_start_anew(settings, has_restart
 
 def test_no_forecast_is_above_the_rate_on_batches_that_lie_ready():
     now = _look_at(DataLoader(_Sleepy(), batch_size=4))
-    found = _find(replace(now, ceiling=7.0))
-    assert [fix.forecast_images_per_second for fix in found.values()] == [7.0]
+    fixes_by_id = _find(replace(now, ceiling=7.0))
+    assert [fix.forecast_images_per_second for fix in fixes_by_id.values()] == [7.0]
 
 
 def test_your_own_step_is_never_run_in_a_trial():
     calls = []
     now = _look_at(DataLoader(_Sleepy(), batch_size=4), lambda *batch: calls.append(1))
     calls.clear()
-    found = _find(now)
+    fixes_by_id = _find(now)
     assert all(
         fix.forecast_images_per_second and fix.measured_images_per_second is None
-        for fix in found.values()
+        for fix in fixes_by_id.values()
     )
     assert not calls
 
@@ -194,23 +194,23 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
         raise ColabUtilsError("There is no room in /tmp. Make some.")
 
     monkeypatch.setattr(fixes, "write_shards", fail)
-    found = _find(_look_at(DataLoader(slow_folder, batch_size=2, collate_fn=_collate)))
+    fixes_by_id = _find(_look_at(DataLoader(slow_folder, batch_size=2, collate_fn=_collate)))
     for id in ("shards", "packed_masks"):
-        assert found[id].forecast_images_per_second is None
-        assert found[id].images_per_second == 0
-        assert found[id].sentence.endswith("Not tried: There is no room in /tmp. Make some.")
+        assert fixes_by_id[id].forecast_images_per_second is None
+        assert fixes_by_id[id].images_per_second == 0
+        assert fixes_by_id[id].sentence.endswith("Not tried: There is no room in /tmp. Make some.")
     for id in ("local_files", "workers"):
-        assert found[id].forecast_images_per_second > 0
+        assert fixes_by_id[id].forecast_images_per_second > 0
 
 
 def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     monkeypatch.setattr(fixes, "_LATE", 0)
     now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
     monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
-    found = _find(now)
-    assert len(found) == 7
-    assert all(fix.forecast_images_per_second is None for fix in found.values())
-    assert found["local_files"].sentence == (
+    fixes_by_id = _find(now)
+    assert len(fixes_by_id) == 7
+    assert all(fix.forecast_images_per_second is None for fix in fixes_by_id.values())
+    assert fixes_by_id["local_files"].sentence == (
         "Copy the files. Not tried: there is no time left, it takes about 1 s more. Raise seconds."
     )
 
@@ -220,17 +220,17 @@ def test_an_endless_sampler_without_a_length(batch_size):
     options = {"sampler": _Endless(), "batch_size": None}
     if batch_size:
         options = {"batch_sampler": BatchSampler(_Endless(), batch_size, drop_last=True)}
-    found = diagnose(DataLoader(_Sleepy(0.002), **options), EmulatedStep(2), seconds=0.3)
-    assert {fix.id for fix in found.fixes} == {"workers"}
-    assert all(fix.forecast_images_per_second for fix in found.fixes)
+    diagnosis = diagnose(DataLoader(_Sleepy(0.002), **options), EmulatedStep(2), seconds=0.3)
+    assert {fix.id for fix in diagnosis.fixes} == {"workers"}
+    assert all(fix.forecast_images_per_second for fix in diagnosis.fixes)
 
 
 @pytest.mark.parametrize("batch_size", [4, None])
 def test_an_iterable_dataset_is_diagnosed_and_its_fixes_are_not_tried(batch_size):
-    found = diagnose(DataLoader(_Stream(), batch_size=batch_size), EmulatedStep(2), seconds=0.3)
-    assert [stage.name for stage in found.stages] == ["wait", "step"]
-    assert {fix.id: fix.forecast_images_per_second for fix in found.fixes} == {"workers": None}
-    assert "an iterable dataset deals its work to the workers itself" in found.fixes[0].sentence
+    diagnosis = diagnose(DataLoader(_Stream(), batch_size=batch_size), EmulatedStep(2), seconds=0.3)
+    assert [stage.name for stage in diagnosis.stages] == ["wait", "step"]
+    assert {fix.id: fix.forecast_images_per_second for fix in diagnosis.fixes} == {"workers": None}
+    assert "an iterable dataset deals its work to the workers itself" in diagnosis.fixes[0].sentence
 
 
 def test_a_trial_keeps_what_the_loader_was_given():
@@ -310,8 +310,8 @@ def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
         "prefetch": 59.0,
         "local_files": 0,
     }
-    found = [Fix(id, id, "", rate or None) for id, rate in rates.items()]
-    assert [fix.id for fix in rank_fixes(found)] == [
+    candidates = [Fix(id, id, "", rate or None) for id, rate in rates.items()]
+    assert [fix.id for fix in rank_fixes(candidates)] == [
         "workers",
         "packed_masks",
         "resize",

@@ -328,10 +328,10 @@ def test_a_page_that_is_written_to_counts_as_ones_own():
 def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
     ending = describe_exit(-7)
     assert find_cut_file() == ""
-    said = explain_death(ending, 0)
-    assert "A mapped file (a numpy memmap, an LMDB) became shorter" in said
-    assert "of /dev/shm are free" in said
-    assert "memory ran out" not in said
+    message = explain_death(ending, 0)
+    assert "A mapped file (a numpy memmap, an LMDB) became shorter" in message
+    assert "of /dev/shm are free" in message
+    assert "memory ran out" not in message
     path = tmp_path / "data.npy"
     path.write_bytes(bytes(100_000))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):

@@ -35,13 +35,13 @@ def make_readings(growth, *, count=20, workers=2, noise=0):
 
 
 def test_growth_is_a_slope_over_batches():
-    found = find_growth(make_readings(2 * MB))
-    assert found.mb_per_batch == pytest.approx(2, rel=0.01)
-    assert found.full_at_batch == pytest.approx(95 + find_free_memory() / MB / 2, rel=0.02)
-    assert str(found).startswith(
+    growth = find_growth(make_readings(2 * MB))
+    assert growth.mb_per_batch == pytest.approx(2, rel=0.01)
+    assert growth.full_at_batch == pytest.approx(95 + find_free_memory() / MB / 2, rel=0.02)
+    assert str(growth).startswith(
         "Memory grows by 2.00 MB a batch (this process: 2.00): if it goes on, it is full at step "
     )
-    assert "no losses with their graphs" in found.cure
+    assert "no losses with their graphs" in growth.cure
 
 
 def test_workers_that_grow_are_named():
@@ -55,10 +55,10 @@ def test_workers_that_grow_are_named():
         )
         for n, reading in enumerate(make_readings(0))
     ]
-    found = find_growth(readings)
-    assert found.by_process == pytest.approx({"workers": 2.4})
-    assert found.mb_per_batch == pytest.approx(2.4)
-    assert "Keep no samples" in found.cure
+    growth = find_growth(readings)
+    assert growth.by_process == pytest.approx({"workers": 2.4})
+    assert growth.mb_per_batch == pytest.approx(2.4)
+    assert "Keep no samples" in growth.cure
 
 
 def test_growth_is_seen_over_short_passes():
@@ -134,13 +134,13 @@ def test_a_worker_that_hoards_is_found_out():
     count = 0
     began_s = time.perf_counter()
     log = MemoryLog()
-    found = None
+    result = None
     # Readings of a busy machine scatter: it may take some more of them.
-    while time.perf_counter() - began_s < 7 or (found is None and count < 350):
+    while time.perf_counter() - began_s < 7 or (result is None and count < 350):
         next(batches)
         count += 1
         log.look(count)
-        found = find_growth(log.readings)
-    assert found.mb_per_batch == pytest.approx(40, rel=0.4)
-    assert list(found.by_process) == ["workers"]
+        result = find_growth(log.readings)
+    assert result.mb_per_batch == pytest.approx(40, rel=0.4)
+    assert list(result.by_process) == ["workers"]
     batches._shutdown_workers()

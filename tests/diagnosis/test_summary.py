@@ -87,11 +87,11 @@ def test_a_summary_is_printed_once_for_a_pass_and_is_kept_as_json(capsys, tmp_pa
     watched = watch(DataLoader(_Items(8), batch_size=2))
     for values, _ in watched:
         step(values)
-    told = capsys.readouterr().err
-    assert "wait" in told
-    assert told.count("images/s") == 1
+    printed = capsys.readouterr().err
+    assert "wait" in printed
+    assert printed.count("images/s") == 1
     summary = watched.summary()
-    assert str(summary) in told
+    assert str(summary) in printed
     assert (summary.batches, summary.passes, summary.images) == (4, 1, 8)
     assert sum(
         part.share for part in summary.parts

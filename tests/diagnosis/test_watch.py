@@ -169,11 +169,11 @@ def test_a_read_that_hangs(tmp_path, kind):
     assert (stall.seen.sample, stall.file, stall.seen.call) == (BAD, str(fifo), "openat")
     # of torch's own loader only the sample that is being loaded is seen, not its batch
     assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
-    here = kind.endswith("alone")
-    assert here == any(
+    is_alone = kind.endswith("alone")
+    assert is_alone == any(
         line.endswith(" __getitem__") and "test_watch.py:" in line for line in stall.seen.stack
     )
-    assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == here
+    assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == is_alone
     assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5  # within 1 s, but for a busy machine
     assert "\n" not in str(stall)
 
@@ -293,13 +293,13 @@ def test_a_sampler_that_hangs_is_no_fault_of_the_workers():
 
 
 def test_a_wait_for_a_socket_is_no_read_of_a_file():
-    here, _there = socket.socketpair()
+    socket_here, _there = socket.socketpair()
     with (
-        here,
+        socket_here,
         _there,
         pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*the call needs a timeout"),
     ):
-        list(watch((here.recv(1) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"))
+        list(watch((socket_here.recv(1) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"))
 
 
 def test_an_index_of_several_samples_is_no_sample():
@@ -358,12 +358,12 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
         ColabUtilsError, match=r"worker \d \(pid \d+\) ended \(killed by signal: Killed\)"
     ) as caught:
         _list_ids(watched)
-    said = str(caught.value)
+    message = str(caught.value)
     # and not 4, its index in the Subset
-    assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in said
-    assert "Who killed it was not seen. Now " in said
-    assert "Most often it is the memory: use fewer workers" in said
-    assert "\n" not in said
+    assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in message
+    assert "Who killed it was not seen. Now " in message
+    assert "Most often it is the memory: use fewer workers" in message
+    assert "\n" not in message
     _end_workers()
 
 
@@ -582,7 +582,7 @@ def test_it_costs_little():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"timeout_s": 0}, "expected timeout_s over 0 and finite, found "),
         ({"timeout_s": float("nan")}, "expected timeout_s over 0 and finite, found "),
@@ -591,8 +591,8 @@ def test_it_costs_little():
         ({"on_stall": "skip"}, "on_stall as one of report, raise; found 'skip'"),
     ],
 )
-def test_arguments_that_cannot_be(arguments, said):
-    with pytest.raises(ColabUtilsError, match=said):
+def test_arguments_that_cannot_be(arguments, message):
+    with pytest.raises(ColabUtilsError, match=message):
         watch([1], **arguments)
     with pytest.raises(ColabUtilsError, match="to iterate over, found int"):
         watch(5)

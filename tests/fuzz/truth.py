@@ -226,10 +226,10 @@ def find_corners(boxes: list[Any], height: int, width: int) -> tuple[np.ndarray,
     return corners, is_wide & is_high
 
 
-def compare(found: Any, expected: Any, what: str) -> None:
+def compare(actual: Any, expected: Any, what: str) -> None:
     """Raise `WrongDataError` where two values or arrays differ."""
-    if not np.array_equal(np.asarray(found), np.asarray(expected)):
-        raise WrongDataError(f"{what} differ\n{found!s:.300}\n{expected!s:.300}")
+    if not np.array_equal(np.asarray(actual), np.asarray(expected)):
+        raise WrongDataError(f"{what} differ\n{actual!s:.300}\n{expected!s:.300}")
 
 
 def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:

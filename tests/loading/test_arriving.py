@@ -434,12 +434,12 @@ def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
     dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
     loader = make_loader(dataset, batch_size=2, workers=workers)
     epochs = []
-    most = 0
+    largest_bytes = 0
     for _ in range(3):
         epochs.append([])
         for images, targets in loader:
             epochs[-1] += [int(target["image_id"]) for target in targets]
-            most = max(most, measure_folder(tmp_path / "ssd"))
+            largest_bytes = max(largest_bytes, measure_folder(tmp_path / "ssd"))
             assert torch.equal(
                 (images[0] * 255).round().to(torch.uint8), pictures[int(targets[0]["image_id"])]
             )
@@ -447,7 +447,7 @@ def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
     dataset.stop()
     assert [sorted(epoch) for epoch in epochs] == [sorted(whole.image_ids.tolist())] * 3
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert 0 < most <= limit
+    assert 0 < largest_bytes <= limit
     assert not (tmp_path / "ssd" / "index.json").exists()
     assert verify_shards(drive).bad == ()
 
@@ -560,13 +560,13 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
     )
     loader = make_loader(dataset, batch_size=2, workers=0)
     next(iter(loader))
-    here = {path.name for path in (tmp_path / "ssd").glob("shard-*")}
-    for name in here:
+    present = {path.name for path in (tmp_path / "ssd").glob("shard-*")}
+    for name in present:
         (source / name).unlink()  # now it is the only copy
     with suppress(ColabUtilsError):
         for _ in loader:
             pass
-    assert here <= {path.name for path in (tmp_path / "ssd").glob("shard-*")}
+    assert present <= {path.name for path in (tmp_path / "ssd").glob("shard-*")}
     dataset.stop()
 
 

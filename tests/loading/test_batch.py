@@ -213,7 +213,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "message"),
     [
         (lambda i, t: (i.float() / 255, t), r"found float32 \[3, 24, 31\]"),  # after ToTensor
         (lambda i, t: (i[:1], t), r"found uint8 \[1, 24, 31\]"),  # grey
@@ -316,8 +316,8 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         ),
     ],
 )
-def test_what_is_not_the_contract_is_refused_in_words(change, found):
-    with pytest.raises(ColabUtilsError, match=found) as error:
+def test_what_is_not_the_contract_is_refused_in_words(change, message):
+    with pytest.raises(ColabUtilsError, match=message) as error:
         pack_target(*change(*make_sample(0)))
     assert "\n" not in str(error.value)
     assert "1000" in str(error.value) or "sample 0" in str(error.value)

@@ -133,12 +133,12 @@ def test_the_record_holds_the_coco_annotations_with_crowds(real):
     dataset = ShardDataset(shards)
     records = [dataset.record(i) for i in range(len(dataset))]
     assert {r["file_name"] for r in records} == {image["file_name"] for image in raw["images"]}
-    found = {a["id"]: a for record in records for a in record["annotations"]}
-    assert set(found) == {a["id"] for a in raw["annotations"]}
-    assert sum(a["iscrowd"] for a in found.values()) == sum(
+    entries = {a["id"]: a for record in records for a in record["annotations"]}
+    assert set(entries) == {a["id"] for a in raw["annotations"]}
+    assert sum(a["iscrowd"] for a in entries.values()) == sum(
         a["iscrowd"] for a in raw["annotations"]
     )
-    assert all(isinstance(a["segmentation"]["counts"], str) for a in found.values())
+    assert all(isinstance(a["segmentation"]["counts"], str) for a in entries.values())
 
 
 @pytest.fixture
@@ -147,12 +147,12 @@ def shards(tiny_shards, tmp_path):
     return Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
 
 
-def assert_equal_samples(one, other):
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys()
+def assert_equal_samples(first, other):
+    assert torch.equal(first[0], other[0])
+    assert first[1].keys() == other[1].keys()
     for key in KEYS:
-        assert torch.equal(one[1][key], other[1][key]), key
-    assert one[1]["image_id"] == other[1]["image_id"]
+        assert torch.equal(first[1][key], other[1][key]), key
+    assert first[1]["image_id"] == other[1]["image_id"]
 
 
 def test_the_documented_attributes_are_there(tiny_shards, tiny_dataset):
@@ -412,8 +412,8 @@ def test_labels_and_category_ids(tmp_path, categories, contiguous, labels):
         assert dataset.category_ids == labels
         assert dataset.class_names == {label: f"c{number}" for label, number in labels.items()}
         assert dataset.num_classes == max(labels) + 1
-        found = [dataset.category_ids[label] for label in dataset[0][1]["labels"].tolist()]
-        assert sorted(found) == sorted(categories)
+        result = [dataset.category_ids[label] for label in dataset[0][1]["labels"].tolist()]
+        assert sorted(result) == sorted(categories)
         assert 0 not in dataset[0][1]["labels"]
         assert pickle.loads(pickle.dumps(dataset)).category_ids == labels
 
@@ -495,9 +495,9 @@ def twins(tmp_path):
     return folders
 
 
-def swap(folder, one, other):
-    (folder / one).rename(folder / "kept")
-    (folder / other).rename(folder / one)
+def swap(folder, first, other):
+    (folder / first).rename(folder / "kept")
+    (folder / other).rename(folder / first)
     (folder / "kept").rename(folder / other)
 
 
@@ -729,13 +729,13 @@ def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
     images = Path(shutil.copytree(tiny_dataset.images, tmp_path / "images"))
     dataset = CocoFolder(images, tiny_dataset.annotations)
     path = images / dataset.coco.file_name(3)
-    for content, found in (
+    for content, message in (
         (path.read_bytes()[:200], "image"),  # cut short
         (b"", "image"),
         (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "image"),  # a PNG's beginning
     ):
         path.write_bytes(content)
-        with pytest.raises(ColabUtilsError, match=found) as error:
+        with pytest.raises(ColabUtilsError, match=message) as error:
             dataset[3]
         assert path.name in str(error.value)
     path.unlink()
@@ -777,7 +777,7 @@ def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, p
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "message"),
     [
         ("{outside}", "leads out"),  # absolute
         ("../outside.jpg", "leads out"),
@@ -785,7 +785,7 @@ def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, p
         ("folder/outside.jpg", "found the link"),  # a folder that is a link
     ],
 )
-def test_no_file_outside_the_folder_is_opened(tmp_path, name, found):
+def test_no_file_outside_the_folder_is_opened(tmp_path, name, message):
     (tmp_path / "images").mkdir()
     annotations = make_coco(tmp_path / "images", [1], images=1)
     outside = tmp_path / "outside.jpg"
@@ -797,7 +797,7 @@ def test_no_file_outside_the_folder_is_opened(tmp_path, name, found):
     annotations.write_text(json.dumps(raw))
     dataset = CocoFolder(tmp_path / "images", annotations)
     for read in (dataset.__getitem__, dataset.read, dataset.find_path):
-        with pytest.raises(ColabUtilsError, match=found):
+        with pytest.raises(ColabUtilsError, match=message):
             read(0)
 
 
@@ -890,7 +890,7 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
         assert {c["id"]: c["name"] for c in coco.loadCats(coco.getCatIds())} == {
             c["id"]: c["name"] for c in raw["categories"]
         }
-        found = coco.loadAnns(coco.getAnnIds())
+        entries = coco.loadAnns(coco.getAnnIds())
         assert sorted(coco.getAnnIds()) == list(range(1, len(raw["annotations"]) + 1))
         assert sorted(
             (
@@ -899,9 +899,9 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
                 a["iscrowd"],
                 round(a["area"], 3),
             )
-            for a in found
+            for a in entries
         ) == sorted(places.values())
-        assert coco.annToMask(found[0]).any()
+        assert coco.annToMask(entries[0]).any()
 
 
 def test_copies_of_the_view_say_nothing(tiny_shards, capsys):

@@ -390,8 +390,8 @@ def test_what_is_no_dataset_is_refused():
         ("shards", "type str"),
         ([torch.ones(3)], "found Tensor"),
     )
-    for dataset, found in kinds:
-        with pytest.raises(ColabUtilsError, match=found):
+    for dataset, message in kinds:
+        with pytest.raises(ColabUtilsError, match=message):
             list(make_loader(dataset, batch_size=1, workers=0))
 
 
@@ -994,10 +994,10 @@ class Shifted(Numbers):
 
 
 def test_masks_beside_their_boxes_are_told_once(make):
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         list(make(Shifted(23), batch_size=2, workers=0))
-    [warning] = [one for one in told if one.category is ColabUtilsWarning]
+    [warning] = [entry for entry in caught if entry.category is ColabUtilsWarning]
     assert "the mask of this object lies in" in str(warning.message)
 
 

@@ -158,9 +158,9 @@ def test_a_killed_worker_is_said(make):
 class OddError(Exception):
     """An exception that cannot be copied to another process."""
 
-    def __init__(self, one, two):
-        super().__init__(one)
-        self.two = two
+    def __init__(self, first, second):
+        super().__init__(first)
+        self.two = second
 
 
 def act_oddly(index):
@@ -185,10 +185,10 @@ def act_with_two_bad(index):
 def test_bad_samples_are_left_out_named_and_counted(make, count):
     options = {"batch_size": 2, "workers": count, "deliver": "packed", "shuffle": False}
     loader = make(Numbers(12, act_with_two_bad), max_bad=3, **options)
-    with pytest.warns(ColabUtilsWarning) as said:
+    with pytest.warns(ColabUtilsWarning) as caught:
         batches = list_ids(loader)
-    assert [str(warning.message)[-5:] for warning in said] == ["5.jpg", "6.jpg", "9.jpg"]
-    assert "(number 3 so far)" in str(said[2].message)
+    assert [str(warning.message)[-5:] for warning in caught] == ["5.jpg", "6.jpg", "9.jpg"]
+    assert "(number 3 so far)" in str(caught[2].message)
     assert batches == [[0, 1], [2, 3], [4], [7], [8], [10, 11]]
     assert [index for index, _ in loader.bad] == [5, 6, 9]
     assert loader.epoch == 1
@@ -411,17 +411,17 @@ def test_transforms_on_the_device_and_on_the_worker_give_the_same(tiny_shards, m
     for (images, targets), (also, also_targets), (before, targets_before) in zip(
         on_device, on_worker, plain, strict=True
     ):
-        for one, other, image in zip(images, also, before, strict=True):
-            assert one.dtype == torch.float32
-            assert type(one) is torch.Tensor
-            assert torch.equal(one, other)
-            assert torch.equal(one, image.flip(-1))
-        for one, other, target in zip(targets, also_targets, targets_before, strict=True):
+        for first, other, image in zip(images, also, before, strict=True):
+            assert first.dtype == torch.float32
+            assert type(first) is torch.Tensor
+            assert torch.equal(first, other)
+            assert torch.equal(first, image.flip(-1))
+        for first, other, target in zip(targets, also_targets, targets_before, strict=True):
             for key in TENSORS:
-                assert type(one[key]) is torch.Tensor
-                assert torch.equal(one[key], other[key])
-            assert torch.equal(one["masks"], target["masks"].flip(-1))
-            assert torch.equal(one["boxes"][:, 0], 160 - target["boxes"][:, 2])
+                assert type(first[key]) is torch.Tensor
+                assert torch.equal(first[key], other[key])
+            assert torch.equal(first["masks"], target["masks"].flip(-1))
+            assert torch.equal(first["boxes"][:, 0], 160 - target["boxes"][:, 2])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -434,9 +434,9 @@ def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
         for seed in (1, 1, 2)
     ]
     assert all(loader.transforms is None for loader in some)
-    found = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
+    passes = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
     chosen = []
-    for samples in found:
+    for samples in passes:
         flips = []
         for (image, target), (before, target_before) in zip(samples, plain, strict=True):
             flips.append(not torch.equal(image, before))
@@ -451,7 +451,7 @@ def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
     assert 0 < sum(chosen[0]) < len(plain)
     later = [pair for batch in some[0] for pair in zip(*batch, strict=True)]
     assert any(
-        not torch.equal(one[0], other[0]) for one, other in zip(found[0], later, strict=True)
+        not torch.equal(first[0], other[0]) for first, other in zip(passes[0], later, strict=True)
     )
 
 
@@ -498,10 +498,10 @@ def test_random_samples_are_the_seeds_with_any_number_of_workers(tiny_shards, ma
             random.setstate(state[0])
             torch.set_rng_state(state[1])
     for other in runs[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+        assert all(torch.equal(first, two) for first, two in zip(runs[0], other, strict=True))
     assert any(
-        not torch.equal(one, two)
-        for one, two in zip(
+        not torch.equal(first, two)
+        for first, two in zip(
             runs[0][:4],
             runs[0][4:],
             strict=True,

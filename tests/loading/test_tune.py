@@ -74,13 +74,13 @@ def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
     """
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = []
-    monkeypatch.setattr(tune, "_measure_rate", lambda *given: found.append(given) or 1.0)
+    result = []
+    monkeypatch.setattr(tune, "_measure_rate", lambda *given: result.append(given) or 1.0)
     copied = shutil.copytree(tiny_shards, tmp_path / "copied")
     find_workers(many)
-    first = len(found)
+    first = len(result)
     find_workers(Subset(ShardDataset(copied), many.indices))
-    assert len(found) == 2 * first > 0
+    assert len(result) == 2 * first > 0
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "home").exists()
 
@@ -108,11 +108,11 @@ def test_the_smallest_of_the_fastest_is_picked():
 
 def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 4)
-    one = 320_000  # a little more than a batch of four, and a quarter for larger ones
+    batch_bytes = 320_000  # a little more than a batch of four, and a quarter for larger ones
     # half of it is for five batches
-    monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * one))
+    monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * batch_bytes))
     assert find_workers(many)[1].keys() == {1}
-    monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
+    monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * batch_bytes))
     assert find_workers(many) == (0, {})
 
 

@@ -197,21 +197,23 @@ def opened(request, browser, handed_out, tmp_path):
         notebook, {key: value for key, value in read_small_settings().items() if key in known}
     )
     nbformat.write(notebook, folder / f"{name}.ipynb")
-    said = []
+    messages = []
     with serve(folder, tmp_path / "files") as url:
         page = browser.new_page(viewport={"width": 1280, "height": 1600})
-        page.on("pageerror", lambda error: said.append(f"exception: {error}"))
+        page.on("pageerror", lambda error: messages.append(f"exception: {error}"))
         page.on(
             "console",
-            lambda line: said.append(f"console: {line.text}") if line.type == "error" else None,
+            lambda line: messages.append(f"console: {line.text}") if line.type == "error" else None,
         )
         page.on(
             "requestfailed",
-            lambda asked: said.append(f"request: {asked.url}") if url not in asked.url else None,
+            lambda asked: (
+                messages.append(f"request: {asked.url}") if url not in asked.url else None
+            ),
         )
         page.goto(f"{url}/lab/tree/{name}.ipynb?reset", timeout=180_000)
         wait_for_kernel(page, url)
-        yield name, page, said
+        yield name, page, messages
         PICTURES.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=PICTURES / f"{name}_end.png")  # of a failure, what was on the screen
         page.close()
@@ -299,23 +301,23 @@ def drag_animations(page):
     for root in roots:
         root.scroll_into_view_if_needed()
         slider = root.locator("input.time")
-        told = []
+        messages = []
         for share in (0.25, 0.75):
             box = slider.bounding_box()
             slider.click(position={"x": share * box["width"], "y": box["height"] / 2})
-            told.append(
+            messages.append(
                 (
                     root.locator(".count").inner_text(),
                     root.locator(".past").evaluate("one => one.style.clipPath"),
                 )
             )
-        assert told[0][0] != told[1][0]
-        assert told[0][1] != told[1][1]
+        assert messages[0][0] != messages[1][0]
+        assert messages[0][1] != messages[1][1]
     return len(roots)
 
 
 def test_run_all_from_the_menu(opened):
-    name, page, said = opened
+    name, page, messages = opened
     run_all(page)
     sliders = drag_sliders(page)
     animations = drag_animations(page)
@@ -332,4 +334,4 @@ def test_run_all_from_the_menu(opened):
     time.sleep(1)
     take_pictures(page, f"{name}_dark")
     assert page.evaluate(FIND_UNREADABLE) == []
-    assert said == []
+    assert messages == []

@@ -264,15 +264,15 @@ def test_every_setting_is_used(sources):
 
 
 def test_names_imported_from_the_package_exist(codes):
-    found = 0
+    count = 0
     for source in codes:
         for node in ast.walk(ast.parse(strip_magics(source))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("colab_utils"):
                 module = importlib.import_module(node.module)
                 for alias in node.names:
-                    found += 1
+                    count += 1
                     assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
-    assert found > 4
+    assert count > 4
 
 
 def test_only_the_setup_installs(sources):
@@ -329,12 +329,12 @@ def test_the_signature_figure_and_the_measuring_function_are_everywhere(name, co
 
 
 def find_package_names(codes):
-    found = set()
+    names = set()
     for source in codes:
         for node in ast.walk(ast.parse(strip_magics(source))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("colab_utils"):
-                found |= {alias.asname or alias.name for alias in node.names}
-    return found
+                names |= {alias.asname or alias.name for alias in node.names}
+    return names
 
 
 def test_few_names_of_the_package(name, codes):

@@ -81,21 +81,21 @@ def test_all_five_ran_in_order(demo):
 
 
 def test_01_measures_the_plain_loop_by_hand(results):
-    found = results["01"]
-    assert 0.5 < found["wait_share"] <= 1  # 59 ms a file, and a step of 20 ms
-    assert found["load_s"] > 4 * 0.03 > found["step_s"]
-    assert found["batches"]
-    assert found["verdict"]
+    result = results["01"]
+    assert 0.5 < result["wait_share"] <= 1  # 59 ms a file, and a step of 20 ms
+    assert result["load_s"] > 4 * 0.03 > result["step_s"]
+    assert result["batches"]
+    assert result["verdict"]
 
 
 def test_01_measures_each_term_of_the_law(results):
-    found = results["01"]
-    assert found["read_s"] >= 0.059  # Drive's 59 ms a file, at least
-    assert found["work_s"] > 0
-    assert found["photo_work_s"] > 0
-    assert set(found["files_per_second"]) == {"8", "24", "48", "128", "256"}
-    assert found["files_per_second"]["48"] > found["files_per_second"]["8"]
-    assert {"plain loop", "8 workers", "48 threads"} <= set(found["images_per_second"])
+    result = results["01"]
+    assert result["read_s"] >= 0.059  # Drive's 59 ms a file, at least
+    assert result["work_s"] > 0
+    assert result["photo_work_s"] > 0
+    assert set(result["files_per_second"]) == {"8", "24", "48", "128", "256"}
+    assert result["files_per_second"]["48"] > result["files_per_second"]["8"]
+    assert {"plain loop", "8 workers", "48 threads"} <= set(result["images_per_second"])
 
 
 def test_01_answers_its_five_questions_by_measurements(results):
@@ -109,16 +109,16 @@ def test_01_answers_its_five_questions_by_measurements(results):
 
 
 def test_02_packs_and_loses_nothing_on_the_way_to_shards(results):
-    found = results["02"]
-    assert (found["images"], found["skipped"], found["bad"]) == (26, 0, 0)
-    assert found["tar_s"] < found["files_s"]
-    assert found["readers_s"] < found["files_s"]
-    assert found["shards"] >= 2
+    result = results["02"]
+    assert (result["images"], result["skipped"], result["bad"]) == (26, 0, 0)
+    assert result["tar_s"] < result["files_s"]
+    assert result["readers_s"] < result["files_s"]
+    assert result["shards"] >= 2
     # The largest of the four samples is a photo.
-    assert found["shrunk_samples"] >= 1
-    assert found["same_samples"] + found["shrunk_samples"] == 4
-    assert found["other_samples"] == 0
-    assert found["storage"] == "shrink"  # of 26 images, 2 are photos of 12 megapixels
+    assert result["shrunk_samples"] >= 1
+    assert result["same_samples"] + result["shrunk_samples"] == 4
+    assert result["other_samples"] == 0
+    assert result["storage"] == "shrink"  # of 26 images, 2 are photos of 12 megapixels
 
 
 def test_every_figure_has_its_numbers_as_alternative_text(demo):
@@ -134,33 +134,33 @@ def test_every_figure_has_its_numbers_as_alternative_text(demo):
 
 
 def test_03_copies_once_and_reads_faster(results):
-    found = results["03"]
-    assert found["shards"] == results["02"]["shards"]
-    assert found["first_step_s"] > 0
-    assert found["bad"] == 0
-    assert len(found["read_ms"]) >= 4
-    assert min(found["read_ms"].values()) < 59 / 2 < max(found["read_ms"].values())
+    result = results["03"]
+    assert result["shards"] == results["02"]["shards"]
+    assert result["first_step_s"] > 0
+    assert result["bad"] == 0
+    assert len(result["read_ms"]) >= 4
+    assert min(result["read_ms"].values()) < 59 / 2 < max(result["read_ms"].values())
 
 
 def test_04_trains_loses_little_and_goes_on(results):
-    found = results["04"]
-    assert found["steps"] == 24
-    assert 0 <= found["lost_steps"] <= 24
-    assert 0 < found["last_loss"] < 20
-    assert found["images_per_second"] > 0
-    assert 0 <= found["wait_share"] <= 1
+    result = results["04"]
+    assert result["steps"] == 24
+    assert 0 <= result["lost_steps"] <= 24
+    assert 0 < result["last_loss"] < 20
+    assert result["images_per_second"] > 0
+    assert 0 <= result["wait_share"] <= 1
 
 
 def test_05_times_the_course_on_equal_samples(results):
-    found = results["05"]
-    assert found["comparable"]
+    result = results["05"]
+    assert result["comparable"]
     others = ("dataloader_on_ssd", "shards_on_drive", "in_memory")
-    assert tuple(found["images_per_second"]) == (*COURSE_STRATEGIES, *others)
-    assert tuple(found["good_day"]) == ("sequential", "dataloader", "packed")
+    assert tuple(result["images_per_second"]) == (*COURSE_STRATEGIES, *others)
+    assert tuple(result["good_day"]) == ("sequential", "dataloader", "packed")
     # nothing passes an emulated step of 20 ms for 4 images, and Drive's 59 ms a file cost what they
     # cost
-    assert all(0 < rate <= 1.05 * 4 / 0.020 for rate in found["images_per_second"].values())
-    assert found["images_per_second"]["sequential"] < 1 / 0.03
+    assert all(0 < rate <= 1.05 * 4 / 0.020 for rate in result["images_per_second"].values())
+    assert result["images_per_second"]["sequential"] < 1 / 0.03
 
 
 def test_05_tests_twelve_pieces_of_advice(results):

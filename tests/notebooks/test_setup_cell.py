@@ -103,7 +103,7 @@ def test_setup_cells_are_written_where_they_differ(tmp_path):
     path.write_text(text.replace("import subprocess", "import os"), encoding="utf-8")
     assert write_setup_cells(tmp_path) == [path]
     assert path.read_text(encoding="utf-8") == text
-    assert sorted(found.name for found in path.parent.iterdir()) == names
+    assert sorted(entry.name for entry in path.parent.iterdir()) == names
 
 
 def test_a_checkout_around_the_notebook_is_used(run_cell):
@@ -209,9 +209,9 @@ def test_an_interrupt_says_what_is_safe_and_ends_the_run():
     client = NotebookClient(notebook, timeout=100, kernel_name="python3", resources=place)
     with pytest.raises(CellExecutionError):
         client.execute()
-    (told,) = interrupt.outputs
+    (output,) = interrupt.outputs
     assert (
-        told.text
+        output.text
         == "Stopped. What was finished is safe: run this cell again, and it goes on there.\n"
     )
     assert not notebook.cells[-1].outputs

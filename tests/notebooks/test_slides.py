@@ -59,12 +59,12 @@ def demo(tmp_path):
 
 
 def test_figures_are_named_by_notebook_and_section(demo):
-    found = [
+    result = [
         (slide.name, slide.title)
         for path in sorted(demo.glob("*.ipynb"))
         for slide in find_slides(path)
     ]
-    assert found == [
+    assert result == [
         ("01_a-01", "1. Detect"),
         ("01_a-02-3-why-5-and-how", "1. Detect · 3. Why $5, and how?"),
         ("02_b-01-go", "2. Pack · Go"),
@@ -154,8 +154,8 @@ def test_a_flat_figure_has_what_it_says_below_it(tmp_path):
     write_notebook(path, picture)
     [without, _] = write_slides(tmp_path, tmp_path / "without")
     below = (0, 400, 1500, 800)
-    with Image.open(with_words) as told, Image.open(without) as silent:
-        assert told.convert("L").crop(below).getextrema()[0] < 100
+    with Image.open(with_words) as captioned, Image.open(without) as silent:
+        assert captioned.convert("L").crop(below).getextrema()[0] < 100
         assert silent.convert("L").crop(below).getextrema()[0] == 255
 
 

@@ -63,9 +63,9 @@ def load_bits(path, shard):
     )
 
 
-def assert_equal(one, other):
-    for field in dataclasses.fields(one):
-        a = getattr(one, field.name)
+def assert_equal(first, other):
+    for field in dataclasses.fields(first):
+        a = getattr(first, field.name)
         b = getattr(other, field.name)
         assert a.dtype == b.dtype, field.name
         assert np.array_equal(a, b), field.name
@@ -133,15 +133,15 @@ def test_boxes_are_those_of_torchvisions_references(coco_mini):
         expected[:, 0::2].clamp_(min=0, max=width)
         expected[:, 1::2].clamp_(min=0, max=height)
         keep = (expected[:, 3] > expected[:, 1]) & (expected[:, 2] > expected[:, 0])
-        found, kept = convert_boxes(boxes, height, width)
-        assert torch.equal(torch.from_numpy(found), expected)
+        converted, kept = convert_boxes(boxes, height, width)
+        assert torch.equal(torch.from_numpy(converted), expected)
         assert torch.equal(torch.from_numpy(kept), keep)
 
 
 def make_record(*annotations):
     rle = encode_segmentation([[1, 1, 5, 1, 5, 4]], 6, 8)
     base = {"category_id": 3, "bbox": [1, 1, 4, 3], "area": 6.0, "iscrowd": 0}
-    rows = [{**base, "segmentation": rle, **one} for one in annotations]
+    rows = [{**base, "segmentation": rle, **annotation} for annotation in annotations]
     return {"image_id": 9, "height": 6, "width": 8, "annotations": rows}
 
 
@@ -233,12 +233,12 @@ def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_pa
         path.write_bytes(data)
         message = str(path)
         try:
-            found = read(path, info)
+            result = read(path, info)
         except ColabUtilsError as error:
             message = str(error)
         else:  # bits are compared when they are read
-            found = dataclasses.replace(found, bits=arrays.bits) if name == "a.arrays" else found
-            assert_equal(found, arrays)
+            result = dataclasses.replace(result, bits=arrays.bits) if name == "a.arrays" else result
+            assert_equal(result, arrays)
         assert str(path) in message
         assert "\n" not in message
 

@@ -34,11 +34,11 @@ INDEX = ShardIndex(
 )
 
 
-def is_refused(folder, found):
+def is_refused(folder, words):
     with pytest.raises(ColabUtilsError) as error:
         read_index(folder)
     message = str(error.value)
-    assert found in message
+    assert words in message
     assert str(folder) in message
     assert "\n" not in message
     assert len(message) < 600
@@ -68,7 +68,7 @@ CHANGED = "was changed since it was written"
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         (
             {"format_version": 3},
@@ -82,11 +82,11 @@ CHANGED = "was changed since it was written"
         ({"format": "somebody else's"}, "is none of colab_utils"),
     ],
 )
-def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, found):
+def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, message):
     write_index(tmp_path, INDEX)
     raw = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**raw, **changes}))
-    is_refused(tmp_path, found)
+    is_refused(tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "found"),
+    ("number", "kind", "message"),
     [
         (errno.ENOSPC, ColabUtilsError, "No space left.*Free some space"),
         (errno.EDQUOT, ColabUtilsError, "quota exceeded.*Free some space"),
@@ -264,8 +264,8 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
         (errno.ENOTCONN, DriveLostError, "force_remount"),
     ],
 )
-def test_errors_of_writing_in_words(tmp_path, number, kind, found):
-    with pytest.raises(kind, match=found), explain_write(tmp_path):
+def test_errors_of_writing_in_words(tmp_path, number, kind, message):
+    with pytest.raises(kind, match=message), explain_write(tmp_path):
         raise OSError(number, os.strerror(number))
 
 
@@ -274,7 +274,7 @@ def test_members_make_a_plain_tar():
     blob = b"".join(part for member in data for part in split_member(*member)) + bytes(1024)
     with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
         assert [(m.name, tar.extractfile(m).read(), m.mtime) for m in tar] == [
-            (*one, 0) for one in data
+            (*row, 0) for row in data
         ]
     assert len(blob) == (1 + 2) * 512 + (1 + 1) * 512 + 1024
 

@@ -26,18 +26,18 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     process.wait()
     dead = process.pid
     alive = os.getppid()
-    here = find_host()
+    host = find_host()
     gone = [
-        f".shard-000001.tar.{here}-{dead}-{dead}.part",
-        f".index.json.{here}-{dead}-{dead}.part",
-        f".plan.json.{here}-{dead}-{dead}.part",
-        f".checkpoint-00000030.pt.{here}-{dead}-{dead}.part",
+        f".shard-000001.tar.{host}-{dead}-{dead}.part",
+        f".index.json.{host}-{dead}-{dead}.part",
+        f".plan.json.{host}-{dead}-{dead}.part",
+        f".checkpoint-00000030.pt.{host}-{dead}-{dead}.part",
         # As older versions name them.
         f".shard-000001.tar.{dead}.part",
         f".best-00000030.pt.{dead}-{dead}.part",
     ]
     kept = [
-        f".shard-000001.arrays.{here}-{alive}-{alive}.part",
+        f".shard-000001.arrays.{host}-{alive}-{alive}.part",
         f".checkpoint-00000030.pt.{alive}-{alive}.part",
         f".checkpoint-mine.pt.{dead}.part",
         f".my-notes.{dead}.part",
@@ -135,11 +135,11 @@ def test_one_of_several_processes_gets_the_lock(tmp_path, dead):
     ]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in range(count * rounds)]
+    outcomes = [results.get(timeout=60) for _ in range(count * rounds)]
     for process in processes:
         process.join()
     for n in range(rounds):
-        refused = [error for number, error in found if number == n and error]
+        refused = [error for number, error in outcomes if number == n and error]
         assert len(refused) == count - 1
         assert all(
             "Another writer is at work in " in error and "\n" not in error for error in refused

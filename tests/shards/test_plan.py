@@ -30,21 +30,21 @@ def run(tiny_dataset):
 
 
 def test_where_nothing_is_larger_every_file_keeps_its_bytes(run):
-    found = run()
-    assert (found.storage, found.images, found.sampled_images) == ("keep", 12, 12)
-    assert "no image is larger" in found.reason
-    assert found.bytes == run(storage="shrink").bytes
+    plan = run()
+    assert (plan.storage, plan.images, plan.sampled_images) == ("keep", 12, 12)
+    assert "no image is larger" in plan.reason
+    assert plan.bytes == run(storage="shrink").bytes
     assert run(storage="pixels").bytes > 12 * 160 * 128 * 3
-    assert found.write_s > 0
+    assert plan.write_s > 0
 
 
 def test_larger_images_are_shrunk(run):
-    found = run(**SMALL)
-    assert (found.storage, found.reason) == (
+    plan = run(**SMALL)
+    assert (plan.storage, plan.reason) == (
         "shrink",
         "12 of 12 images are larger than training needs and are shrunk once",
     )
-    assert found.bytes < run(storage="keep", **SMALL).bytes
+    assert plan.bytes < run(storage="keep", **SMALL).bytes
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_larger_images_are_shrunk(run):
     [((160, 128), 0), ((159, 128), 12), ((160, 127), 12)],
 )
 def test_what_counts_as_larger_is_what_is_shrunk(run, sides, larger):
-    found = run(min_size=sides[1], max_size=sides[0])
-    assert (found.storage, found.reason.startswith(f"{larger} of 12")) == (
+    plan = run(min_size=sides[1], max_size=sides[0])
+    assert (plan.storage, plan.reason.startswith(f"{larger} of 12")) == (
         "shrink" if larger else "keep",
         larger > 0,
     )
@@ -63,15 +63,15 @@ def test_an_image_without_a_size_counts_as_larger(tiny_dataset, tmp_path):
     coco = json.loads(tiny_dataset.annotations.read_text())
     del coco["images"][3]["width"], coco["images"][3]["height"]
     (tmp_path / "a.json").write_text(json.dumps(coco))
-    found = plan_shards(tiny_dataset.images, tmp_path / "a.json", workers=1)
-    assert (found.storage, found.reason.split()[0]) == ("shrink", "1")
+    plan = plan_shards(tiny_dataset.images, tmp_path / "a.json", workers=1)
+    assert (plan.storage, plan.reason.split()[0]) == ("shrink", "1")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("storage", ["keep", "shrink", "pixels"])
 def test_planned_bytes_are_those_that_are_written(run, tiny_dataset, tmp_path, storage, workers):
-    found = run(storage=storage, workers=workers, **SMALL)
-    assert (found.storage, found.reason) == (storage, "you asked for it")
+    plan = run(storage=storage, workers=workers, **SMALL)
+    assert (plan.storage, plan.reason) == (storage, "you asked for it")
     made = write_shards(
         tiny_dataset.images,
         tiny_dataset.annotations,
@@ -80,13 +80,13 @@ def test_planned_bytes_are_those_that_are_written(run, tiny_dataset, tmp_path, s
         workers=1,
         **SMALL,
     )
-    assert found.bytes == pytest.approx(made.bytes, rel=0.05)
+    assert plan.bytes == pytest.approx(made.bytes, rel=0.05)
 
 
 def test_the_words_of_a_plan(run):
-    found = str(run())
-    assert found.startswith("keep: no image is larger than training needs")
-    assert "measured on 12 of 12 images" in found
+    text = str(run())
+    assert text.startswith("keep: no image is larger than training needs")
+    assert "measured on 12 of 12 images" in text
 
 
 def test_bad_images_are_left_out(tiny_dataset, tmp_path):
@@ -127,13 +127,13 @@ def test_a_lost_drive_and_an_ended_process(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("options", "message"),
     [
         ({"storage": "zip"}, "storage must be one of"),
         ({"min_size": 0}, "expected min_size between"),
         ({"workers": 0}, "expected workers between"),
     ],
 )
-def test_mistakes_are_named(run, options, found):
-    with pytest.raises(ColabUtilsError, match=found):
+def test_mistakes_are_named(run, options, message):
+    with pytest.raises(ColabUtilsError, match=message):
         run(**options)

@@ -44,7 +44,7 @@ def objects(draw, height: int, width: int) -> dict[str, Any]:
         "size": [height, width],
         "counts": coco_mask.encode(mask)["counts"].decode(),
     }
-    one = {
+    annotation = {
         "category_id": draw(st.sampled_from([2, 5])),
         "segmentation": draw(
             st.sampled_from(
@@ -61,8 +61,8 @@ def objects(draw, height: int, width: int) -> dict[str, Any]:
         "iscrowd": draw(st.sampled_from([0, 0, 0, 1, False, "0", None])),
     }
     for name in draw(st.sets(st.sampled_from(["bbox", "area", "iscrowd"]), max_size=1)):
-        del one[name]
-    return one
+        del annotation[name]
+    return annotation
 
 
 @st.composite
@@ -85,10 +85,10 @@ def datasets(draw) -> tuple[dict[str, bytes], dict[str, Any]]:
         )
         files[f"{number}.x"] = file.getvalue()
         images.append({"id": number, "file_name": f"{number}.x", "height": height, "width": width})
-        found = draw(st.lists(objects(height, width), max_size=3))
+        drawn = draw(st.lists(objects(height, width), max_size=3))
         annotations += [
-            {"id": len(annotations) + row, "image_id": number, **one}
-            for row, one in enumerate(found, 1)
+            {"id": len(annotations) + row, "image_id": number, **annotation}
+            for row, annotation in enumerate(drawn, 1)
         ]
     return files, {
         "images": images,

@@ -316,7 +316,7 @@ def test_turned_photos(orientation, size, turned):
 
 
 @pytest.mark.parametrize(
-    ("data", "size", "found"),
+    ("data", "size", "message"),
     [
         (b"", (48, 64), "not an image"),
         (b"hello", (48, 64), "not an image"),
@@ -345,8 +345,8 @@ def test_turned_photos(orientation, size, turned):
         (turn(3), (64, 48), "the annotations say"),
     ],
 )
-def test_what_is_not_the_image_is_refused(data, size, found):
-    with pytest.raises(ColabUtilsError, match=found):
+def test_what_is_not_the_image_is_refused(data, size, message):
+    with pytest.raises(ColabUtilsError, match=message):
         store_image(data, size, **SIZES)
 
 
@@ -433,7 +433,7 @@ def test_damaged_images_are_stored_or_refused_never_anything_else(data):
 
 def test_area_and_crowds_are_scaled_and_extras_dropped():
     segmentation = {"size": [48, 64], "counts": [0, 24 * 64, 24 * 64]}
-    one = {
+    annotation = {
         "id": 5,
         "image_id": 1,
         "category_id": 2,
@@ -443,24 +443,24 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
     }
     stored = store_image(save(RGB, "PNG"), (48, 64), min_size=24, max_size=100)
     record = make_record(
-        {"id": 1, "file_name": "a/b.png"}, [{**one, "segmentation": segmentation}], stored
+        {"id": 1, "file_name": "a/b.png"}, [{**annotation, "segmentation": segmentation}], stored
     )
-    (found,) = record["annotations"]
-    assert (found["bbox"], found["area"], found["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
-    assert found["segmentation"]["size"] == [24, 32]
-    text = found["segmentation"]["counts"].decode()  # RLE stays bytes until the JSON is written
+    (kept,) = record["annotations"]
+    assert (kept["bbox"], kept["area"], kept["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
+    assert kept["segmentation"]["size"] == [24, 32]
+    text = kept["segmentation"]["counts"].decode()  # RLE stays bytes until the JSON is written
     assert json.loads(dump_record(record))["annotations"][0]["segmentation"]["counts"] == text
     assert (record["original_height"], record["original_width"]) == (48, 64)
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"segmentation": []}, "annotation 5: the annotation has no mask: polygons or RLE"),
     ],
 )
-def test_bad_annotations_are_named(changes, found):
-    one = {
+def test_bad_annotations_are_named(changes, message):
+    annotation = {
         "id": 5,
         "bbox": [0, 0, 4, 4],
         "area": 9.0,
@@ -469,5 +469,5 @@ def test_bad_annotations_are_named(changes, found):
         **changes,
     }
     stored = store_image(save(RGB, "PNG"), (48, 64), **SIZES)
-    with pytest.raises(ColabUtilsError, match=found):
-        make_record({"id": 1, "file_name": "a"}, [one], stored)
+    with pytest.raises(ColabUtilsError, match=message):
+        make_record({"id": 1, "file_name": "a"}, [annotation], stored)

@@ -35,7 +35,7 @@ def flip(path):
 
 @pytest.mark.parametrize("which", [0, 1])  # the tar, the arrays
 @pytest.mark.parametrize(
-    ("damage", "found"),
+    ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
         (lambda path: path.write_bytes(b""), "has 0 bytes"),
@@ -49,13 +49,13 @@ def flip(path):
         (flip, "another checksum"),
     ],
 )
-def test_each_damage_is_named(shards, which, damage, found):
+def test_each_damage_is_named(shards, which, damage, message):
     shard = read_index(shards).shards[1]
     name = (shard.name, shard.arrays_name)[which]
     damage(shards / name)
     report = verify_shards(shards)
     assert [bad.shard for bad in report.bad] == [shard.name]
-    assert found in report.bad[0].reason
+    assert message in report.bad[0].reason
     assert name in report.bad[0].reason
     assert "1 bad" in str(report)
 

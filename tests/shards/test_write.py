@@ -74,11 +74,11 @@ def snapshot(folder) -> dict[str, bytes]:
 def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
     real_read = jobs.read_image
     reading = []
-    most = []
+    peaks = []
 
     def read(*arguments, **options):
         reading.append(1)
-        most.append(len(reading))
+        peaks.append(len(reading))
         time.sleep(0.02)
         reading.pop()
         return real_read(*arguments, **options)
@@ -87,7 +87,7 @@ def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
     with ThreadPoolExecutor(1) as executor:  # in this process, where it can be counted
         run(dataset, folder, executor=executor, streams=3)
     assert snapshot(folder) == snapshot(undisturbed)
-    assert 2 <= max(most) <= 3
+    assert 2 <= max(peaks) <= 3
 
 
 def names(annotations) -> list[str]:
@@ -100,8 +100,8 @@ def change(path, **sections):
 
 def test_crowds_are_counted_and_said(tiny_dataset, folder, tmp_path):
     coco = json.loads(tiny_dataset.annotations.read_text())
-    for number, one in enumerate(coco["annotations"]):
-        one["iscrowd"] = int(number < 3)
+    for number, annotation in enumerate(coco["annotations"]):
+        annotation["iscrowd"] = int(number < 3)
     annotations = tmp_path / "crowds.json"
     annotations.write_text(json.dumps(coco))
     report = run((tiny_dataset.images, annotations), folder, workers=1)
@@ -694,19 +694,19 @@ def test_shards_that_were_damaged_while_they_were_unfinished_are_made_again(
 ):
     folder = Path(shutil.copytree(undisturbed, tmp_path / "shards"))
     (folder / "index.json").unlink()
-    one = folder / "shard-000000.arrays"
+    arrays_path = folder / "shard-000000.arrays"
     other = folder / "shard-000001.arrays"
-    content = bytearray(one.read_bytes())
+    content = bytearray(arrays_path.read_bytes())
     place = {"bits": len(content) - 3, "head": content.index(b'"annotations": ') + 15}.get(edit)
     if edit == "swapped":
-        one.write_bytes(other.read_bytes())
+        arrays_path.write_bytes(other.read_bytes())
         other.write_bytes(content)
     elif edit == "renamed":
-        one.write_bytes(other.read_bytes())
-        shutil.copy(other.with_suffix(".tar"), one.with_suffix(".tar"))
+        arrays_path.write_bytes(other.read_bytes())
+        shutil.copy(other.with_suffix(".tar"), arrays_path.with_suffix(".tar"))
     else:
         content[place] ^= 1
-        one.write_bytes(content)
+        arrays_path.write_bytes(content)
     assert run((tiny_dataset.images, tiny_dataset.annotations), folder).images == 12
     assert snapshot(folder) == snapshot(undisturbed)
 
@@ -721,7 +721,7 @@ def test_files_of_the_user_in_the_folder_stay(tiny_dataset, folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         (
             lambda c: {"annotations": [{**c["annotations"][0], "image_id": 10**9}]},
@@ -734,10 +734,10 @@ def test_files_of_the_user_in_the_folder_stay(tiny_dataset, folder):
         (lambda c: {"images": []}, "The list of images in .* is empty"),
     ],
 )
-def test_references_that_cannot_be_skipped_stop_at_once(dataset, folder, changes, found):
+def test_references_that_cannot_be_skipped_stop_at_once(dataset, folder, changes, message):
     coco = json.loads(dataset[1].read_text())
     change(dataset[1], **{"annotations": [], **changes(coco)})
-    with pytest.raises(ColabUtilsError, match=found) as error:
+    with pytest.raises(ColabUtilsError, match=message) as error:
         run(dataset, folder)
     assert str(dataset[1]) in str(error.value)
     assert not folder.exists()
@@ -842,11 +842,11 @@ def test_large_images_are_shrunk_and_small_ones_kept(coco_mini, folder):
 
 def read_members(folder):
     """{member: bytes} of all tars."""
-    found = {}
+    result = {}
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
-            found |= {member.name: tar.extractfile(member).read() for member in tar}
-    return found
+            result |= {member.name: tar.extractfile(member).read() for member in tar}
+    return result
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:webdataset", "ignore::ResourceWarning")
@@ -971,13 +971,13 @@ def test_of_two_writers_one_gets_in(tiny_dataset, dataset, tmp_path, same):
     ]
     for process in processes:
         process.start()
-    found = {}
+    result = {}
     for _ in range(2 * rounds):
         n, number, outcome = results.get(timeout=60)
-        found.setdefault(n, {})[number] = outcome
+        result.setdefault(n, {})[number] = outcome
     for process in processes:
         process.join()
-    for n, outcomes in found.items():
+    for n, outcomes in result.items():
         winners = [number for number, outcome in outcomes.items() if outcome == 12]
         losers = [outcome for outcome in outcomes.values() if outcome != 12]
         assert winners if same else len(winners) == 1, outcomes
@@ -1060,28 +1060,28 @@ def test_no_warning_stops_preprocess(tiny_dataset, tmp_path):
 def spoil_box(box):
     """A fault that is one of the box alone."""
 
-    def spoil(one, width, height):
-        one["bbox"] = box
+    def spoil(annotation, width, height):
+        annotation["bbox"] = box
 
     return spoil
 
 
-def spoil_units(one, width, height):
-    one["segmentation"] = [
+def spoil_units(annotation, width, height):
+    annotation["segmentation"] = [
         [number / (height if place % 2 else width) for place, number in enumerate(polygon)]
-        for polygon in one["segmentation"]
+        for polygon in annotation["segmentation"]
     ]
-    x, y, w, h = one["bbox"]
-    one["bbox"] = [x / width, y / height, w / width, h / height]
+    x, y, w, h = annotation["bbox"]
+    annotation["bbox"] = [x / width, y / height, w / width, h / height]
 
 
-def spoil_mask(one, width, height):
-    one["segmentation"] = {"size": [height, width], "counts": [height * width]}
+def spoil_mask(annotation, width, height):
+    annotation["segmentation"] = {"size": [height, width], "counts": [height * width]}
 
 
-def spoil_corners(one, width, height):
-    one["segmentation"] = [[40, 30, 60, 30, 60, 45, 40, 45]]
-    one["bbox"] = [40, 30, 60, 45]
+def spoil_corners(annotation, width, height):
+    annotation["segmentation"] = [[40, 30, 60, 30, 60, 45, 40, 45]]
+    annotation["bbox"] = [40, 30, 60, 45]
 
 
 # Each kind that check calls serious for training, by what makes it.
@@ -1100,14 +1100,14 @@ def spoil_objects(data, path, kind, count):
     coco = json.loads(data.annotations.read_text())
     sizes = {image["id"]: (image["width"], image["height"]) for image in coco["images"]}
     objects = [
-        one
-        for one in coco["annotations"]
-        if not one["iscrowd"] and isinstance(one["segmentation"], list)
+        annotation
+        for annotation in coco["annotations"]
+        if not annotation["iscrowd"] and isinstance(annotation["segmentation"], list)
     ]
-    for one in objects[:count]:
-        FAULTS[kind](one, *sizes[one["image_id"]])
+    for annotation in objects[:count]:
+        FAULTS[kind](annotation, *sizes[annotation["image_id"]])
     path.write_text(json.dumps(coco))
-    return sum(not one["iscrowd"] for one in coco["annotations"])
+    return sum(not annotation["iscrowd"] for annotation in coco["annotations"])
 
 
 @pytest.mark.parametrize("storage", ["shrink", "pixels"])
@@ -1117,7 +1117,10 @@ def test_objects_that_check_calls_serious_are_counted_and_said(
 ):
     annotations = tmp_path / "a.json"
     spoil_objects(tiny_dataset, annotations, kind, 2)
-    problems = {one.kind: one for one in check_dataset(tiny_dataset.images, annotations).problems}
+    problems = {
+        problem.kind: problem
+        for problem in check_dataset(tiny_dataset.images, annotations).problems
+    }
     assert problems[kind].count == 2
 
     options: dict[str, Any] = {"max_bad": 1.0, "storage": storage, "min_size": 48}
@@ -1159,8 +1162,8 @@ def test_crowds_count_as_no_bad_objects(tiny_dataset, folder, tmp_path):
     annotations = tmp_path / "a.json"
     spoil_objects(tiny_dataset, annotations, "empty mask", 2)
     coco = json.loads(annotations.read_text())
-    for one in coco["annotations"]:
-        one["iscrowd"] = 1
+    for annotation in coco["annotations"]:
+        annotation["iscrowd"] = 1
     annotations.write_text(json.dumps(coco))
     report = run((tiny_dataset.images, annotations), folder, max_bad=0)
     assert report.faults == {}

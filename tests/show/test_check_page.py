@@ -18,8 +18,8 @@ def spoiled(tiny_dataset, tmp_path):
     coco = json.loads(tiny_dataset.annotations.read_text())
     coco["images"][0]["file_name"] = "<script>alert(1)</script>.jpg"
     coco["categories"][0]["name"] = "<b>$x"
-    for one in coco["annotations"][4:6]:
-        one.update(
+    for annotation in coco["annotations"][4:6]:
+        annotation.update(
             segmentation=[[60, 50, 90, 50, 90, 80, 60, 80]],
             bbox=[60, 50, 90, 80],
         )
@@ -86,7 +86,7 @@ def test_a_repair_is_drawn_before_and_after(spoiled, tmp_path, capsys):
         "Before and after the repair",
     ]
     result = json.loads((tmp_path / "out").read_text())
-    assert {one["kind"]: one["count"] for one in result["repairs"]} == {
+    assert {repair["kind"]: repair["count"] for repair in result["repairs"]} == {
         "box from the mask": 2,
         "missing image": 1,
     }

@@ -221,7 +221,9 @@ def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
     (line,) = lines
     assert list(line.get_xdata()) == [0, 0, 1, 3, 3, 4, 6, 6, 7, 9]
     ms = [200, 250, 550, 750, 800, 1100, 1300, 1350, 1650, 1850]
-    assert list(line.get_ydata()) == pytest.approx([one * 118_287 / 3.6e6 for one in ms])
+    assert list(line.get_ydata()) == pytest.approx(
+        [duration_ms * 118_287 / 3.6e6 for duration_ms in ms]
+    )
 
 
 # names

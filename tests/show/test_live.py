@@ -278,8 +278,8 @@ def test_a_long_run_stays_small():
 
 
 def test_without_a_gpu_there_is_no_such_panel_and_an_evaluation_is_said():
-    found = AveragePrecision(0.3049, 0.008, 0.5, 0.1, 9, 156)
-    page = draw_run([make_line(1), make_line(156, ap=found), make_line(160)])
+    precision = AveragePrecision(0.3049, 0.008, 0.5, 0.1, 9, 156)
+    page = draw_run([make_line(1), make_line(156, ap=precision), make_line(160)])
     assert page.count("<polyline") == 3
     assert "after step 156: masks 1% of perfect, boxes 30% (average precision)" in " ".join(
         page.split()

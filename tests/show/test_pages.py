@@ -17,7 +17,10 @@ LINKS = [PageLink("01_detect_bottleneck.html", "1. Detect the bottleneck", 61.0)
 @pytest.fixture
 def write(tmp_path):
     def call(**comparisons):
-        contents = {name: json.loads(json.dumps(asdict(one))) for name, one in comparisons.items()}
+        contents = {
+            name: json.loads(json.dumps(asdict(comparison)))
+            for name, comparison in comparisons.items()
+        }
         return write_demo_index(tmp_path / "index.html", LINKS, **contents).read_text(
             encoding="utf-8"
         )

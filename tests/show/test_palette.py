@@ -64,11 +64,11 @@ def list_colours(figure):
     letters.
     """
     (axis,) = figure.axes
-    found = [patch.get_facecolor() for patch in axis.patches] + [
+    colours = [patch.get_facecolor() for patch in axis.patches] + [
         line.get_color() for line in axis.lines
     ]
-    found += [colour for collection in axis.collections for colour in collection.get_facecolor()]
-    return {to_hex(colour) for colour in found} | {"#ffffff"}
+    colours += [colour for collection in axis.collections for colour in collection.get_facecolor()]
+    return {to_hex(colour) for colour in colours} | {"#ffffff"}
 
 
 @pytest.fixture

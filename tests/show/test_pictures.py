@@ -181,7 +181,7 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("box", "label", "found"),
+    ("box", "label", "count"),
     [
         ((10, 5, 30, 25), 1, 1),  # the same
         ((10, 5, 30, 25), 2, 0),  # of another class
@@ -189,14 +189,14 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
         ((17, 5, 37, 25), 1, 0),  # IoU 0.48
     ],
 )
-def test_a_prediction_fits_by_its_mask_and_its_class(box, label, found):
+def test_a_prediction_fits_by_its_mask_and_its_class(box, label, count):
     image, target = make_sample(box)
     target["labels"][:] = label
     title = draw_predictions(
         Samples([(image, target)]),
         [make_prediction([0.9])],
     ).get_suptitle()
-    assert title.startswith(f"{found} of 1 object found")
+    assert title.startswith(f"{count} of 1 object found")
 
 
 def test_no_prediction_at_all_is_a_picture_too():

@@ -28,7 +28,11 @@ def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Pat
     rows: list[dict] = []
     objects: list[dict] = []
     own = {
-        image["id"]: [one for one in coco["annotations"] if one["image_id"] == image["id"]]
+        image["id"]: [
+            annotation
+            for annotation in coco["annotations"]
+            if annotation["image_id"] == image["id"]
+        ]
         for image in coco["images"]
     }
     (folder / "images").mkdir()
@@ -47,8 +51,8 @@ def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Pat
                 target.write_bytes(source.read_bytes())
             rows.append(row)
             objects += (
-                {**one, "image_id": row["id"], "id": len(objects) + n}
-                for n, one in enumerate(own[image["id"]], 1)
+                {**annotation, "image_id": row["id"], "id": len(objects) + n}
+                for n, annotation in enumerate(own[image["id"]], 1)
             )
     (folder / "annotations.json").write_text(
         json.dumps({**coco, "images": rows, "annotations": objects})

@@ -620,17 +620,17 @@ def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(tmp_path: Path,
         for offset in range(draw.randint(1, 4)):
             content[(place + offset) % len(content)] = draw.randrange(256)
         path.write_bytes(content)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 state = folder.read()
             except ColabUtilsError as error:
                 state = None
-                said = [error]
+                caught = [error]
         assert state is None or (
             state["step"] == 10 and torch.equal(state["weight"], torch.arange(6.0))
         )
-        assert state is not None or said
+        assert state is not None or caught
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path):

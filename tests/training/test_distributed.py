@@ -302,8 +302,8 @@ def test_memory_that_runs_out_in_one_of_several_processes_is_a_clear_error(tmp_p
 def tell_starts():
     """The second process could not download the weights that the first one has."""
     with join_ranks(torch.device("cpu")) as ranks:
-        found = ranks.send("coco" if ranks.is_first else "random")
-        return [found, ranks.gather(ranks.rank), ranks.count]
+        received = ranks.send("coco" if ranks.is_first else "random")
+        return [received, ranks.gather(ranks.rank), ranks.count]
 
 
 def train_and_count_copies(options):

@@ -119,7 +119,7 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
     ap = evaluate(ScriptedModel(predictions), dataset)
     truth = json.loads(tiny_dataset.annotations.read_text())  # polygons, not our records
     of_kinds = {"bbox": (ap.bbox, ap.bbox_50), "segm": (ap.segm, ap.segm_50)}
-    for kind, found in of_kinds.items():
+    for kind, detections in of_kinds.items():
         results = []
         for i, p in enumerate(predictions):
             for k in range(len(p["labels"])):
@@ -144,12 +144,12 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
             evaluation.accumulate()
             evaluation.summarize()
         assert 0.05 < evaluation.stats[0] < 0.95
-        assert found == pytest.approx(tuple(evaluation.stats[:2]), abs=1e-9)
+        assert detections == pytest.approx(tuple(evaluation.stats[:2]), abs=1e-9)
 
 
 def test_images_without_objects_are_refused(dataset, monkeypatch):
     record = dataset.record
-    crowds = [{**one, "iscrowd": 1} for one in record(0)["annotations"]]
+    crowds = [{**annotation, "iscrowd": 1} for annotation in record(0)["annotations"]]
     monkeypatch.setattr(dataset, "record", lambda i: {**record(i), "annotations": crowds})
     with pytest.raises(ColabUtilsError, match=f"None of the {len(dataset)} images"):
         evaluate(ScriptedModel([]), dataset)
@@ -175,10 +175,10 @@ def measured(dataset):
 
 def test_the_batch_size_does_not_change_the_result(dataset, measured):
     model = build(dataset)
-    one = evaluate(model, dataset, batch_size=1)
+    single = evaluate(model, dataset, batch_size=1)
     many = measured
-    assert one.bbox > 0
-    assert (many.bbox, many.segm) == pytest.approx((one.bbox, one.segm), rel=1e-4)
+    assert single.bbox > 0
+    assert (many.bbox, many.segm) == pytest.approx((single.bbox, single.segm), rel=1e-4)
     assert model.training
 
 
@@ -231,11 +231,11 @@ def test_a_killed_evaluation_process_is_started_once_more(
 ):
     describe = evaluate_module.describe_detections
 
-    def die(found, **given):
+    def die(detections, **given):
         if len([*tmp_path.iterdir()]) < deaths:
             (tmp_path / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return describe(found, **given)
+        return describe(detections, **given)
 
     model = build(dataset)
     monkeypatch.setattr(evaluate_module, "describe_detections", die)
@@ -252,7 +252,7 @@ def test_a_killed_evaluation_process_is_started_once_more(
 def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(
     tiny_shards, monkeypatch, tmp_path
 ):
-    def die(found, **given):
+    def die(detections, **given):
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(evaluate_module, "describe_detections", die)
@@ -273,7 +273,7 @@ def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(
 
 
 def test_an_error_in_the_other_process_is_not_lost(dataset, monkeypatch):
-    def fail(found, **given):
+    def fail(detections, **given):
         raise ZeroDivisionError("in the other process")
 
     monkeypatch.setattr(evaluate_module, "describe_detections", fail)
@@ -288,9 +288,9 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
     monkeypatch.setattr(detection, "choose_precision", lambda device: torch.bfloat16)
     model = build(dataset)
     with evaluate_module._set_up(model):
-        (found,) = detect(model, [dataset.decode(dataset.read(0))])
-    assert found["boxes"].dtype == found["masks"].dtype == np.float32
-    boxes = torch.from_numpy(found["boxes"])
+        (prediction,) = detect(model, [dataset.decode(dataset.read(0))])
+    assert prediction["boxes"].dtype == prediction["masks"].dtype == np.float32
+    boxes = torch.from_numpy(prediction["boxes"])
     assert (boxes != boxes.bfloat16().float()).float().mean() > 0.5
     assert not model.rpn.head._forward_hooks  # as it was
 
@@ -326,8 +326,8 @@ def test_detections_are_those_of_torchvision(dataset):
     images = [dataset.decode(dataset.read(i)) for i in (0, 1)]
     with torch.no_grad():
         expected = model([image.float() / 255 for image in images])
-    found = detect(model, images)
-    for image, stock, ours in zip(images, expected, found, strict=True):
+    prediction = detect(model, images)
+    for image, stock, ours in zip(images, expected, prediction, strict=True):
         assert len(stock["labels"].unique()) > 1
         # the model knows a class that the dataset does not have
         left_out = int(stock["labels"][-1])

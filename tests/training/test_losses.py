@@ -115,12 +115,12 @@ def test_losses_are_those_of_torchvision(real_samples, settings, device):
     ]
     model = build(real_samples).to(device)
     vars(model.transform).update(settings)
-    expected, found = compute_both(model, packed.to(device), images, targets)
-    assert found.keys() == expected.keys()
+    expected, losses = compute_both(model, packed.to(device), images, targets)
+    assert losses.keys() == expected.keys()
     for name, loss in expected.items():
         # A GPU adds up in another order each time.
         tolerance = 1e-6 if device == "cpu" else 0.01
-        assert found[name].item() == pytest.approx(loss.item(), rel=tolerance), name
+        assert losses[name].item() == pytest.approx(loss.item(), rel=tolerance), name
 
 
 def test_gradients_point_the_same_way(real_samples):
@@ -133,8 +133,8 @@ def test_gradients_point_the_same_way(real_samples):
         gradients.append(
             torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         )
-    expected, found = gradients
-    assert torch.linalg.norm(found - expected) < 1e-5 * torch.linalg.norm(expected)
+    expected, actual = gradients
+    assert torch.linalg.norm(actual - expected) < 1e-5 * torch.linalg.norm(expected)
 
 
 def test_mask_targets_are_close_to_torchvisions(real_samples, monkeypatch):
@@ -241,9 +241,9 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(tiny_dataset):
         (build(samples).eval(), packed, "evaluation mode. Call model.train"),
         (model, (images, targets), "A batch of type tuple is not packed.*deliver='packed'"),
     ]
-    for one, batch, message in refused:
+    for refused_model, batch, message in refused:
         with pytest.raises(ColabUtilsError, match=message):
-            compute_losses(one, batch)
+            compute_losses(refused_model, batch)
 
 
 def test_coco_mini_has_what_the_tests_stand_on(coco_mini):

@@ -89,10 +89,10 @@ def test_the_heaviest_batch_is_the_largest_image_and_those_with_most_objects():
 
 
 def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
-    found, step = plan(dataset, monkeypatch, batch_size=2)
-    assert (found.batch_size, found.parts) == (2, 1)
-    assert 0 < found.peak_bytes < found.limit_bytes < 4_000_000_000
-    assert str(found).startswith("the heaviest batch (2 images) takes ")
+    shard_plan, step = plan(dataset, monkeypatch, batch_size=2)
+    assert (shard_plan.batch_size, shard_plan.parts) == (2, 1)
+    assert 0 < shard_plan.peak_bytes < shard_plan.limit_bytes < 4_000_000_000
+    assert str(shard_plan).startswith("the heaviest batch (2 images) takes ")
     expected = make_step(dataset).model.state_dict()
     assert all(
         torch.equal(value.cpu(), expected[name]) for name, value in step.model.state_dict().items()
@@ -134,11 +134,11 @@ def gate(monkeypatch):
 
 def test_the_plan_waits_for_no_shard(dataset, tmp_path, monkeypatch, gate):
     arriving = ArrivingShards(dataset.folder, tmp_path / "ssd", contiguous_labels=True)
-    found, _ = plan(arriving, monkeypatch)
+    shard_plan, _ = plan(arriving, monkeypatch)
     assert not arriving.arrival.spans_s
     gate.set()
     arriving.stop()
-    assert found == plan(dataset, monkeypatch)[0]
+    assert shard_plan == plan(dataset, monkeypatch)[0]
 
 
 @pytest.mark.parametrize("batch_size", [1, "auto"])
@@ -224,9 +224,9 @@ def test_room_is_left_for_what_the_optimizer_keeps_of_each_weight(
         step = make_step(dataset, "cuda")
         step.optimizer = make_optimizer(step.model, name=name, learning_rate=0.0)
         free = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device)
-        found = plan_memory(step, dataset, [0], batch_size=1)
+        shard_plan = plan_memory(step, dataset, [0], batch_size=1)
     weights = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
-    assert found.limit_bytes == free - averages * weights
+    assert shard_plan.limit_bytes == free - averages * weights
 
 
 def test_auto_takes_the_largest_batch_that_fits(dataset, monkeypatch):
@@ -245,10 +245,12 @@ def test_a_named_batch_is_trained_in_more_and_more_parts(dataset, monkeypatch):
     generous, _ = plan(dataset, monkeypatch, batch_size=4)
     seen = []
     for share in (0.9, 0.6):
-        found, _ = plan(dataset, monkeypatch, limit=int(generous.peak_bytes * share), batch_size=4)
-        assert found.peak_bytes < generous.peak_bytes
-        assert found.batch_size == 4
-        seen.append(found.parts)
+        shard_plan, _ = plan(
+            dataset, monkeypatch, limit=int(generous.peak_bytes * share), batch_size=4
+        )
+        assert shard_plan.peak_bytes < generous.peak_bytes
+        assert shard_plan.batch_size == 4
+        seen.append(shard_plan.parts)
     assert 1 < seen[0] <= seen[1] == 4
 
 

@@ -375,11 +375,11 @@ def test_results_and_gradients_stay(builder, layers):
     assert fold_norms(folded) == layers
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     expected = plain(images)
-    found = folded(images)
+    features = folded(images)
     assert torch.allclose(
-        found, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max())
+        features, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max())
     )
-    for model, result in ((plain, expected), (folded, found)):
+    for model, result in ((plain, expected), (folded, features)):
         model.zero_grad()
         (result / expected.detach().abs().max()).square().sum().backward()
     for (name, theirs), (_, ours) in zip(
@@ -495,7 +495,7 @@ def find_losses(model, samples, dtype, *, way):
     """Losses, and the dtype of the proposals' regression."""
     seen = []
     hook = model.rpn.head.register_forward_hook(
-        lambda head, given, told: seen.append(told[1][0].dtype)
+        lambda head, given, inputs: seen.append(inputs[1][0].dtype)
     )
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -521,13 +521,13 @@ def test_boxes_are_exact_in_half_precision(tiny, samples, way):
     expected, _ = find_losses(tiny, samples, torch.float32, way=way)
     exact = copy.deepcopy(tiny)
     assert keep_boxes_exact(exact)
-    found, dtype = find_losses(exact, samples, torch.bfloat16, way=way)
+    losses, dtype = find_losses(exact, samples, torch.bfloat16, way=way)
     assert dtype == torch.float32
-    assert found["loss_rpn_box_reg"] == pytest.approx(expected["loss_rpn_box_reg"], rel=0.02)
+    assert losses["loss_rpn_box_reg"] == pytest.approx(expected["loss_rpn_box_reg"], rel=0.02)
     rounded, dtype = find_losses(copy.deepcopy(tiny), samples, torch.bfloat16, way=way)
     assert dtype == torch.bfloat16
     off = abs(rounded["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
-    assert off > 2 * abs(found["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
+    assert off > 2 * abs(losses["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
 
 
 def test_nothing_else_changes(tiny, samples):

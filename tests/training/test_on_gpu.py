@@ -81,8 +81,8 @@ def gpu(monkeypatch):
     if REAL:
         yield None
     else:
-        with SimulatedGpu(monkeypatch) as found:
-            yield found
+        with SimulatedGpu(monkeypatch) as simulated:
+            yield simulated
 
 
 def read_batch(shards, count=4):
@@ -101,25 +101,25 @@ def make_model(shards):
 
 @simulated
 def test_the_simulated_gpu_keeps_the_rules(gpu):
-    there = torch.zeros(3, device="cuda")
-    here = torch.ones(3)
-    assert there.device.type == "cuda"
-    assert (there + 1).is_cuda
-    assert there.cpu().device.type == "cpu"
+    on_gpu = torch.zeros(3, device="cuda")
+    on_cpu = torch.ones(3)
+    assert on_gpu.device.type == "cuda"
+    assert (on_gpu + 1).is_cuda
+    assert on_gpu.cpu().device.type == "cpu"
     with pytest.raises(RuntimeError, match="same device"):
-        there + here
+        on_gpu + on_cpu
     with pytest.raises(TypeError, match="numpy"):
-        there.numpy()
+        on_gpu.numpy()
     layer = torch.nn.Linear(3, 2).to("cuda")
-    layer(there).sum().backward()
+    layer(on_gpu).sum().backward()
     assert layer.weight.grad.is_cuda
-    assert not here.is_cuda
+    assert not on_cpu.is_cuda
     gpu.waits.clear()
-    here.pin_memory().to("cuda", non_blocking=True)
+    on_cpu.pin_memory().to("cuda", non_blocking=True)
     assert not gpu.waits
-    here.to("cuda", non_blocking=True)  # not pinned
-    there.sum().item()
-    there[there > 0]
+    on_cpu.to("cuda", non_blocking=True)  # not pinned
+    on_gpu.sum().item()
+    on_gpu[on_gpu > 0]
     assert sum(gpu.waits.values()) == 3
     gpu.memory.limit = 1_000_000
     with pytest.raises(torch.cuda.OutOfMemoryError):
@@ -136,10 +136,10 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
     fold_norms(model)
     model.backbone.to(memory_format=torch.channels_last)
     torch.manual_seed(1)
-    found = compute_losses(model.to("cuda"), batch.to("cuda"), flips=flips)
-    assert all(isinstance(loss, GpuTensor) for loss in found.values())
+    losses = compute_losses(model.to("cuda"), batch.to("cuda"), flips=flips)
+    assert all(isinstance(loss, GpuTensor) for loss in losses.values())
     for name, loss in expected.items():
-        assert found[name].item() == pytest.approx(loss.item(), rel=1e-4), name
+        assert losses[name].item() == pytest.approx(loss.item(), rel=1e-4), name
 
 
 def test_a_gpu_that_is_not_there_is_told(shards, tmp_path, gpu, monkeypatch):
@@ -167,16 +167,18 @@ def test_batches_arrive_without_waiting(shards, gpu, deliver):
     loader = make_loader(
         ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1, device="cuda"
     )
-    for there, here in zip(loader, expected, strict=True):
+    for batch, expected_batch in zip(loader, expected, strict=True):
         if deliver == "packed":
-            assert there.pixels.is_cuda
-            assert there.masks.bits.is_cuda
-            assert not there.sizes.is_cuda
-            assert torch.equal(there.pixels.cpu(), here.pixels)
+            assert batch.pixels.is_cuda
+            assert batch.masks.bits.is_cuda
+            assert not batch.sizes.is_cuda
+            assert torch.equal(batch.pixels.cpu(), expected_batch.pixels)
             continue
-        assert all(image.is_cuda for image in there[0])
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(there[0], here[0], strict=True))
-        for a, b in zip(there[1], here[1], strict=True):
+        assert all(image.is_cuda for image in batch[0])
+        assert all(
+            torch.equal(a.cpu(), b) for a, b in zip(batch[0], expected_batch[0], strict=True)
+        )
+        for a, b in zip(batch[1], expected_batch[1], strict=True):
             assert torch.equal(a["masks"].cpu(), b["masks"])
             assert torch.equal(a["boxes"].cpu(), b["boxes"])
     assert {call[0] for call in gpu.waits} <= {"cpu"}  # ours, above
@@ -193,14 +195,14 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
     expected = describe_detections(detect(model, [image], device="cpu")[0], **facts)
     model.to("cuda")
     gpu.waits.clear()
-    (found,) = detect(model, [image], device="cuda")
+    (prediction,) = detect(model, [image], device="cuda")
     waits = sum(gpu.waits.values())
-    assert len(found["scores"]) > 20
+    assert len(prediction["scores"]) > 20
     gpu.waits.clear()
     with torch.no_grad():
         model([image.to("cuda").float() / 255])
-    assert sum(gpu.waits.values()) > waits + 4 * len(found["scores"])
-    results = describe_detections(found, **facts)
+    assert sum(gpu.waits.values()) > waits + 4 * len(prediction["scores"])
+    results = describe_detections(prediction, **facts)
     assert [result["segmentation"] for result in results] == [
         result["segmentation"] for result in expected
     ]
@@ -361,11 +363,11 @@ def test_losses_in_half_precision_are_those_of_torchvision(shards, device, preci
     keep_boxes_exact(model)
     with torch.autocast(device, precision), torch.no_grad():
         torch.manual_seed(1)
-        found = compute_losses(model, batch.to(device))
+        losses = compute_losses(model, batch.to(device))
         torch.manual_seed(1)
         expected = model(batch.to_images(device), batch.to_targets(device))
     for name, loss in expected.items():
-        assert found[name].item() == pytest.approx(loss.item(), rel=0.05), name
+        assert losses[name].item() == pytest.approx(loss.item(), rel=0.05), name
 
 
 @real
@@ -399,8 +401,8 @@ def test_workers_and_evaluation_start_after_cuda(shards):
         deliver="packed",
         seed=1,
     )
-    for there, here in zip(with_workers, alone, strict=True):
-        assert torch.equal(there.pixels.cpu(), here.pixels)
+    for batch, expected_batch in zip(with_workers, alone, strict=True):
+        assert torch.equal(batch.pixels.cpu(), expected_batch.pixels)
     assert 0 <= evaluate(model, dataset, device="cuda").segm <= 1
 
 

@@ -24,9 +24,9 @@ def test_sizes_are_those_of_torchvision(settings):
     torch.manual_seed(0)
     images, _ = transform([torch.zeros(1, *size) for size in SIZES])
     torch.manual_seed(0)
-    found = choose_sizes(transform, SIZES)
-    assert found == images.image_sizes
+    sizes = choose_sizes(transform, SIZES)
+    assert sizes == images.image_sizes
     in_evaluation, _ = transform.eval()([torch.zeros(1, *size) for size in SIZES])
     assert choose_sizes(transform, SIZES) == in_evaluation.image_sizes
     transform.train().min_size = (max(transform.min_size),)
-    assert (np.array(choose_sizes(transform, SIZES)) >= found).all()
+    assert (np.array(choose_sizes(transform, SIZES)) >= sizes).all()

@@ -150,9 +150,9 @@ def test_a_finite_loss_with_a_gradient_that_is_not_changes_nothing():
 class Greedy(TinyDetector):
     """A model on a GPU that holds so many images."""
 
-    def __init__(self, most: int, error: Exception | None = None) -> None:
+    def __init__(self, largest_batch: int, error: Exception | None = None) -> None:
         super().__init__()
-        self.most = most
+        self.most = largest_batch
         self.seen = []
         self.error = error or torch.cuda.OutOfMemoryError("CUDA out of memory")
 
@@ -169,16 +169,16 @@ def make_images(count):
 
 
 @pytest.mark.parametrize(
-    ("most", "seen"),
+    ("largest_batch", "seen"),
     [
         (4, [8, 4, 4]),
         (3, [8, 4, 2, 2, 2, 2]),
         (1, [8, 4, 2, *[1] * 8]),
     ],
 )
-def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, seen):
+def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(largest_batch, seen):
     images, targets = make_images(8)
-    step = TrainingStep(Greedy(most), "cpu")
+    step = TrainingStep(Greedy(largest_batch), "cpu")
     whole = TrainingStep(TinyDetector(), "cpu")
     words = "trained in [248] parts .* The effective batch size stays the same"
     with pytest.warns(ColabUtilsWarning, match=words):

@@ -353,9 +353,9 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
         if where == "log" and getattr(line, "step", 0) == 4:
             fail()
 
-    found = AveragePrecision(0.3, 0.2, 0.5, 0.4, 6)
+    precision = AveragePrecision(0.3, 0.2, 0.5, 0.4, 6)
     monkeypatch.setattr(
-        trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: found
+        trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: precision
     )
     with pytest.raises(error):
         train(
@@ -883,9 +883,9 @@ def break_images(monkeypatch, is_broken, factor=float("nan")):
 def test_a_run_survives_a_bad_batch_and_resumes_exactly(tiny_shards, tmp_path, monkeypatch, bad):
     broken = int(ShardDataset(tiny_shards).image_ids[0])
     break_images(monkeypatch, lambda number: number == broken, bad)
-    with pytest.warns(ColabUtilsWarning, match=rf"skipped, .*\b{broken}\b") as told:
+    with pytest.warns(ColabUtilsWarning, match=rf"skipped, .*\b{broken}\b") as caught:
         whole = train(tiny_shards, tmp_path / "whole", steps=9, **TINY)
-    assert ["3 steps were skipped" in str(warning.message) for warning in told] == [True]
+    assert ["3 steps were skipped" in str(warning.message) for warning in caught] == [True]
     is_finite = [math.isfinite(point.loss) for point in whole.losses]
     assert is_finite.count(False) == whole.skipped_steps == 3
     assert "3 steps skipped" in str(whole)
@@ -932,9 +932,9 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
 @pytest.mark.filterwarnings("ignore:.*skipped")
 @pytest.mark.parametrize("rate", [1e4, 1e8, 1e30, 1e38])
 def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, rate):
-    with pytest.raises(ColabUtilsError, match=r"finite.*learning_rate below") as told:
+    with pytest.raises(ColabUtilsError, match=r"finite.*learning_rate below") as caught:
         train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -958,11 +958,11 @@ def test_an_evaluation_that_fails_is_told_and_tried_again(
         raise error
 
     interrupt_call(monkeypatch, evaluate_module, "fork_pool", 1, fail)
-    with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as told:
+    with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as caught:
         report = train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, **TINY)
-    assert len(told) == 1
-    assert words in str(told[0].message)
-    assert "\n" not in str(told[0].message)
+    assert len(caught) == 1
+    assert words in str(caught[0].message)
+    assert "\n" not in str(caught[0].message)
     assert report.steps == 6
     assert report.ap is not None
     assert report.best.step == 6
@@ -1495,7 +1495,7 @@ def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(
 
 def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
     coco = json.loads(dataset.annotations.read_text())
-    spoilt = next(one for one in coco["annotations"] if not one["iscrowd"])
+    spoilt = next(annotation for annotation in coco["annotations"] if not annotation["iscrowd"])
     spoilt["bbox"] = [90, 70, 6, 6]
     annotations = tmp_path / "spoilt.json"
     annotations.write_text(json.dumps(coco))
