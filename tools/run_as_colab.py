@@ -306,7 +306,7 @@ def _find_faults(
         return
     if done.returncode:
         place = f"cell '{errors[0][0]}'" if errors else "no cell"
-        said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+        printed = (done.stdout.strip() or done.stderr.strip()).splitlines()
         yield f"{place}: {printed[-1] if printed else 'ended'}"
     for name, output in outputs:
         text = "".join(output.get("text", ()))

@@ -526,8 +526,8 @@ def test_a_deep_repair_leaves_out_what_a_deep_check_finds(dataset, tmp_path):
     damaged = bytearray((tmp_path / "whole.png").read_bytes())
     damaged[len(damaged) // 2] ^= 255
     image.write_bytes(damaged)
-    entries = check_dataset(dataset.images, dataset.annotations, deep=True)
-    assert not entries.ok
+    before = check_dataset(dataset.images, dataset.annotations, deep=True)
+    assert not before.ok
     report = repair_annotations(
         dataset.images, dataset.annotations, output=tmp_path / "out.json", deep=True
     )

@@ -348,7 +348,7 @@ def test_nesting_is_one_clear_line_at_every_depth(path, depth):
     text = json.dumps(change_annotation(segmentation="X")).replace(
         '"X"', "[" * depth + "5" + "]" * depth
     )
-    with pytest.raises(ColabUtilsError, match=r"nested too deeply|polygons"):
+    with pytest.raises(ColabUtilsError, match=r"nested too deeply|polygon"):
         encode_segmentation(
             read(path, text.encode()).annotations(0)[0]["segmentation"],
             6,
