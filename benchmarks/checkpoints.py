@@ -27,7 +27,8 @@ __all__ = ["main", "tabulate_runs", "time_run"]
 
 WAYS = ("last alone", "every step")
 MODELS = ("maskrcnn_resnet50_fpn", "maskrcnn_mobilenet_v3_large_fpn")
-PAUSES_S = (60, 10)  # between two, by default: the shorter one at the end of an epoch
+# Seconds between two checkpoints, by default. The shorter pause is at the end of an epoch.
+PAUSES_S = (60, 10)
 
 
 def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict[str, float]:
@@ -45,7 +46,8 @@ def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict
             checkpoint_steps=1 if way == "every step" else None,
             log=lambda line: marks_s.append(perf_counter()),
         )
-        seconds = perf_counter() - marks_s[1]  # the plan was logged first
+        # The plan was logged first.
+        seconds = perf_counter() - marks_s[1]
         size = max(path.stat().st_size for path in (Path(run) / "run").glob("*.pt"))
     return {
         "seconds": seconds,

@@ -129,7 +129,8 @@ def make_data(
         if known["made"] == made:
             return Data(folder, name, known["records"], known["copies"])
     except (OSError, ValueError, KeyError):
-        pass  # not there, or left unfinished
+        # The folder is not there, or was left unfinished.
+        pass
     shutil.rmtree(folder, ignore_errors=True)
     if name == "kept":
         folders = [CocoFolder(*pair) for pair in zip(images, annotations, strict=True)]

@@ -67,7 +67,7 @@ def build_environment(environment: str, work: Path) -> str:
     venv.create(folder, clear=True, with_pip=False)
     python = folder / "bin" / "python"
     purelib = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    # what is installed here, torch above all, is found there too, after the peer's own packages
+    # What is installed here, torch above all, is found there too, after the peer's own packages.
     Path(purelib, "installed_here.pth").write_text(sysconfig.get_path("purelib"))
     requirements = read_sections(REQUIREMENTS.read_text())[environment]
     pip = [

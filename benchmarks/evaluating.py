@@ -66,7 +66,7 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
     ]
     theirs = describe_stock(model, image, device=device)
     same = sum(own == other for own, other in zip(ours, theirs, strict=False))
-    # on a GPU pixels at exactly the threshold may differ from those on a CPU
+    # Pixels at exactly the threshold may differ between a GPU and a CPU.
     count = len(theirs)
     least = 0.9 * count if device == "cuda" else count
     if not theirs or len(ours) != count or same < least:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model: Any = make_model(
                 options.model, num_classes=dataset.num_classes, min_size=options.min_size
             )
-            # it has learned nothing: 100 objects an image
+            # A model that has learned nothing finds 100 objects in an image.
             model.to(device).eval().roi_heads.score_thresh = 0.0
             check_results(model, dataset, device)
             images = min(options.evaluated, len(dataset))

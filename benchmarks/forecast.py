@@ -34,7 +34,7 @@ __all__ = ["Case", "list_cases", "main", "run_case", "tabulate_errors"]
 DATA = ("builtin", "kept", "photos_12mp", "objects_300")
 PROFILES = ("none", "fast", "typical", "bad")
 STEPS_MS = (20, 100, 400)
-# a dense batch of 4 photos is half a GB, and each worker has two ahead
+# A dense batch of 4 photos is half a GB, and each worker has two ahead.
 BATCH_SIZES = {"photos_12mp": 2}
 
 
@@ -100,7 +100,7 @@ def run_case(
             sampler=Endless(len(dataset)),
         )
         diagnosis = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
-        # the same loader once more: what the machine itself changed meanwhile
+        # The same loader is measured once more, to see what the machine itself changed meanwhile.
         again = None
         if diagnosis.fixes:
             again = time_batches(

@@ -34,8 +34,10 @@ __all__ = ["main", "run_apart", "run_scenario"]
 
 ROOT = Path(__file__).parents[1]
 _COMMAND = ["-m", "benchmarks.worker"]
-TRIAL_S = 0.4  # of the time of a repeat
-LARGEST_BYTES = 4.5e6  # of an image in a prepared form
+# A trial takes this share of the time of a repeat.
+TRIAL_S = 0.4
+# An image in a prepared form has at most so many bytes.
+LARGEST_BYTES = 4.5e6
 
 
 @dataclass
@@ -84,7 +86,8 @@ def run_scenario(
     rows = [_plan_row(scenario, system, settings) for system in systems]
     for row in rows:
         _attempt(row, "prepare", settings)
-    os.sync()  # what was written must not be on its way to the disk while others are measured
+    # What was written must not be on its way to the disk while others are measured.
+    os.sync()
     for row in rows:
         _attempt(row, "trial", settings)
         _attempt(row, "check", settings)
@@ -198,7 +201,8 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
         raise ColabUtilsError(f"did not finish to {job.task} within {timeout_s:.0f} s") from None
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its workers too
+            # Its workers are in the same group.
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     try:
         content: dict[str, Any] = json.loads(answer)
@@ -303,7 +307,8 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         write_file(options.json, json.dumps(results, indent=1, default=str).encode())
         print(format_scenario(result), end="\n\n", flush=True)
         later = {later.data for later in todo[number + 1 :]}
-        for row in rows:  # ten forms of raw pixels are 50 GB
+        # Ten forms of raw pixels are 50 GB.
+        for row in rows:
             if row.job.data.name not in later:
                 shutil.rmtree(row.job.folder, ignore_errors=True)
 

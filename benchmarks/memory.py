@@ -35,7 +35,8 @@ DATA = ("kept", "objects_300")
 TORCHVISION = "torchvision's own path"
 PACKED = "packed batches"
 PARTS = "+ each batch in 2 parts"
-_LOOK_BYTES = 300_000  # to look for what has gone takes long
+# To look for what has gone takes long.
+_LOOK_BYTES = 300_000
 
 
 class CountedMemory(TorchDispatchMode):
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch = prepare_batches(data, batch_size=options.batch_size)[0]
             classes = 1 + max(int(target["labels"].max()) for target in batch.targets)
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
-            # a part is an image or more
+            # A part is an image or more.
             for way in (
                 (TORCHVISION, PACKED, PARTS) if options.batch_size > 1 else (TORCHVISION, PACKED)
             ):

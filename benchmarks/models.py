@@ -95,7 +95,7 @@ def count_kept_bytes(model: nn.Module, batch: Any) -> int:
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            # held, or its address would be given out again
+            # The tensor is held, because its address would be given out again.
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
@@ -126,7 +126,7 @@ def measure_model(
         for number in range(steps):
             if name == PRUNED and number == int(PRUNED_AFTER * steps):
                 prune_weights(model)
-                # of the new parameters
+                # The optimizer is one of the new parameters.
                 step.optimizer = make_optimizer(model, name=known, learning_rate=0.0)
             for group in step.optimizer.param_groups:
                 group["lr"] = compute_rate(number, steps=steps, highest=highest)

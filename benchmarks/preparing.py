@@ -43,7 +43,8 @@ from colab_utils.slow_drive import DRIVE_PROFILES
 
 __all__ = ["main"]
 
-COPIED = 6000  # images, about
+# So many images are copied, about.
+COPIED = 6000
 SIZES: dict[Storage, dict[str, Any]] = {
     "keep": {},
     "shrink": {"min_size": 400, "max_size": 667},
@@ -59,7 +60,8 @@ def make_bare(
     """
     shares = [range(first, len(dataset), processes) for first in range(processes)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        list(pool.map(int, range(processes)))  # they have started
+        # After this line all processes have started.
+        list(pool.map(int, range(processes)))
         began_s = perf_counter()
         list(pool.map(partial(_store_all, images, dataset, recipe, masks), shares))
         return perf_counter() - began_s
@@ -106,7 +108,7 @@ def _read_through(path: Path) -> None:
 
 def time_preprocess(data: Any, storage: Storage, workers: int, folder: Path) -> dict[str, float]:
     """The plan's seconds, those of `write_shards`, and those of the bare calls."""
-    # several shards for each process, as a dataset worth preprocessing has
+    # Each process gets several shards, as in a dataset that is worth preprocessing.
     settings = {"storage": storage, "workers": workers, **SIZES[storage]}
     plan = plan_shards(data.images, data.annotations, **settings)
     made = write_shards(
@@ -126,7 +128,8 @@ def time_preprocess(data: Any, storage: Storage, workers: int, folder: Path) -> 
 
 def time_copy(shards: Path, profile: str, folder: Path) -> dict[str, float]:
     """Time `copy_shards` from a mount, and bare reads on another mount of the same folder."""
-    from tests.drive_mount import mount_drive  # it needs libfuse
+    # A mount needs libfuse.
+    from tests.drive_mount import mount_drive
 
     times = {}
     for way, run in (("bare", read_bare), ("copy", partial(copy_shards, target=folder / "ssd"))):
@@ -143,7 +146,8 @@ def time_preprocess_from_drive(
     """Seconds of `write_shards` from images on a mount, and of the bare calls on another mount of
     the same folder.
     """
-    from tests.drive_mount import mount_drive  # it needs libfuse
+    # A mount needs libfuse.
+    from tests.drive_mount import mount_drive
 
     settings: dict[str, Any] = {
         "shards": folder / "shards",

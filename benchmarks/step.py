@@ -52,11 +52,13 @@ __all__ = [
 DATA = ("kept", "objects_300")
 REFERENCES = "torchvision's references"
 CHANGES = ("TrainingStep, dense batches", "packed batches", "channels_last", "folded norms")
-COMPILED = "compiled network"  # takes a minute: on a GPU alone
+# This way takes a minute, and is tried on a GPU alone.
+COMPILED = "compiled network"
 BATCHES = 4
 TIMED = 12
 WARMUP = 4
-DIFFERENCE = 0.01  # of each loss
+# Each loss may differ by this share.
+DIFFERENCE = 0.01
 
 
 class Batch(NamedTuple):
@@ -98,7 +100,7 @@ def make_model(name: str, *, num_classes: int, min_size: int) -> nn.Module:
         max_size=round(min_size * 5 / 3),
     )
     for key, norm in model.backbone.body.named_modules():
-        # the last one of a residual block: 16 of them would double what they are given
+        # These are the last ones of residual blocks: 16 of them would double what they are given.
         if key.endswith("bn3"):
             norm.weight.fill_(0.2)
     return model
@@ -159,7 +161,8 @@ def make_step(model: Any, device: str, changes: Sequence[str]) -> Callable[[Batc
     step = TrainingStep(model, device, optimizer=optimizer)
     if COMPILED in changes:
         for part in (model.backbone, model.rpn.head):
-            part.compile(mode="reduce-overhead", dynamic=False)  # with CUDA graphs
+            # This way uses CUDA graphs.
+            part.compile(mode="reduce-overhead", dynamic=False)
     if "packed batches" in changes:
         return lambda batch: step(batch.packed.to(device))
     return lambda batch: step(*move_dense(batch, device))
@@ -175,7 +178,8 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
     worst = 0.0
     moved = copy.deepcopy(model).to(device).train()
     for batch in batches:
-        with torch.no_grad():  # two graphs in float32 are more than most GPUs hold
+        # Two graphs in float32 are more than most GPUs hold.
+        with torch.no_grad():
             torch.manual_seed(0)
             actual = losses.compute_losses(moved, batch.packed.to(device))
             torch.manual_seed(0)
@@ -183,7 +187,8 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
         differences = [
             abs(actual[name].item() / loss.item() - 1) for name, loss in expected.items() if loss
         ]
-        worst = float(np.max([worst, *differences]))  # of a NaN too
+        # The maximum of numpy keeps a NaN, too.
+        worst = float(np.max([worst, *differences]))
     if not worst <= DIFFERENCE:
         raise ColabUtilsError(
             f"expected losses within {DIFFERENCE:.0%} of torchvision's, found {worst:.1%}"

@@ -99,7 +99,8 @@ def try_crews(job: Job) -> dict[str, Any]:
             system = job.open(crew)
             rates.append(measure(system, job)["images_per_second"])
             system.close()
-        except Exception as error:  # a peer may raise whatever it likes
+        # A peer may raise whatever it likes.
+        except Exception as error:
             rates.append(0.0)
             errors.append(f"{crew}: {describe_error(error)}")
     size = sum(path.stat().st_size for path in job.files.rglob("*") if path.is_file())
@@ -119,7 +120,8 @@ def measure(system: System, job: Job) -> dict[str, Any]:
     for batch in islice(stream, 2 * system.crew.size + 2):
         if step:
             step(batch)
-    batch = None  # a loader that uses memory again would have to do without this one's
+    # A loader that uses memory again would have to do without this one's.
+    batch = None
     times = time_batches(stream, step, batches=job.batches, max_s=job.seconds, warmup=0)
     stream.close()
     return {
@@ -225,9 +227,10 @@ def _time_control() -> float:
 def main() -> int:
     """Do the job of the command line."""
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a peer prints must not mix with the answer
+    # What a peer prints must not mix with the answer.
+    os.dup2(2, 1)
     warnings.simplefilter("ignore")
-    # as in a DataLoader's workers: systems that use threads bring their own
+    # A DataLoader's workers have one thread, too: systems that use threads bring their own.
     torch.set_num_threads(1)
     try:
         result = run_job(Job.parse(sys.argv[1]))

@@ -39,7 +39,7 @@ body { max-width: 62rem; }
 details summary { cursor: pointer; font-size: 15px; }
 """
 
-# the findings side by side where there is room, and the charts no higher than one screen
+# The findings lie side by side where there is room, and the charts are no higher than one screen.
 _FIRST_SCREEN = """
 h1 { font-size: 1.7rem; margin: 0 0 .3em; }
 .first { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 0 2rem; }
@@ -206,14 +206,14 @@ def _draw_bars(bars: Sequence[tuple[str, float, str]]) -> str:
 def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
     import nbformat.v4 as v4
 
-    # every cell would carry the state of all widgets, which do nothing offline
+    # Every cell would carry the state of all widgets, which do nothing offline.
     metadata = {name: value for name, value in notebook.metadata.items() if name != "widgets"}
     cell = collapse_progress(cell)
     if "outputs" in cell:
         cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
     shown = v4.new_notebook(cells=[cell], metadata=metadata)
     body, _ = exporter.from_notebook_node(shown)
-    # the badge is not for offline
+    # The badge is of no use offline.
     body = re.sub(r'<a href="[^"]*colab[.]research[^"]*"><img[^>]*></a>', "", body)
     body = re.sub(r'href="([0-9]{2}_[a-z_]+)[.]ipynb"', r'href="\1.html"', body)
     body = body.replace(

@@ -214,7 +214,7 @@ def run_notebook(
         for name in ("content", "host", "profile_default/startup"):
             (home / name).mkdir(parents=True)
         (home / "host" / "hostname").write_text("colab\n")
-        # Colab's kernel has imported both before the first cell
+        # Colab's kernel has imported both before the first cell.
         (home / "profile_default" / "startup" / "00-colab.py").write_text(
             f"import google.colab, numpy\n{scenario.before}\n"
         )
@@ -312,7 +312,8 @@ def _find_faults(
         text = "".join(output.get("text", ()))
         if output.get("name") == "stderr" and ("Warning:" in text or "Traceback" in text):
             lines = [line for line in text.splitlines() if "Warning:" in line or "Error" in line]
-            if "is finished" not in text:  # of a second run of notebook 04, which must be told so
+            # A second run of notebook 04 must say that it is finished.
+            if "is finished" not in text:
                 yield f"cell '{name}' warns: {(lines or text.splitlines())[-1][:200]}"
 
 
@@ -340,7 +341,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     work = options.work.absolute()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # /content is removed then, too
+    # The folder /content is removed then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         python = build_environment(work / "env")
         notebooks = write_workshop(work / "notebooks")

@@ -283,7 +283,8 @@ def _run_notebook(
     started = perf_counter()
     failure: Exception | None = None
     try:
-        with open(work / "kernel.log", "ab") as log:  # what the kernel says beside the notebook
+        # The kernel says this beside the notebook.
+        with open(work / "kernel.log", "ab") as log:
             client.execute(env={**os.environ, "PYTHONPATH": search}, stdout=log, stderr=log)
     except (
         CellExecutionError,
@@ -360,10 +361,12 @@ def _prepare_output(output: Path, names: list[str]) -> None:
         raise ColabUtilsError(
             f"{output} holds {strangers[0]}, which no demo made. Choose another --output."
         )
-    for name in sorted(listed, reverse=True):  # what lies in a folder comes before the folder
+    # What lies in a folder comes before the folder.
+    for name in sorted(listed, reverse=True):
         path = (output / name).resolve()
         if path.is_relative_to(output.resolve()):
-            with suppress(OSError):  # a folder that holds somebody's file stays
+            # A folder that holds somebody's file stays.
+            with suppress(OSError):
                 if path.is_dir():
                     path.rmdir()
                 else:

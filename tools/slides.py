@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Slide", "find_animations", "find_slides", "main", "write_slides"]
 
-_PAGE_INCHES = (13.333, 7.5)  # 16:9, as a projector has it
+# A projector shows 16:9.
+_PAGE_INCHES = (13.333, 7.5)
 _PNG_DPI = 120
 # A chart of receipts joins what was measured in different scenes.
 _LEFT_OUT = {"receipt"}

@@ -19,7 +19,8 @@ _ORANGE = PALETTE[1]
 _INK = "#1a1a1a"
 _PLACES = 14
 _SHARES = (0.1, 0.5, 1.0)
-_Lane = Sequence[Sequence[float]]  # batches, starts and ends
+# A lane holds batches, each with its start and its end.
+_Lane = Sequence[Sequence[float]]
 
 
 def draw_stills(spans: Mapping[str, Any], sentence: str) -> bytes:

@@ -136,7 +136,7 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
             hint = "You have this notebook as a file. On Colab, *File > Upload notebook* opens it."
             title["source"] = BADGE.sub(hint, "".join(title["source"])).splitlines(keepends=True)
             setup["source"] = carry_wheel(read_setup_cell(), wheel).splitlines(keepends=True)
-            # Colab folds the cell, and Jupyter hides it
+            # Colab folds the cell, and Jupyter hides it.
             setup["metadata"]["jupyter"] = {"source_hidden": True}
             write_notebook(output / path.name, notebook)
             written.append(output / path.name)

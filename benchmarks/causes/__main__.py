@@ -115,8 +115,8 @@ def describe_causes(causes: Sequence[Cause]) -> str:
     return ", ".join(f"{cause.id} {cause.share:.0%}" for cause in causes) or "none"
 
 
-# until this process ends; started by one that ends at once: what is busy beside a training is no
-# child of it
+# The program burns until this process ends. It is started by a process that ends at once, because
+# what is busy beside a training is no child of it.
 BURN = """
 import os, sys, time
 while os.path.exists(f"/proc/{sys.argv[1]}"):

@@ -14,7 +14,8 @@ EXPECTED = "contention"
 NEXT = r"(?i)num_threads|fewer (workers|threads)"
 EPOCHS = 1
 THREADS = 2 * count_cores()
-CPU_MS = 6.0  # of each thread for each image
+# Milliseconds of CPU that each thread takes for each image.
+CPU_MS = 6.0
 
 
 class Tiles:

@@ -11,7 +11,8 @@ from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader
 EXPECTED = "memory"
 NEXT = r"(?i)numpy arrays in place of lists"
 EPOCHS = 1
-READ = 6000  # names that a sample looks at
+# A sample looks at so many names.
+READ = 6000
 
 
 class Listed(Photos):

@@ -33,8 +33,10 @@ Loop = tuple[Iterable[Any], Callable[..., None], Callable[[int], None] | None]
 its number.
 """
 
-_WORK = np.linspace(0, 1, 8192)  # some 50 microseconds of work that releases Python's lock
-_SIDE = 16  # pixels: what the tiny model sees of an image
+# Some 50 microseconds of work release Python's lock.
+_WORK = np.linspace(0, 1, 8192)
+# The tiny model sees an image of so many pixels a side.
+_SIDE = 16
 
 
 def burn(cpu_ms: float) -> None:

@@ -15,7 +15,8 @@ from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader
 EXPECTED = "memory"
 NEXT = r"(?i)keep no|stop keeping|keeps? .* sample"
 EPOCHS = 1
-MOST = 500  # samples that a worker keeps something for
+# A worker keeps something for so many samples.
+MOST = 500
 
 
 class KeepingPhotos(Photos):

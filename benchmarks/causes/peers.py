@@ -34,14 +34,16 @@ from colab_utils.show.table import make_table
 __all__ = ["TOOLS", "main"]
 
 TOOLS = ("TraceML", "gpuprof")
-ALSO = {  # the words in which a peer's advice fits, beside those of a cause's NEXT
+# These are words in which a peer's advice fits, beside those of a cause's NEXT.
+ALSO = {
     "read": "storage|Increase .*workers",
     "bandwidth": "storage",
     "between": "logging",
     "periodic": "checkpointing",
     "contention": "CPU stalls",
 }
-GRACE_S = 60.0  # for a process to end after its loop
+# A process has so long to end after its loop.
+GRACE_S = 60.0
 
 
 def run_under(tool: str, name: str, seconds: float) -> None:
@@ -96,7 +98,8 @@ def run_to_summary(
         except subprocess.TimeoutExpired:
             return ""
         finally:
-            for running in [process, *started]:  # else the next run of TraceML finds its port taken
+            # Otherwise the next run of TraceML finds its port taken.
+            for running in [process, *started]:
                 with suppress(psutil.NoSuchProcess):
                     running.kill()
 
@@ -111,7 +114,8 @@ def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
             command = [traceml, "run", "--run-name", "run", "--logs-dir", folder, *command[1:]]
         environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
         printed = run_to_summary(command, Path(folder), environment, seconds + GRACE_S)
-        if tool == "gpuprof" and printed:  # what to do about each insight is a command of its own
+        # A command of its own says what to do about each insight.
+        if tool == "gpuprof" and printed:
             report = [str(Path(sys.executable).with_name("gpuprof")), "insights", "gpuprof.db", "1"]
             printed += subprocess.run(
                 report, cwd=folder, env=environment, capture_output=True, text=True

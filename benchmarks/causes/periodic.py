@@ -21,6 +21,7 @@ def make_loop(folder: Path) -> Loop:
     def save_checkpoint(number: int) -> None:
         if number % 10 == 9:
             torch.save(step.model.state_dict(), folder / "checkpoint.pt")
-            sleep(1)  # as long as a slow disk takes for a large model
+            # A slow disk takes so long for a large model.
+            sleep(1)
 
     return make_plain_loader(Photos(folder)), step, save_checkpoint

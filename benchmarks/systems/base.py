@@ -100,7 +100,8 @@ class Records:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._folder = data.open()
-        # not sorted by image: copies of an image must not lie beside each other
+        # Copies of an image must not lie beside each other, so that the rows are not sorted by
+        # image.
         self._rows = [
             row for copy in range(data.copies) for row in range(copy, data.records, data.copies)
         ]

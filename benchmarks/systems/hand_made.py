@@ -103,7 +103,7 @@ class Ceiling(_Threads):
                 spans, arrays.counts.tolist(), strict=True
             ):
                 end = start + length
-                # a header of numpy's is before them
+                # A header of numpy's is before the pixels.
                 pixels = tar[end - 3 * size[0] * size[1] : end]
                 objects = slice(first, first + count)
                 ends = arrays.mask_ends[first : first + count + 1]

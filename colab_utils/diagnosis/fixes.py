@@ -205,7 +205,7 @@ def open_like(
     prefetch = prefetch or now.prefetch
     batch_size = now.loop.batch_size
     if packs or isinstance(loader, Loader):
-        # the masks of other people's loaders are expanded on the GPU, too, where there is one
+        # Where there is a GPU, the masks of other people's loaders are expanded on it, too.
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         rebuilt: Any = make_loader(
             data,

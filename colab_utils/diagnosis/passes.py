@@ -56,12 +56,12 @@ class Pass:
         self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
         self._oom_kills = count_oom_kills()
-        # the thread that waits for a batch, and since when it does
+        # These are the thread that waits for a batch, and since when it does.
         self._thread = threading.current_thread()
         self._asked_s: float | None = None
-        # the beginning of a wait that is to end, and why
+        # This is the beginning of a wait that is to end, and why.
         self._given_up: tuple[float, Stall] | None = None
-        # seconds of this wait after which it is explained next, and the verdicts so far
+        # The wait is explained next after so many seconds; the verdicts so far follow.
         self._due_s = 0.0
         self._verdicts = set[str]()
         self._can_interrupt = False
@@ -119,7 +119,7 @@ class Pass:
         try:
             if self._batches is not None:
                 return next(self._batches, _END)
-            # a generator forks its workers at its first batch
+            # A generator forks its workers at its first batch.
             with quiet_fork():
                 self._batches = iter(self._loader)
                 return next(self._batches, _END)

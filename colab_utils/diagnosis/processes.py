@@ -33,12 +33,12 @@ _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
 _ROW = np.dtype(
     [
         ("pid", np.int64),
-        # the sample that it is at, or -1, and since when
+        # This is the sample that it is at, or -1, and since when.
         ("sample", np.int64),
         ("since_ns", np.int64),
-        # the first four fields of SampleTimes
+        # These are the first four fields of SampleTimes.
         ("sums", np.float64, 4),
-        # CPU seconds of earlier processes with this row, and of this process
+        # These are the CPU seconds of earlier processes with this row, and of this process.
         ("cpu", np.float64, 2),
     ]
 )
@@ -143,7 +143,7 @@ class WorkerMonitor:
     """
 
     def __init__(self, dataset: Any) -> None:
-        # a Subset has the dataset that gives the samples
+        # A Subset has the dataset that gives the samples.
         while hasattr(dataset, "dataset"):
             dataset = dataset.dataset
         self.dataset = dataset
@@ -223,7 +223,7 @@ class WorkerMonitor:
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
-            # the lines of the user's program, or its libraries, within our own
+            # These are the lines of the user's program, or its libraries, within our own.
             if inner.f_code.co_filename.startswith(_HERE):
                 break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")

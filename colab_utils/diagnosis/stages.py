@@ -189,7 +189,7 @@ def time_dataset_stages(
         if dense and isinstance(dataset, ShardDataset):
             unpack_masks(masks, *dataset.sizes[index].tolist())
 
-    # no warm-up: it would put the first file into memory
+    # A warm-up would put the first file into memory.
     read = time_calls(
         "read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2
     )

@@ -19,7 +19,7 @@ class _Finding(NamedTuple):
 
 
 FINDINGS = {
-    # what helps against a death depends on how the worker ended
+    # What helps against a death depends on how the worker ended.
     "dead": _Finding("ended ({call})", ""),
     "read": _Finding(
         "is stuck in a read ({call} of {file})",
@@ -75,7 +75,7 @@ class Stall:
         place = ""
         if self.seen.sample is not None:
             place = f", at sample {self.seen.sample}"
-            # a read names the file itself
+            # The text of a read names the file itself.
             if self.file and self.verdict != "read":
                 place += f" ({self.file})"
         elif self.job.indices:

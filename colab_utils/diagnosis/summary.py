@@ -318,7 +318,7 @@ class LoopRecord:
             or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]
         ):
             self._printed = summary
-            # at once: other processes write, too
+            # It is written at once, because other processes write, too.
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
 

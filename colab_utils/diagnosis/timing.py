@@ -258,7 +258,7 @@ def _run_step(step: Callable[..., Any], batch: Any, number: int) -> None:
 
 
 def _synchronize() -> None:
-    # the first step may begin to use it
+    # The first step may begin to use the GPU.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -100,8 +100,8 @@ class Arrival:
         source = self.source
         target = self.target
         index = self.index
-        # that of an earlier arrival, or an index, tells that the shards in the target are of this
-        # copy
+        # The status of an earlier arrival, or an index, shows that the shards in the target are of
+        # this copy.
         previous = read_target(source, target, index)
         self._previous = previous
         status = read_status(target, self.key)
@@ -382,7 +382,7 @@ class Arrival:
                 "the last one, and is kept. Copy it back, then run the same again."
             )
         for name, _, _ in files:
-            # a worker may hold it open, and its room with it
+            # A worker may hold the file open, and so its room on the disk.
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
                 (self.target / name).unlink()
                 file.truncate(0)
@@ -533,6 +533,6 @@ def _read_any_status(target: Path) -> dict[str, Any]:
     except UnavailableError:
         raise
     except (ColabUtilsError, OSError, ValueError, RecursionError):
-        # of a file that is no status, nothing is known
+        # A file that is no status says nothing.
         return {}
     return status if isinstance(status, dict) else {}

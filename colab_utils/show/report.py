@@ -144,7 +144,7 @@ def write_check(
     pairs = list[tuple[str, CocoDataset, int]]()
     for i, number in enumerate(before.image_ids.tolist()):
         name = escape(before.file_name(i))
-        # those get other ids
+        # Repeated ids become other ids.
         if name in changed and number in places and number not in before.repeated_ids:
             heading = textwrap.shorten(name, 30)
             pairs.append((f"{heading}, before", before, i))

@@ -56,7 +56,7 @@ def fold_norms(model: nn.Module) -> int:
             conv.register_buffer(name, None, persistent=False)
     if pairs:
         _compute_factors(model)
-        # weights that are loaded later have other factors
+        # Weights that are loaded later have other factors.
         model.register_load_state_dict_post_hook(_compute_factors)
     return len(pairs)
 
