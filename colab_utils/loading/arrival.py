@@ -33,25 +33,26 @@ POLL_S = 0.02
 
 
 class Arrival:
-    """A copy of shards from ``source``, with this ``index``, to ``target``, in a thread.
+    """A copy of the shards of ``index`` from ``source`` to ``target``, made by a thread.
 
-    The first shard comes alone, at all the speed that Drive has; then several at a time, the small
-    ones first, the others in a random order. What lies in ``target`` from an earlier copy is
-    compared with its checksum in place of a copy, and copied again where it is damaged. Where Drive
-    fails, ``retries`` try again; the index in ``target`` comes last.
+    The first shard is copied alone, at the full speed of Drive. The others follow, several at a
+    time: small ones first, the rest in a random order. A shard that an earlier copy left in
+    ``target`` is not copied again if its checksum is right. If Drive fails, ``retries`` try again.
+    The index in ``target`` is written last.
 
-    It may hold a lock (see `hold_arrival`): the other processes of this machine that train with
-    this one follow what it brings, by a `FollowedArrival`.
+    The copy may hold a lock (see `hold_arrival`). The other processes that train together on this
+    machine then follow the copy with a `FollowedArrival`.
 
-    Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A
-    shard is removed when another one is needed earlier, and Drive still has it. Then ``target`` is
-    a folder that was new or empty, marked by the file ``arriving.json``, and without an index.
+    If the shards take more than ``limit_bytes``, they take turns, and the copy never ends: a shard
+    is removed when another one is needed earlier, and only if Drive still has it. In this case
+    ``target`` must have been new or empty. The file ``arriving.json`` marks it, and it gets no
+    index.
 
     Attributes:
         rolls: whether shards take turns.
-        spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of
-            ``perf_counter``), by its number, in the order of arrival.
-        retries: how many times Drive failed and was tried again.
+        spans_s: begin and end of the copy of each shard, in seconds after ``began_s`` (a time of
+            ``perf_counter``). The keys are the numbers of the shards, in the order of arrival.
+        retries: number of times that Drive failed and was tried again.
 
     Raises:
         ColabUtilsError: too little free disk, other files in ``target``, or a limit below two
@@ -161,7 +162,7 @@ class Arrival:
         try:
             self._thread = start_thread(self._run, "arrival")
         except ColabUtilsError as error:
-            # Else who reads along would wait for shards for ever.
+            # Without an end, the processes that follow would wait for shards for ever.
             self._error = error
             self._write_status()
             self._held.close()
@@ -176,7 +177,7 @@ class Arrival:
         """Wait until the copy has ended; where shards take turns, until those that fit are there.
 
         Raises:
-            ColabUtilsError: it cannot be done.
+            ColabUtilsError: the copy failed.
         """
         while self.is_at_work and not self._is_full:
             self._thread.join(POLL_S)
@@ -194,12 +195,12 @@ class Arrival:
         return not self.rolls and len(self.spans_s) == len(self._order)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
-        """Return the shards in the order of their arrival, in windows that are trained on one after
-        another.
+        """Return the shards in the order of their arrival, cut into windows. Training reads one
+        window after the other.
 
-        A window holds at most as many images as came before it, or one shard, and at most as many
-        shards as are copied at a time. Where shards take turns, every second epoch begins with
-        those that the one before left on the disk.
+        A window holds one shard, or several that together have no more images than all windows
+        before it. It holds no more shards than are copied at a time. If shards take turns, every
+        second epoch begins with the shards that the epoch before left on the disk.
         """
         order = self._order
         streams = COPY_STREAMS
@@ -222,7 +223,7 @@ class Arrival:
         return [*windows, window]
 
     def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
-        """Yield None until the shards of a batch have arrived, in an epoch of these windows.
+        """Yield None until the shards of a batch have arrived; ``windows`` are those of the epoch.
 
         Raises:
             ColabUtilsError: see `has`.
@@ -232,7 +233,7 @@ class Arrival:
             if shards.intersection(window):
                 place = number
         wanted = [*chain(*windows[place:])] or [*shards]
-        # Shards in use are kept. Where all stay, the others are copied, too.
+        # Shards in use are kept. If shards do not take turns, all others are copied, too.
         with self._lock:
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
             self._wanted = wanted if self.rolls else [*wanted, *self._order]
@@ -246,9 +247,10 @@ class Arrival:
         """Return whether these shards have arrived.
 
         Raises:
-            DriveLostError: they are not, and Drive is lost for good; the message says what is safe.
-            ColabUtilsError: likewise, where a shard is damaged on Drive too, the disk is full, or
-                the copy was stopped.
+            DriveLostError: a shard is missing, and Drive is lost for good. The message says what is
+                safe.
+            ColabUtilsError: a shard is missing: it is damaged on Drive, the disk is full, or the
+                copy was stopped.
         """
         with self._lock:
             missing = not self.spans_s.keys() >= set(shards)
@@ -397,14 +399,14 @@ class Arrival:
             "key": self.key,
             "rolls": self.rolls,
             "pid": os.getpid(),
-            # With those that were removed since: other processes read these on Drive.
+            # Shards that were removed since are in the list: other processes read them on Drive.
             "arrived": sorted(self._came),
             "error": str(self._error or ""),
         }
 
 
 class FollowedArrival(Arrival):
-    """An arrival of shards that another process of this machine brings about, or has finished."""
+    """An arrival of shards that another process of this machine makes, or has finished."""
 
     def _start(self, lock: ExitStack) -> None:
         self._arrived = ArrivedShards(self.target, self.key)
@@ -416,14 +418,14 @@ class FollowedArrival(Arrival):
         """Wait until the other process has ended its copy.
 
         Raises:
-            ColabUtilsError: it cannot be done.
+            ColabUtilsError: the copy failed.
         """
         while not (self.has(self._order) and self.is_complete):
             sleep(POLL_S)
 
     @property
     def is_at_work(self) -> bool:
-        """Return whether this process is copying the shards, which it is not."""
+        """Return False: another process copies the shards."""
         return False
 
     @property
@@ -435,7 +437,7 @@ class FollowedArrival(Arrival):
         """Return whether these shards have arrived; some may have been removed since.
 
         Raises:
-            ColabUtilsError: they are not, and nobody brings them any more.
+            ColabUtilsError: a shard is missing, and no process copies it any more.
         """
         return all(self._arrived.has(shard) for shard in shards)
 
@@ -455,7 +457,7 @@ class ArrivedShards:
         """Return whether a shard has arrived.
 
         Raises:
-            ColabUtilsError: it is not, and nobody brings it any more.
+            ColabUtilsError: the shard is missing, and no process copies it any more.
         """
         if shard in self._numbers:
             return True
@@ -482,20 +484,20 @@ class ArrivedShards:
 
 
 def make_key(index: ShardIndex, chosen: list[int] | None) -> str:
-    """Return what tells the arrival of these shards from every other one."""
+    """Return a key that only the arrival of these shards has."""
     return hash_bytes(repr((sorted(index.files()), chosen)).encode())
 
 
 def hold_arrival(target: Path, key: str) -> ExitStack | None:
-    """Lock a folder, to bring shards there; return None where another process brings them.
+    """Lock a folder, to bring shards there; return None if another process brings them.
 
-    Of the processes that train together, one on each machine brings the shards of a folder, and the
-    others follow it. One that prepares to do so is waited for. A process that trains alone follows
-    nobody, who may end at any time.
+    If several processes train together, one of them on each machine brings the shards of a folder.
+    The others follow it, and wait while it prepares. A process that trains alone follows no other
+    one, because that one may end at any time.
 
     Args:
         target: The folder.
-        key: Tells the shards.
+        key: The key of the shards, see `make_key`.
 
     Raises:
         ColabUtilsError: Another process brings other shards there.

@@ -31,8 +31,8 @@ _READERS = 32
 class _ArrivingFiles(ShardFiles):
     """A reader of arriving shards, in any process.
 
-    It waits for a shard that has not arrived. If shards take turns, or this one is of another
-    host's group, it reads it in ``source``.
+    It waits for a shard that has not arrived. It reads the shard in ``source`` instead if shards
+    take turns, or if the shard is in the group of another host.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class _ArrivingFiles(ShardFiles):
 class ArrivingShards(ShardDataset):
     """A `ShardDataset` whose shards are copied from Drive to the SSD while it is used.
 
-    The copy begins at once, in a thread. A loader made over it by `make_loader` begins with the
-    first shard that has arrived and goes on with the next ones, in a random order; every image
-    comes once in each epoch, from the first one on. When all have arrived it reads the SSD alone.
-    An image whose shard has not arrived is waited for, in the workers of any ``DataLoader``, too.
+    The copy begins at once, in a thread. A loader of `make_loader` begins with the first shard that
+    has arrived, and goes on with the next ones, in a random order. Each epoch has every image once,
+    the first epoch too. When all shards have arrived, only the SSD is read. Any ``DataLoader`` can
+    be used, too: its workers wait for an image until its shard has arrived.
 
     If ``torch.distributed`` is initialised, one process on each machine copies. The others with the
     same ``target`` follow it, and wait for the shards that it brings. All processes begin each
@@ -89,19 +89,20 @@ class ArrivingShards(ShardDataset):
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD.
         workers: shards copied at the same time (threads).
-        limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is
-            smaller than all of them: they take turns there, in every epoch. ``target`` must then be
-            a new or empty folder, or one that such a run left.
+        limit_gb: disk space that shards may take in ``target``, in GB (1e9 bytes). If all shards
+            need more, they take turns there, in every epoch. ``target`` must then be a new or empty
+            folder, or one that such a run left.
         groups: the groups of shards that this host copies, ``range(host, 8, hosts)``, for a loader
             that is made with ``groups=8`` on every host. An image of another group is read in
             ``source``. ``target`` then lists the copied shards, and is marked ``partial``.
-        seed: of the order in which the shards are copied, and of the groups.
+        seed: seed of the order in which the shards are copied, and of the groups.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; a
-            `FollowedArrival` where another process copies; None in workers.
+        arrival: the running copy (see `Arrival`), with the ``spans_s`` of each shard that has
+            arrived, and ``is_complete``. A `FollowedArrival` if another process copies; None in
+            workers.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -182,7 +183,7 @@ class ArrivingShards(ShardDataset):
         With ``limit_gb``, wait until those have arrived that fit beside each other.
 
         Raises:
-            ColabUtilsError: some cannot be had.
+            ColabUtilsError: a shard cannot be copied or written.
         """
         if self.arrival is not None:
             self.arrival.wait()

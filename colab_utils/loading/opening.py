@@ -39,18 +39,20 @@ def open_dataset(
 ) -> ShardDataset | CocoFolder:
     """Open a COCO dataset in its nearest form, so that training begins without preparation.
 
-    These are, the nearest first: complete shards in ``ssd`` (`ShardDataset`); shards in ``drive``,
-    which are copied to ``ssd`` while they are trained on (`ArrivingShards`); and where there are
-    only loose files, a process in the background writes the shards (`WritingShards`), which are
-    trained on as each is finished, and sent to ``drive``. So the next session starts from Drive's
-    shards. One that is interrupted goes on after its last shard.
+    There are three forms. The nearest one that exists is opened:
 
-    Of several processes that train together one on each machine copies or writes, and the others
-    follow it. Those on the machine of rank 0 send the shards to ``drive``.
+    - Complete shards in ``ssd`` are read there (`ShardDataset`).
+    - Shards in ``drive`` are copied to ``ssd`` while training reads them (`ArrivingShards`).
+    - Of loose files, a background process writes shards (`WritingShards`). Training reads each
+      shard once it is finished, and the shard is sent to ``drive``, so that the next session
+      starts from there. A session that is interrupted goes on after its last shard.
 
-    The shards are those that `write_shards` writes with this ``shard_mb``; ones that were begun
-    with other settings go on by these. Where none can be written, such as on a full disk, the loose
-    files are trained on (`CocoFolder`), with a warning that says why.
+    If several processes train together, one process on each machine copies or writes, and the
+    others follow it. Only the machine of rank 0 sends the shards to ``drive``.
+
+    The shards are the same as `write_shards` makes with this ``shard_mb``. Shards that were begun
+    with other settings are finished with those settings. Where no shards can be written, such as on
+    a full disk, training reads the loose files (`CocoFolder`), and a warning says why.
 
     Args:
         images: the image folder.
@@ -62,7 +64,7 @@ def open_dataset(
         streams: files that each process reads at the same time; "auto" measures.
         max_bad: the share of images that may turn out bad, 0 to 1, and of bad objects. A loader
             leaves such images out, with a warning.
-        seed: of the order in which shards are written or copied.
+        seed: seed of the order in which shards are written or copied.
         contiguous_labels: map category ids to 1 to K.
 
     Raises:
@@ -160,7 +162,7 @@ def _has_shards(folder: Path, fingerprint: str) -> bool:
     """Return whether a folder has an index of all shards of a dataset.
 
     Raises:
-        ColabUtilsError: it has those of another one.
+        ColabUtilsError: the folder has the index of another dataset.
     """
     retries = Retries()
     if not retries.write(folder, (folder / INDEX_NAME).exists):
@@ -175,7 +177,7 @@ def _has_shards(folder: Path, fingerprint: str) -> bool:
 
 
 def _has_all_files(folder: Path) -> bool:
-    """Return whether all files of an index are there; on Drive, to ask takes minutes."""
+    """Return whether all files of an index are there. On Drive, this would take minutes."""
     return all(has_size(folder / name, size) for name, size, _ in read_index(folder).files())
 
 

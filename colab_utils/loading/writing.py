@@ -62,7 +62,7 @@ class Writing(Arrival):
 
     Attributes:
         jobs: one for each shard.
-        cpu_s: seconds of processor time that the writing took.
+        cpu_s: CPU time that the writing took, in seconds.
 
     Raises:
         ColabUtilsError: another process writes there, or the disk is too small.
@@ -137,8 +137,8 @@ class Writing(Arrival):
 
     def _send(self, shard: ShardInfo) -> None:
         tar, arrays = shard.files()
-        # As they are written: a tar without arrays could be anybody's, and the next session would
-        # refuse the folder.
+        # Arrays are sent before the tar, as they are written. A tar without arrays could be
+        # anybody's, and the next session would refuse the folder.
         self._sending.copy_file(*arrays)
         self._sending.copy_file(*tar)
 
@@ -187,7 +187,7 @@ class FollowedWriting(FollowedArrival):
 
 
 def name_writing(dataset: CocoDataset) -> str:
-    """Return what tells the writing of a dataset from every other arrival."""
+    """Return a key that only the writing of this dataset has."""
     return hash_bytes(f"writing {dataset.fingerprint}".encode())
 
 
@@ -206,15 +206,15 @@ def _run_timed(job: ShardPart) -> tuple[ShardIndex, float]:
 class WritingShards(ArrivingShards):
     """A `ShardDataset` whose shards are written in the background while it is used.
 
-    What a loader must know before a shard is there comes from the annotations: the images, their
-    sizes, and which of them have objects. An image that turns out bad is left out then, with a
-    warning, up to ``max_bad`` of them. All else is as with `ArrivingShards`. Made by
-    `open_dataset`.
+    Before a shard is there, a loader takes from the annotations what it must know: the images,
+    their sizes, and which of them have objects. An image that turns out bad is left out, with a
+    warning, up to ``max_bad`` images. All else is as with `ArrivingShards`. `open_dataset` makes
+    this dataset.
 
     Attributes:
         arrival: the writing, see `Writing`; a `FollowedWriting` where another process writes; None
             in workers.
-        max_bad: how many images may turn out bad.
+        max_bad: number of images that may turn out bad.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class WritingShards(ArrivingShards):
         self.left_out = dataset.crowds
         self._tables["counts"][:] = 0
         self.image_ids = np.concatenate([part.image_ids for part in parts])
-        # The order of an epoch depends on them, so they stay.
+        # The order of an epoch depends on these tables, so they stay as they are.
         self.sizes = np.concatenate([_plan_sizes(part, recipe) for part in parts])
 
     def __str__(self) -> str:
@@ -299,7 +299,7 @@ class WritingShards(ArrivingShards):
         shard = int(self.shard_of[index])
         if self._bits[shard] is None:
             if self.arrival is not None and self.arrival.is_at_work:
-                # It is the next one that is written.
+                # The shard that is waited for is the next one to be written.
                 next(self.arrival.wait_for({shard}, [[shard]]), None)
             self._arrived.wait_for(shard)
             self._open_shard(shard)
