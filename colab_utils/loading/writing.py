@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
+from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.data.defects import count_allowed
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import Retries
@@ -37,7 +38,8 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
-from colab_utils.shards.write import begin_folder, check_bad, cut_parts, join_index
+from colab_utils.shards.source import keep_source
+from colab_utils.shards.write import begin_folder, check_bad, cut_parts, finish_folder
 
 _LOWEST_PRIORITY = 19
 
@@ -61,7 +63,7 @@ class Writing(Arrival):
         ssd: Path,
         drive: Path | None,
         images: Path,
-        dataset: CocoDataset,
+        dataset: SpooledCoco,
         recipe: dict[str, Any],
         *,
         streams: int | str,
@@ -130,12 +132,13 @@ class Writing(Arrival):
         self._sending.copy_file(*tar)
 
     def _finish(self) -> None:
-        index = join_index(self._plan, self._done)
-        write_index(self.target, index)
+        index = finish_folder(self.target, self._plan, self._done)
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
             self._sending.retries.write(self._drive, write_index, self._drive, index)
+            images = Path(self._plan.image_folder)
+            keep_source(self._drive, index, images, self._plan.source, self._plan.planned_ns)
 
     def __str__(self) -> str:
         sent = sum(sending.done() for sending in self._sendings)
@@ -175,7 +178,7 @@ class WritingShards(ArrivingShards):
     def __init__(
         self,
         writing: Writing,
-        dataset: CocoDataset,
+        dataset: SpooledCoco,
         *,
         max_bad: float,
         contiguous_labels: bool = False,
@@ -187,12 +190,13 @@ class WritingShards(ArrivingShards):
         self._files = ShardFiles(writing.target)
         self.transforms = None
         self.folder = writing.target
-        self.fingerprint = dataset.fingerprint
+        self.fingerprint = dataset.images.fingerprint
         self.is_decoded = recipe["storage"] == "pixels"
-        self._set_labels(dataset.categories, contiguous=contiguous_labels)
+        categories = dataset.images.categories
+        self._set_labels(categories, contiguous=contiguous_labels)
         self.max_bad = count_allowed(len(dataset), max_bad)
         shards = tuple(_foresee_shard(job) for job in writing.jobs)
-        self.index = ShardIndex(dataset.fingerprint, recipe, dataset.categories, shards)
+        self.index = ShardIndex(self.fingerprint, recipe, categories, shards)
         # A shard has at most the objects that the annotations have.
         parts = [job.dataset for job in writing.jobs]
         counts = np.concatenate([part.count_objects() for part in parts])
