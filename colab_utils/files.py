@@ -135,7 +135,7 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
     return content
 
 
-class _Stream(io.RawIOBase):
+class FileStream:
     """Read an open file to its end, no faster than the slowed folder that it lies in allows."""
 
     def __init__(self, path: str | Path, file: BinaryIO) -> None:
@@ -145,24 +145,22 @@ class _Stream(io.RawIOBase):
         self._size = os.fstat(file.fileno()).st_size
         self._count = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+    def read(self, size: int) -> bytes:
+        """Return so many bytes; fewer only at the end of the file."""
         started = perf_counter()
         with guard_drive(self._path):
-            content = self._file.read(len(buffer))
-        if buffer and not content and self._count < self._size:
-            raise _explain_short(self._path, self._count, self._size)
-        buffer[: len(content)] = content
+            content = self._file.read(size)
+        # Drive opens it at the first read alone.
         place = None if self._count else 0
         wait_as_drive(self._profile, self._path, place, len(content), started)
         self._count += len(content)
-        return len(content)
+        if not content and self._count < self._size:
+            raise _explain_short(self._path, self._count, self._size)
+        return content
 
 
 @contextmanager
-def open_stream(path: str | Path, *, most_bytes: float = MOST_BYTES) -> Iterator[BinaryIO]:
+def open_stream(path: str | Path, *, most_bytes: float = MOST_BYTES) -> Iterator[FileStream]:
     """Open a file to read it from its begin to its end, in pieces of any size.
 
     Raises:
@@ -172,13 +170,13 @@ def open_stream(path: str | Path, *, most_bytes: float = MOST_BYTES) -> Iterator
 
     Example:
         >>> with open_stream(__file__) as file:
-        ...     file.read() == read_whole(__file__)
+        ...     file.read(3) == read_whole(__file__)[:3]
         True
     """
     with guard_drive(path):
         file = open_file(path, most_bytes=most_bytes)
-    with file, io.BufferedReader(_Stream(path, file), _PIECE_BYTES) as stream:
-        yield stream
+    with file:
+        yield FileStream(path, file)
 
 
 def _explain_short(path: str | Path, count: int, size: int) -> ShortReadError:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco_json import UNREADABLE, AnnotationBlock, Columns, read_columns
+from colab_utils.data.coco_json import UNREADABLE, Columns, read_columns
 from colab_utils.data.fields import FAULTS, read_annotation
 from colab_utils.data.image_paths import find_file, list_meanings, require_folder
 from colab_utils.data.masks import number_within
@@ -29,8 +29,12 @@ from colab_utils.files import write_file
 from colab_utils.machine import find_free_memory
 from colab_utils.require import require_local_path
 
-# What `Columns` holds of each image.
+# What `Columns` holds of each image, and of each annotation.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
+ROW = np.dtype(
+    [(name, np.int64) for name in ("id", "image_id", "category_id", "is_crowd", "text_end")]
+)
+"""The numbers of an annotation."""
 # Memory that reading takes, in times of the file's bytes.
 _MEMORY_OF_JSON = 1.5
 
@@ -254,7 +258,7 @@ def _read(path: Path) -> CocoDataset:
     columns = Columns()
     most_bytes = find_free_memory() / _MEMORY_OF_JSON
     fingerprint = read_columns(path, columns, most_bytes=most_bytes)
-    return group_annotations(make_images(columns, fingerprint), columns, columns.block)
+    return _group(make_images(columns, fingerprint), columns)
 
 
 def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
@@ -268,34 +272,27 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     """
     require_folder(images)
     dataset = read_coco(annotations)
-    refuse_strangers(
-        annotations, dataset.repeated_ids, dataset.unknown_images, dataset.unknown_categories
-    )
+    refuse_strangers(annotations, dataset)
     warn_of_place(images, dataset)
     return dataset
 
 
-def refuse_strangers(
-    annotations: str | Path,
-    repeated_ids: Sequence[int] | NDArray[np.int64],
-    unknown_images: Sequence[int] | NDArray[np.int64],
-    unknown_categories: Sequence[int] | NDArray[np.int64],
-) -> None:
+def refuse_strangers(annotations: str | Path, dataset: CocoDataset) -> None:
     """Refuse annotations that are not of one image and one category.
 
     Raises:
-        ColabUtilsError: some of these ids are there.
+        ColabUtilsError: some are not.
     """
     strangers = {
-        "with the id of another": repeated_ids,
-        "of an unknown image": unknown_images,
-        "of an unknown category": unknown_categories,
+        "with the id of another": dataset.repeated_ids,
+        "of an unknown image": dataset.unknown_images,
+        "of an unknown category": dataset.unknown_categories,
     }
     for kind, ids in strangers.items():
-        if len(ids):
+        if ids.size:
             raise ColabUtilsError(
                 f"expected annotations of images with ids of their own in {annotations}, "
-                f"found {len(ids)} {kind}, such as id {ids[0]}. See `check`, which repairs "
+                f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs "
                 "them (--repair OUT.json)."
             )
 
@@ -387,54 +384,61 @@ def _find_shared_names(
     return frozenset(shared)
 
 
-class ImageFinder:
-    """Tell the image of an annotation: of several with the same id, the first."""
+class Strangers:
+    """Find the images of annotations, and those that are of no image or category.
 
-    def __init__(self, image_ids: NDArray[np.int64]) -> None:
-        self._ids, self._places = np.unique(image_ids, return_index=True)
-
-    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places of images by their ids, int64; -1 for those that are unknown."""
-        if not len(self._ids):
-            return np.full(len(ids), -1)
-        places = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
-        return np.where(self._ids[places] == ids, self._places[places], -1)
-
-
-def group_annotations(
-    dataset: CocoDataset, columns: Columns, block: AnnotationBlock
-) -> CocoDataset:
-    """Return a dataset of images with these annotations, sorted by image.
-
-    Those of unknown images are set aside, and those of unknown categories noted.
+    Attributes:
+        unknown_images: Ids of annotations whose image is unknown.
+        unknown_categories: Ids of others whose category is unknown.
     """
-    ids = np.frombuffer(block.ids, np.int64)
-    image_of = ImageFinder(dataset.image_ids).find(np.frombuffer(block.image_ids, np.int64))
-    is_known = image_of >= 0
-    category_ids = np.frombuffer(block.category_ids, np.int64)
-    is_strange = find_strange_categories(columns, category_ids)
+
+    def __init__(self, dataset: CocoDataset) -> None:
+        self._ids, self._places = np.unique(dataset.image_ids, return_index=True)
+        # A category that cannot be read is a fault of its annotation alone.
+        self._categories = [UNREADABLE, *(category["id"] for category in dataset.categories)]
+        self.unknown_images: list[int] = []
+        self.unknown_categories: list[int] = []
+
+    def find_images(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the place of each row's image; -1 where it is unknown. Of images with the same
+        id, the first has the annotations.
+        """
+        order = np.searchsorted(self._ids, rows["image_id"])
+        # Past the last one is the first one, which is another.
+        order[order == len(self._ids)] = 0
+        is_known = np.isin(rows["image_id"], self._ids)
+        image_of = np.full(len(rows), -1)
+        image_of[is_known] = self._places[order[is_known]]
+        is_strange = is_known & ~np.isin(rows["category_id"], self._categories)
+        self.unknown_images += rows["id"][~is_known].tolist()
+        self.unknown_categories += rows["id"][is_strange].tolist()
+        return image_of
+
+    def add_to(self, dataset: CocoDataset) -> CocoDataset:
+        """Return a dataset that tells of these annotations."""
+        return replace(
+            dataset,
+            unknown_images=np.array(self.unknown_images, np.int64),
+            unknown_categories=np.array(self.unknown_categories, np.int64),
+        )
+
+
+def _group(dataset: CocoDataset, columns: Columns) -> CocoDataset:
+    """Return a dataset of images with all annotations, sorted by image; those of unknown images are
+    set aside.
+    """
+    rows = np.frombuffer(columns.rows, ROW)
+    strangers = Strangers(dataset)
+    image_of = strangers.find_images(rows)
     # Those of unknown images come first.
-    kept = np.argsort(image_of, kind="stable")[np.count_nonzero(~is_known) :]
+    kept = np.argsort(image_of, kind="stable")[len(strangers.unknown_images) :]
     counts = np.bincount(image_of[kept], minlength=len(dataset))
-    ends = np.frombuffer(block.ends, np.int64)
-    spans = np.empty((len(kept), 2), np.int64)
-    spans[:, 0] = np.append(0, ends)[kept]
-    spans[:, 1] = ends[kept]
+    text_starts = np.append(0, rows["text_end"])[kept]
     return replace(
-        dataset,
+        strangers.add_to(dataset),
         first=np.append(0, np.cumsum(counts)),
-        ids=ids[kept],
-        is_crowd=np.frombuffer(block.crowds, np.bool_)[kept],
-        texts=block.texts,
-        text_spans=spans,
-        unknown_images=ids[~is_known],
-        unknown_categories=ids[is_known & is_strange],
+        ids=rows["id"][kept],
+        is_crowd=rows["is_crowd"][kept].astype(np.bool_),
+        texts=columns.texts,
+        text_spans=np.stack([text_starts, rows["text_end"][kept]], axis=1),
     )
-
-
-def find_strange_categories(columns: Columns, category_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which of these ids of annotations are of no known category: bool.
-
-    One that cannot be read is a fault of its annotation alone.
-    """
-    return ~np.isin(category_ids, [*columns.category_names, UNREADABLE])

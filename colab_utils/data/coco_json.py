@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import FAULTS, to_integer
 from colab_utils.data.image_paths import list_meanings, take_base_name
-from colab_utils.data.json_window import JsonWindow
+from colab_utils.data.json_window import JsonWindow, Readable
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.files import open_stream
+from colab_utils.files import FileStream, open_stream
 from colab_utils.os_errors import explain_os_error
 
 _SECTIONS = ("images", "annotations", "categories")
@@ -62,7 +62,7 @@ def read_fingerprint(path: Path) -> str:
 
 
 @contextmanager
-def _open(path: Path, most_bytes: float) -> Iterator[BinaryIO]:
+def _open(path: Path, most_bytes: float) -> Iterator[FileStream]:
     try:
         with open_stream(path, most_bytes=most_bytes) as file:
             yield file
@@ -71,7 +71,7 @@ def _open(path: Path, most_bytes: float) -> Iterator[BinaryIO]:
         raise ColabUtilsError(f"expected an annotations file at {path}, found: {reason}") from None
 
 
-def _read_open(file: BinaryIO, path: Path, columns: "Columns") -> str:
+def _read_open(file: Readable, path: Path, columns: "Columns") -> str:
     """Read the JSON of an open file; ``path`` names it in errors. See `read_columns`."""
     try:
         window = JsonWindow(file)
@@ -102,11 +102,7 @@ def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
 
 def _read_all(window: JsonWindow, path: Path, columns: "Columns") -> set[str]:
     """Add each entry of the three lists; return which of the lists the JSON has."""
-    window.skip_space()
     try:
-        if window.peek() == "[":
-            cure = "Name the instances file: a list holds results, or one part of a dataset."
-            raise _expect(path, "a list", cure)
         return _read_sections(window, path, columns)
     except ColabUtilsError:
         # Where the rest is no text, this is what is wrong.
@@ -128,7 +124,10 @@ def _read_all(window: JsonWindow, path: Path, columns: "Columns") -> set[str]:
 
 def _read_sections(window: JsonWindow, path: Path, columns: "Columns") -> set[str]:
     sections = set[str]()
-    mark = window.read_mark("{")
+    mark = window.read_mark("{[")
+    if mark == "[":
+        cure = "Name the instances file: a list holds results, or one part of a dataset."
+        raise _expect(path, "a list", cure)
     if window.peek() == "}":
         mark = window.read_mark("}")
     while mark != "}":
@@ -179,38 +178,28 @@ def _add(columns: "Columns", section: str, entry: Any, text: str, path: Path) ->
         ) from None
 
 
-class AnnotationBlock:
-    """Hold annotations in the order of the file: numbers in columns, and their JSON text."""
-
-    def __init__(self) -> None:
-        self.ids = array("q")
-        self.image_ids = array("q")
-        self.category_ids = array("q")
-        self.crowds = bytearray()
-        """Of each annotation 1 where it is a crowd, else 0."""
-        self.ends = array("q")
-        """Where the text of each annotation ends."""
-        self.texts = bytearray()
-
-
 class Columns:
     """Hold what entries say, added one by one; one of `FAULTS` says what is wrong.
 
     Args:
-        keep: takes each block of annotations, so that memory holds one; None keeps them all in one
-            block here.
+        keep: takes the rows and texts of a block of annotations, so that memory holds one; None
+            keeps them all here.
     """
 
-    def __init__(self, keep: "Callable[[AnnotationBlock], None] | None" = None) -> None:
+    def __init__(self, keep: "Callable[[array[int], bytearray], None] | None" = None) -> None:
         self._keep = keep
         self.images = array("q")
         """Of each image: id, height, width, where its name ends."""
         self.names = bytearray()
         self.base_hashes = array("q")
         """Of each base name that an image's name may mean."""
-        self.block = AnnotationBlock()
+        self.rows = array("q")
+        self.texts = bytearray()
+        """Of each annotation of a block: id, ids of image and category, whether it is a crowd,
+        where its text ends.
+        """
         self.annotations = 0
-        """How many there are so far."""
+        """How many there are so far, in all blocks."""
         self.category_names = dict[int, str]()
         self.has_shapes = False
         self.text_ids = list[str]()
@@ -262,15 +251,11 @@ class Columns:
         for name in ids:
             with suppress(*FAULTS):
                 ids[name] = to_integer(entry.get(name), name)
-        block = self.block
-        block.texts += text.encode()
-        block.ends.append(len(block.texts))
-        block.ids.append(ids["id"])
-        block.image_ids.append(ids["image_id"])
-        block.category_ids.append(ids["category_id"])
+        self.texts += text.encode()
         # True is 1, too.
-        block.crowds.append(entry.get("iscrowd") in (1, "1"))
+        self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), len(self.texts)))
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
-        if self._keep is not None and len(block.texts) > _BLOCK_BYTES:
-            self._keep(block)
-            self.block = AnnotationBlock()
+        if self._keep is not None and len(self.texts) > _BLOCK_BYTES:
+            self._keep(self.rows, self.texts)
+            self.rows = array("q")
+            self.texts = bytearray()

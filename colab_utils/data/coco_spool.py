@@ -1,99 +1,84 @@
 """A COCO dataset whose annotations wait on this machine's disk, while memory holds its images.
 
 The JSON is read once: block by block, its annotations go into a temporary file, in their order.
-They are dealt to the images of each shard when those are known, through a second temporary file.
-Neither file has a name, so that nothing is left behind.
+When the images of each shard are known, each block is sorted by shard into a second one, from which
+a shard takes its piece of each block. The files have no names, so that nothing is left behind.
 """
 
 import os
 import tempfile
 import weakref
+from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import (
+    ROW,
     CocoDataset,
-    ImageFinder,
-    find_strange_categories,
+    Strangers,
     make_images,
     refuse_strangers,
     warn_of_place,
 )
-from colab_utils.data.coco_json import AnnotationBlock, Columns, read_columns
+from colab_utils.data.coco_json import Columns, read_columns
 from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries, ShortReadError, explain_write
 from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import require_space
 from colab_utils.require import require_local_path
 
-# What is kept of each annotation beside its text.
-_ROW = np.dtype(
-    [
-        ("image", np.int64),
-        ("id", np.int64),
-        ("category", np.int64),
-        ("end", np.int64),
-        ("is_crowd", np.bool_),
-    ]
-)
+# The numbers of an annotation, and where its text starts among those of its block.
+_ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
 # Annotations of so many bytes stay in memory.
 _MEMORY_BYTES = 1 << 25
 
 
 class _Block(NamedTuple):
-    """Where a block lies: its rows, and behind them its texts."""
+    """Where rows lie in a file, with their texts behind them."""
 
     start: int
     rows: int
-    text_bytes: int
 
 
 class _Spool:
-    """Keep blocks of rows and texts in a temporary file."""
+    """Keep rows and texts in a temporary file, block by block."""
 
     def __init__(self) -> None:
-        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
+        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
         # The last one that needs it ends it.
         weakref.finalize(self, self._file.close)
         self.blocks: list[_Block] = []
 
-    def add(self, block: AnnotationBlock) -> None:
-        rows = np.empty(len(block.ids), _ROW)
-        rows["image"] = np.frombuffer(block.image_ids, np.int64)
-        rows["id"] = np.frombuffer(block.ids, np.int64)
-        rows["category"] = np.frombuffer(block.category_ids, np.int64)
-        rows["end"] = np.frombuffer(block.ends, np.int64)
-        rows["is_crowd"] = np.frombuffer(block.crowds, np.bool_)
+    def add(self, table: NDArray[Any], texts: bytes | bytearray) -> None:
+        rows = np.empty(len(table), _ROW)
+        for name in ROW.names or ():
+            rows[name] = table[name]
+        rows["text_start"] = np.append(0, table["text_end"])[:-1]
         with explain_write(Path(tempfile.gettempdir())):
             start = self._file.seek(0, os.SEEK_END)
             self._file.write(rows.tobytes())
-            self._file.write(block.texts)
-        self.blocks.append(_Block(start, len(rows), len(block.texts)))
-
-    def write(self, start: int, content: bytes) -> None:
-        with explain_write(Path(tempfile.gettempdir())):
-            self._file.seek(start)
-            self._file.write(content)
-
-    def flush(self) -> None:
-        """Leave nothing to be written by a process that is forked."""
-        with explain_write(Path(tempfile.gettempdir())):
+            self._file.write(texts)
+            # Nothing is left to be written by a process that is forked.
             self._file.flush()
+        self.blocks.append(_Block(start, len(rows)))
 
-    def read_rows(self, block: _Block) -> NDArray[Any]:
-        self._file.seek(block.start)
-        return np.frombuffer(self._file.read(block.rows * _ROW.itemsize), _ROW)
+    def read_rows(self, block: _Block, first: int, stop: int) -> NDArray[Any]:
+        self._file.seek(block.start + first * _ROW.itemsize)
+        return np.frombuffer(self._file.read((stop - first) * _ROW.itemsize), _ROW)
 
-    def read_texts(self, block: _Block) -> bytes:
-        self._file.seek(block.start + block.rows * _ROW.itemsize)
-        return self._file.read(block.text_bytes)
+    def read_texts(self, block: _Block, rows: NDArray[Any]) -> bytes:
+        """Return the texts of rows that follow one another."""
+        if not len(rows):
+            return b""
+        start = int(rows["text_start"][0])
+        self._file.seek(block.start + block.rows * _ROW.itemsize + start)
+        return self._file.read(int(rows["text_end"][-1]) - start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +95,7 @@ class SpooledCoco:
     stamp: FileStamp
     """Of the JSON, as it was when it was read."""
     _spool: _Spool
+    _strangers: Strangers
 
     def __len__(self) -> int:
         return len(self.images)
@@ -120,97 +106,61 @@ class SpooledCoco:
 
     def cut(self, parts: Sequence[NDArray[np.int64]]) -> Iterator[CocoDataset]:
         """Yield the images of each part, with their annotations; no image is in two parts."""
-        places = _Places(len(self), parts)
-        dealt = _Spool()
-        blocks = self._measure_parts(places)
-        ends = _Ends(blocks)
-        for block in self._spool.blocks:
-            _deal(self._spool, block, places, ends, dealt)
-        dealt.flush()
-        for indices, block in zip(parts, blocks, strict=True):
-            rows = dealt.read_rows(block)
-            yield _join(self.images.select(indices), rows, dealt.read_texts(block), places)
-
-    def _measure_parts(self, places: "_Places") -> list[_Block]:
-        """Return where each part is to lie, one behind the other."""
-        rows = np.zeros(places.count, np.int64)
-        text_bytes = np.zeros(places.count, np.int64)
-        for block in self._spool.blocks:
-            table = self._spool.read_rows(block)
-            part_of = places.part_of[table["image"]]
-            is_chosen = part_of >= 0
-            lengths = np.diff(table["end"], prepend=0)[is_chosen]
-            rows += np.bincount(part_of[is_chosen], minlength=places.count)
-            # No part has as many bytes as a float cannot count.
-            text_bytes += np.bincount(part_of[is_chosen], lengths, places.count).astype(np.int64)
-        sizes = rows * _ROW.itemsize + text_bytes
-        starts = np.cumsum(sizes) - sizes
-        return [_Block(*place) for place in np.stack([starts, rows, text_bytes], axis=1).tolist()]
-
-
-class _Places:
-    """Tell the part of each image, and its place there: -1 where it is in no part."""
-
-    def __init__(self, images: int, parts: Sequence[NDArray[np.int64]]) -> None:
-        self.count = len(parts)
-        self.part_of = np.full(images, -1, np.int32)
-        self.place_of = np.full(images, -1, np.int32)
+        part_of = np.full(len(self), -1, np.int32)
+        place_of = np.zeros(len(self), np.int32)
         for number, indices in enumerate(parts):
-            self.part_of[indices] = number
-            self.place_of[indices] = np.arange(len(indices))
+            part_of[indices] = number
+            place_of[indices] = np.arange(len(indices))
+        dealt = _Spool()
+        # Where the piece of each part starts in each block, and where the last one ends.
+        bounds = []
+        for block in self._spool.blocks:
+            rows = self._spool.read_rows(block, 0, block.rows)
+            image_of = self._strangers.find_images(rows)
+            chosen = part_of[image_of]
+            # Those of no part come first.
+            order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]
+            bounds.append(np.searchsorted(chosen[order], np.arange(len(parts) + 1)))
+            texts = self._spool.read_texts(block, rows) if len(order) else b""
+            dealt.add(*_sort(rows[order], place_of[image_of[order]], texts))
+        for number, indices in enumerate(parts):
+            pieces = [
+                _read_piece(dealt, block, ends[number : number + 2].tolist())
+                for block, ends in zip(dealt.blocks, bounds, strict=True)
+            ]
+            yield _join(self.images.select(indices), pieces)
 
 
-class _Ends:
-    """Tell where the next rows and texts of each part go."""
-
-    def __init__(self, blocks: list[_Block]) -> None:
-        self.rows = [block.start for block in blocks]
-        self.texts = [block.start + block.rows * _ROW.itemsize for block in blocks]
-
-
-def _deal(spool: _Spool, block: _Block, places: _Places, ends: _Ends, dealt: _Spool) -> None:
-    """Write a block's rows and texts, each to those of its part.
-
-    In what is written, ``end`` is the length of a text.
-    """
-    rows = spool.read_rows(block)
-    part_of = places.part_of[rows["image"]]
-    # Those of no part come first.
-    order = np.argsort(part_of, kind="stable")[np.count_nonzero(part_of < 0) :]
-    if not len(order):
-        return
-    texts = spool.read_texts(block)
-    chosen = rows[order]
-    chosen["end"] = np.diff(rows["end"], prepend=0)[order]
-    text_ends = rows["end"][order]
-    text_starts = text_ends - chosen["end"]
-    spans = zip(text_starts.tolist(), text_ends.tolist(), strict=True)
+def _sort(
+    rows: NDArray[Any], places: NDArray[np.int32], texts: bytes
+) -> tuple[NDArray[Any], bytes]:
+    """Return rows with the places of their images in their parts, and their texts in this order."""
+    spans = zip(rows["text_start"].tolist(), rows["text_end"].tolist(), strict=True)
     pieces = [texts[start:end] for start, end in spans]
-    numbers, firsts = np.unique(part_of[order], return_index=True)
-    lasts = [*firsts[1:].tolist(), len(order)]
-    for number, first, last in zip(numbers.tolist(), firsts.tolist(), lasts, strict=True):
-        row_part = chosen[first:last].tobytes()
-        text_part = b"".join(pieces[first:last])
-        dealt.write(ends.rows[number], row_part)
-        dealt.write(ends.texts[number], text_part)
-        ends.rows[number] += len(row_part)
-        ends.texts[number] += len(text_part)
+    rows["text_end"] = np.cumsum(rows["text_end"] - rows["text_start"])
+    rows["image_id"] = places
+    return rows, b"".join(pieces)
 
 
-def _join(images: CocoDataset, rows: NDArray[Any], texts: bytes, places: _Places) -> CocoDataset:
-    """Return the dataset of a part's images with the rows and texts that were dealt to it."""
-    image_of = places.place_of[rows["image"]]
-    order = np.argsort(image_of, kind="stable")
-    ends = np.cumsum(rows["end"])
-    spans = np.stack([ends - rows["end"], ends], axis=1)
-    counts = np.bincount(image_of, minlength=len(images))
+def _read_piece(dealt: _Spool, block: _Block, bounds: list[int]) -> tuple[NDArray[Any], bytes]:
+    rows = dealt.read_rows(block, *bounds)
+    return rows, dealt.read_texts(block, rows)
+
+
+def _join(images: CocoDataset, pieces: list[tuple[NDArray[Any], bytes]]) -> CocoDataset:
+    """Return the dataset of a part's images, with its rows and texts from all blocks."""
+    rows = np.concatenate([rows for rows, _ in pieces])
+    order = np.argsort(rows["image_id"], kind="stable")
+    counts = np.bincount(rows["image_id"], minlength=len(images))
+    lengths = rows["text_end"] - rows["text_start"]
+    ends = np.cumsum(lengths)
     return replace(
         images,
         first=np.append(0, np.cumsum(counts)),
         ids=rows["id"][order],
-        is_crowd=rows["is_crowd"][order],
-        texts=texts,
-        text_spans=spans[order],
+        is_crowd=rows["is_crowd"][order].astype(np.bool_),
+        texts=b"".join([texts for _, texts in pieces]),
+        text_spans=np.stack([ends - lengths, ends], axis=1)[order],
     )
 
 
@@ -223,55 +173,34 @@ def spool_coco(images: str | Path, annotations: str | Path) -> SpooledCoco:
     """
     require_folder(images)
     path = require_local_path(annotations)
-    with suppress(OSError):
-        _require_room(path.stat().st_size)
+    stamp = stamp_file(path)
+    if stamp.bytes > _MEMORY_BYTES:
+        # The annotations, once in the order of the file and once in that of the shards.
+        cure = "or name a folder of another disk in the variable TMPDIR"
+        require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
     try:
-        dataset = _spool(path)
+        dataset = _spool(path, stamp)
     except ShortReadError:
-        dataset = Retries().run(partial(_spool, path))
+        dataset = Retries().run(partial(_spool, path, stamp))
     warn_of_place(images, dataset.images)
     return dataset
 
 
-def _require_room(json_bytes: int) -> None:
-    if json_bytes > _MEMORY_BYTES:
-        # The annotations, once in the order of the file and once in that of the shards.
-        cure = "or name a folder of another disk in the variable TMPDIR"
-        require_space(Path(tempfile.gettempdir()), 2 * json_bytes, cure)
-
-
-def _spool(path: Path) -> SpooledCoco:
+def _spool(path: Path, stamp: FileStamp) -> SpooledCoco:
     spool = _Spool()
-    columns = Columns(spool.add)
-    # If it is changed meanwhile, the stamp is that of another file.
-    stamp = stamp_file(path)
+
+    def keep(rows: "array[int]", texts: bytearray) -> None:
+        spool.add(np.frombuffer(rows, ROW), texts)
+
+    columns = Columns(keep)
     fingerprint = read_columns(path, columns)
-    spool.add(columns.block)
+    keep(columns.rows, columns.texts)
     images = make_images(columns, fingerprint)
-    crowds = _resolve(path, spool, images, columns)
-    return SpooledCoco(images, columns.annotations, crowds, stamp, spool)
-
-
-def _resolve(path: Path, spool: _Spool, images: CocoDataset, columns: Columns) -> int:
-    """Put the place of its image into each row, in place of the image's id; return the crowds.
-
-    Raises:
-        ColabUtilsError: images have the same id, or annotations are of unknown images or
-            categories.
-    """
+    strangers = Strangers(images)
     crowds = 0
-    unknown_images: list[int] = []
-    unknown_categories: list[int] = []
-    finder = ImageFinder(images.image_ids)
     for block in spool.blocks:
-        rows = spool.read_rows(block).copy()
-        rows["image"] = finder.find(rows["image"])
-        is_known = rows["image"] >= 0
-        is_strange = find_strange_categories(columns, rows["category"])
-        unknown_images += rows["id"][~is_known].tolist()
-        unknown_categories += rows["id"][is_known & is_strange].tolist()
+        rows = spool.read_rows(block, 0, block.rows)
+        strangers.find_images(rows)
         crowds += int(rows["is_crowd"].sum())
-        spool.write(block.start, rows.tobytes())
-    spool.flush()
-    refuse_strangers(path, images.repeated_ids, unknown_images, unknown_categories)
-    return crowds
+    refuse_strangers(path, strangers.add_to(images))
+    return SpooledCoco(images, columns.annotations, crowds, stamp, spool, strangers)

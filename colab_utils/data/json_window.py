@@ -5,12 +5,11 @@ at a time.
 import codecs
 import json
 import re
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import xxhash
 
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])?[ \t\n\r]*")
-_SPACE = re.compile(r"[ \t\n\r]*")
 # So much of the file is read at once.
 _PIECE_BYTES = 1 << 22
 _HEAD_BYTES = 1 << 12
@@ -19,6 +18,13 @@ _LONGEST_VALUE = 1 << 30
 # Characters behind a number that may belong to it, as in 1.5e+7, and those of -Infinity.
 _TAIL = 16
 _decode = json.JSONDecoder().raw_decode
+
+
+class Readable(Protocol):
+    """A binary file that is open, of any kind."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to this many bytes, none at the end."""
 
 
 class JsonWindow:
@@ -40,7 +46,7 @@ class JsonWindow:
         ('[', (1, '1'), ',')
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Readable) -> None:
         self._file = file
         self._digest = xxhash.xxh3_128()
         self._text = ""
@@ -68,14 +74,6 @@ class JsonWindow:
     def fingerprint(self) -> str:
         """Return the XXH3-128 of the bytes that were read so far, in hexadecimal."""
         return self._digest.hexdigest()
-
-    def skip_space(self) -> None:
-        """Go to the next character that is no space."""
-        while True:
-            match = _SPACE.match(self._text, self._position)
-            self._position = match.end() if match else self._position
-            if self._position < len(self._text) or not self._fill():
-                return
 
     def peek(self) -> str:
         """Return the next character.

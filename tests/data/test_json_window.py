@@ -33,7 +33,6 @@ def make_window(monkeypatch, content: bytes, piece_bytes: int) -> JsonWindow:
 
 
 def read_list(window: JsonWindow) -> list:
-    window.skip_space()
     mark = window.read_mark("[")
     values = []
     while mark != "]":
