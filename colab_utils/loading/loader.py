@@ -478,9 +478,10 @@ class Loader:
 
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
-            epoch that began while shards arrived. ``left`` lists the images of this epoch that
-            remained when the batch size changed. ``moved`` lists the late batches that come at the
-            end of the epoch (``max_wait_s``).
+            epoch that began while shards arrived. ``earlier`` tells what was delivered of this
+            epoch before the batch size changed; ``left`` is for states of older versions, which
+            list the images instead. ``moved`` lists the late batches that come at the end of the
+            epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -494,8 +495,9 @@ class Loader:
             epoch=order.epoch,
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
-            left=order.left.tolist() if len(order.left) < order.size else [],
+            left=list(order.first_left),
             moved=list(self._moved),
+            earlier=list(order.earlier),
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -518,7 +520,7 @@ class Loader:
         self._moved = list(saved.moved)
         self._resumed = True
         if is_resized:
-            order.leave_out_seen(saved)
+            order.leave_out(saved.describe_delivered())
             self._delivered = 0
             self._moved = []
         # Passes without batches would otherwise follow each other for ever.
