@@ -164,6 +164,7 @@ def _check(
     deep: bool = False,
 ) -> Any:
     """Look over a COCO dataset: every defect by name."""
+    from colab_utils.data.coco import CocoDataset, read_coco
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
@@ -172,14 +173,16 @@ def _check(
             "--val-images is given without --val-annotations. Name its JSON, too."
         )
     validation = (val_images or images, val_annotations) if val_annotations else None
+    source: str | CocoDataset = annotations
     if repair:
         checked = repair_annotations(
             images, annotations, output=repair, crowds=crowds, deep=deep, validation=validation
         )
     else:
-        checked = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
+        source = read_coco(annotations)
+        checked = colab_utils.check_dataset(images, source, deep=deep, validation=validation)
     if report:
-        page = write_check(checked, images, annotations, report, repaired=repair)
+        page = write_check(checked, images, source, report, repaired=repair)
         print(f"report: {page}", file=sys.stderr)
     return checked
 
@@ -283,7 +286,7 @@ def _preprocess(
 ) -> Any:
     """Write a COCO dataset as shards."""
     from colab_utils.shards import parts
-    from colab_utils.shards.plan import plan_shards
+    from colab_utils.shards.plan import Annotations, open_annotations, plan_shards
     from colab_utils.shards.write import find_recipe
 
     if finish:
@@ -297,18 +300,20 @@ def _preprocess(
     if begun:
         # What is not asked for stays as it was begun.
         storage = begun["storage"]
+    opened: Annotations = annotations
     if plan or storage == "auto":
         names = settings.keys() & {"min_size", "max_size", "workers"}
         sizes = {name: settings[name] for name in names}
-        planned = plan_shards(images, annotations, storage=storage, **sizes)
+        opened = open_annotations(images, annotations)
+        planned = plan_shards(images, opened, storage=storage, **sizes)
         if plan:
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
     settings |= {"shards": shards, "storage": storage}
     if part is None:
-        return _name_skipped(colab_utils.write_shards(images, annotations, **settings))
-    report = _name_skipped(parts.write_part(images, annotations, part=part, **settings))
+        return _name_skipped(colab_utils.write_shards(images, opened, **settings))
+    report = _name_skipped(parts.write_part(images, opened, part=part, **settings))
     number, count = part
     print(
         f"note: part {number} of {count} is written. When all are, run it with --finish in place "

@@ -8,13 +8,13 @@ import io
 import os
 import stat
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import xxhash
@@ -127,11 +127,59 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = file.read()
     if len(content) < size:
-        raise ShortReadError(
-            f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: "
-            "what is done is safe. If it stays so, put the file there again."
-        )
+        raise _explain_short(path, len(content), size)
     return content
+
+
+class FileStream:
+    """Read an open file to its end, no faster than the slowed folder that it lies in allows."""
+
+    def __init__(self, path: str | Path, file: BinaryIO) -> None:
+        self._path = path
+        self._file = file
+        self._profile = find_profile(path)
+        self._size = os.fstat(file.fileno()).st_size
+        self._count = 0
+
+    def read(self, size: int) -> bytes:
+        """Return so many bytes; fewer only at the end of the file."""
+        started = perf_counter()
+        with guard_drive(self._path):
+            content = self._file.read(size)
+        # Drive opens it at the first read alone.
+        place = None if self._count else 0
+        wait_as_drive(self._profile, self._path, place, len(content), started)
+        self._count += len(content)
+        if not content and self._count < self._size:
+            raise _explain_short(self._path, self._count, self._size)
+        return content
+
+
+@contextmanager
+def open_stream(path: str | Path, *, most_bytes: float = MOST_BYTES) -> Iterator[FileStream]:
+    """Open a file to read it from its begin to its end, in pieces of any size.
+
+    Raises:
+        ColabUtilsError: it is none to read: see `open_file`.
+        ShortReadError: while it is read, as `read_whole`; DriveLostError and OSError in the same
+            way.
+
+    Example:
+        >>> with open_stream(__file__) as file:
+        ...     file.read(3) == read_whole(__file__)[:3]
+        True
+    """
+    with guard_drive(path):
+        file = open_file(path, most_bytes=most_bytes)
+    with file:
+        yield FileStream(path, file)
+
+
+def _explain_short(path: str | Path, count: int, size: int) -> ShortReadError:
+    return ShortReadError(
+        f"Only {count:,} of the {size:,} bytes of {path} came. Run the same again: "
+        "what is done is safe. If it stays so, put the file there again."
+    )
 
 
 def parse_file(
@@ -368,6 +416,32 @@ def hash_bytes(*parts: Any) -> str:
     for part in parts:
         state.update(part)
     return state.hexdigest()
+
+
+class FileStamp(NamedTuple):
+    """What tells, without reading it, that a file is the one that it was."""
+
+    name: str
+    bytes: int
+    """Its size; -1 where there is no file."""
+    modified_ns: int
+    """When it was written to, in nanoseconds since 1970."""
+
+
+def stamp_file(path: Path) -> FileStamp:
+    """Return what tells that a file is the one that it was.
+
+    Raises:
+        DriveLostError: Drive went away.
+
+    Example:
+        >>> stamp_file(Path("no/such/file"))
+        FileStamp(name='file', bytes=-1, modified_ns=0)
+    """
+    with suppress(FileNotFoundError, NotADirectoryError), guard_drive(path):
+        status = path.stat()
+        return FileStamp(path.name, status.st_size, status.st_mtime_ns)
+    return FileStamp(path.name, -1, 0)
 
 
 def drop_cached(path: Path) -> None:

@@ -98,7 +98,7 @@ class DatasetReport:
 
 def check_dataset(
     images: str | Path,
-    annotations: str | Path,
+    annotations: str | Path | CocoDataset,
     *,
     deep: bool = False,
     validation: tuple[str | Path, str | Path] | None = None,
@@ -107,7 +107,7 @@ def check_dataset(
 
     Args:
         images: the image folder.
-        annotations: COCO instance JSON.
+        annotations: COCO instance JSON, or what `read_coco` gave.
         deep: decode each image, in place of its header and end: finds damage in the middle where
             its format has checksums, as PNG has. Preprocessing does so, too.
         validation: image folder and JSON of the validation set: is a picture in both?

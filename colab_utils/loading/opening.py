@@ -20,7 +20,8 @@ from colab_utils.loading.writing import FollowedWriting, Writing, WritingShards,
 from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.plan import make_recipe, open_annotations
+from colab_utils.shards.plan import make_recipe, open_annotations, stamp_annotations
+from colab_utils.shards.source import read_source
 from colab_utils.shards.write import find_common_recipe
 from colab_utils.streams import require_streams
 
@@ -89,9 +90,8 @@ def open_dataset(
     require_number("max_bad", max_bad, least=0, most=1)
     require_streams(streams)
     require_count("seed", seed, least=0)
-    fingerprint = Retries().run(partial(read_fingerprint, annotations))
-    is_on_ssd = _has_shards(ssd, fingerprint) and _has_all_files(ssd)
-    is_on_drive = drive is not None and _has_shards(drive, fingerprint)
+    is_on_ssd = _has_shards(ssd, annotations) and _has_all_files(ssd)
+    is_on_drive = drive is not None and _has_shards(drive, annotations)
     if is_on_ssd and (is_on_drive or drive is None):
         return _open_shards(ssd, seed, contiguous_labels)
     if drive is not None and is_on_drive:
@@ -156,7 +156,7 @@ def _open_shards(folder: Path, seed: int, contiguous_labels: bool) -> ShardDatas
     return shards
 
 
-def _has_shards(folder: Path, fingerprint: str) -> bool:
+def _has_shards(folder: Path, annotations: Path) -> bool:
     """Return whether a folder has an index of all shards of a dataset.
 
     Raises:
@@ -166,6 +166,12 @@ def _has_shards(folder: Path, fingerprint: str) -> bool:
     if not retries.write(folder, (folder / INDEX_NAME).exists):
         return False
     index = read_index(folder, retries)
+    # A JSON that is the one that it was is not read.
+    source = read_source(folder, index.fingerprint)
+    if source is not None and source.json == stamp_annotations(annotations):
+        fingerprint = source.fingerprint
+    else:
+        fingerprint = retries.run(partial(read_fingerprint, annotations))
     if index.fingerprint != fingerprint:
         raise ColabUtilsError(
             f"The shards in {folder} are of other annotations. Name another folder, or delete "

@@ -9,14 +9,14 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from threading import Event
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
@@ -24,9 +24,11 @@ import numpy as np
 
 import colab_utils
 from colab_utils.data.coco import CocoDataset
+from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
 from colab_utils.shards.plan import split_images
+from colab_utils.shards.source import ShardSource, parse_source
 
 PLAN_NAME = "plan.json"
 
@@ -75,6 +77,10 @@ class JobPlan:
     crowds: int
     version: str
     """Of the package: one version writes all shards."""
+    source: ShardSource
+    """The files that the shards are made of."""
+    planned_ns: int
+    """When it was planned, in nanoseconds since 1970."""
     count: int = 0
     """How many shards are to be written; 0 where the folder is finished."""
 
@@ -116,19 +122,27 @@ class RunStop(Event):
         return super().is_set()
 
 
-def make_plan(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> JobPlan:
+def make_plan(folder: Path, images: Path, dataset: SpooledCoco, recipe: dict[str, Any]) -> JobPlan:
     """Return the plan of a dataset's shards, which is not saved yet."""
     return JobPlan(
         shards=str(folder.absolute()),
         image_folder=str(images.absolute()),
-        fingerprint=dataset.fingerprint,
+        fingerprint=dataset.images.fingerprint,
         recipe=recipe,
-        categories=list(dataset.categories),
+        categories=list(dataset.images.categories),
         images=len(dataset),
-        annotations=len(dataset.ids),
+        annotations=dataset.annotations,
         crowds=dataset.crowds,
         version=colab_utils.__version__,
+        source=describe_source(dataset),
+        planned_ns=time_ns(),
     )
+
+
+def describe_source(dataset: SpooledCoco) -> ShardSource:
+    """Return what tells that a JSON is the one that was read."""
+    fingerprint = dataset.images.fingerprint
+    return ShardSource(fingerprint, dataset.stamp, dataset.annotations, dataset.crowds)
 
 
 def read_plan(folder: Path) -> JobPlan | None:
@@ -143,17 +157,22 @@ def read_plan(folder: Path) -> JobPlan | None:
     return None
 
 
-def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> JobPlan:
-    """Write a plan, and the annotations of each of its shards, which ``cut`` gives; return it with
-    their number, which is known before they are cut.
+def save_plan(plan: JobPlan, dataset: SpooledCoco) -> JobPlan:
+    """Write a plan, and the annotations of each of its shards; return it with their number.
 
     Machines that do it at the same time write the same.
     """
-    plan = replace(plan, count=len(split_images(plan.recipe, plan.images)))
+    parts = split_images(plan.recipe, plan.images)
+    plan = replace(plan, count=len(parts))
     plan.files.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(cut()):
+    for number, part in enumerate(dataset.cut(parts)):
         write_file(_name_part(plan, number), _dump_part(part))
-    content = {"key": plan.key, "plan": _describe(plan)}
+    content = {
+        "key": plan.key,
+        "plan": _describe(plan),
+        "source": asdict(plan.source),
+        "planned_ns": plan.planned_ns,
+    }
     write_file(Path(plan.shards, PLAN_NAME), json.dumps(content, indent=1).encode())
     return plan
 
@@ -196,14 +215,20 @@ def _explain_damage(path: Path, reason: object) -> ColabUtilsError:
 
 def _describe(plan: JobPlan) -> dict[str, Any]:
     content = asdict(plan)
-    # The folder may lie elsewhere later.
-    del content["shards"]
+    # The folder may lie elsewhere later, and whoever plans the same shards makes the same files.
+    for name in ("shards", "source", "planned_ns"):
+        del content[name]
     return content
 
 
 def _parse_plan(folder: Path, content: bytes) -> JobPlan:
     raw = json.loads(content)
-    plan = JobPlan(shards=str(folder.absolute()), **raw["plan"])
+    plan = JobPlan(
+        shards=str(folder.absolute()),
+        source=parse_source(raw["source"]),
+        planned_ns=raw["planned_ns"],
+        **raw["plan"],
+    )
     if plan.key != raw["key"]:
         raise ValueError("another checksum")
     return plan

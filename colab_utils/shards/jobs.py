@@ -217,17 +217,22 @@ def has_files(index: ShardIndex, folder: Path) -> bool:
 
 
 def are_still_bad(index: ShardIndex, images: Path, dataset: CocoDataset) -> bool:
-    """Return whether no image that an index skipped was repaired since."""
-    if not index.skipped:
-        return True
+    """Return whether no image of a dataset that an index skipped was repaired since."""
     names = {image.file_name for image in index.skipped}
-    for i in range(len(dataset)):
-        if dataset.file_name(i) not in names:
-            continue
-        read = partial(read_image, images, dataset, i)
-        if not isinstance(try_sample(read, dataset, i, index.recipe), SkippedImage):
-            return False
-    return True
+    if not names:
+        return True
+    places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
+    retries = Retries()
+    read = partial(read_image, images, dataset, retries=retries)
+    reader = Reader(read, place=images, retries=retries)
+    try:
+        for place, reading in zip(places, reader.read_all(places), strict=True):
+            sample = try_sample(reading.take, dataset, place, index.recipe)
+            if not isinstance(sample, SkippedImage):
+                return False
+        return True
+    finally:
+        reader.close()
 
 
 def _find_finished(part: ShardPart) -> ShardIndex | None:

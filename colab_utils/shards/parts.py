@@ -2,29 +2,37 @@
 
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any, Literal
 
 import colab_utils
-from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import FileStamp
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_local_path, require_number
 from colab_utils.shards.copy import COPY_STREAMS
-from colab_utils.shards.index import ShardIndex, read_index, write_index
-from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, remove_plan, save_plan
+from colab_utils.shards.index import ShardIndex, read_index
+from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, save_plan
 from colab_utils.shards.jobs import find_shard, name_shard, write_shard
 from colab_utils.shards.lock import remove_leftovers
-from colab_utils.shards.plan import count_processes, make_recipe, open_annotations
+from colab_utils.shards.plan import (
+    Annotations,
+    count_processes,
+    make_recipe,
+    open_annotations,
+    stamp_annotations,
+)
 from colab_utils.shards.running import run_here
+from colab_utils.shards.source import ShardSource
 from colab_utils.shards.stored_images import Storage
 from colab_utils.shards.write import (
     ShardReport,
     begin_folder,
     check_bad,
-    cut_datasets,
     find_finished,
+    find_known,
+    finish_folder,
     join_index,
     make_report,
     write_all,
@@ -37,7 +45,7 @@ _NAMED = 100
 
 def plan_jobs(
     images: str | Path,
-    annotations: str | Path,
+    annotations: Annotations,
     *,
     shards: str | Path,
     shard_mb: float = 128,
@@ -85,20 +93,26 @@ def plan_jobs(
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
-    if plan is not None and _fits(plan, images, annotations, recipe):
+    is_ours = plan is not None and _has_settings(plan, images, recipe)
+    if plan is not None and is_ours and plan.source.json == stamp_annotations(annotations):
         return plan
+    known = patience.write(folder, find_known, folder, images, annotations, recipe)
+    if known is not None:
+        return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
+    if plan is not None and is_ours and plan.fingerprint == dataset.images.fingerprint:
+        return plan
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is not None:
         return make_plan(folder, images, dataset, index.recipe)
     recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
     plan = make_plan(folder, images, dataset, recipe)
-    return patience.write(folder, save_plan, plan, partial(cut_datasets, dataset, recipe))
+    return patience.write(folder, save_plan, plan, dataset)
 
 
 def write_part(
     images: str | Path,
-    annotations: str | Path,
+    annotations: Annotations,
     *,
     part: tuple[int, int],
     workers: int | Literal["auto"] = "auto",
@@ -167,21 +181,34 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
         )
     done = [index for index in indexes if index is not None]
     check_bad(plan, done, max_bad)
-    index = join_index(plan, done)
-    patience.write(folder, write_index, folder, index)
-    patience.write(folder, remove_plan, folder)
+    index = finish_folder(folder, plan, done)
     patience.write(folder, remove_leftovers, folder)
-    return make_report(index, started_s, annotations=plan.annotations, crowds=plan.crowds)
+    return make_report(index, started_s, plan.source)
 
 
-def _fits(plan: JobPlan, images: Path, annotations: str | Path, recipe: dict[str, Any]) -> bool:
-    """Return whether a plan is one of these data and settings, and of this version."""
-    fingerprint = Retries().run(partial(read_fingerprint, require_local_path(annotations)))
+def _has_settings(plan: JobPlan, images: Path, recipe: dict[str, Any]) -> bool:
+    """Return whether a plan is one of these images and settings, and of this version."""
     return (
-        plan.fingerprint == fingerprint
-        and plan.recipe.items() >= recipe.items()
+        plan.recipe.items() >= recipe.items()
         and plan.image_folder == str(images.absolute())
         and plan.version == colab_utils.__version__
+    )
+
+
+def _plan_nothing(folder: Path, images: Path, index: ShardIndex, source: ShardSource) -> JobPlan:
+    """Return the plan of a folder that is known to be finished."""
+    return JobPlan(
+        shards=str(folder.absolute()),
+        image_folder=str(images.absolute()),
+        fingerprint=index.fingerprint,
+        recipe=index.recipe,
+        categories=list(index.categories),
+        images=index.images + len(index.skipped),
+        annotations=source.annotations,
+        crowds=source.crowds,
+        version=colab_utils.__version__,
+        source=source,
+        planned_ns=time_ns(),
     )
 
 
@@ -193,4 +220,5 @@ def _find(folder: Path, plan: JobPlan, number: int) -> ShardIndex | None:
 def _report_shards(index: ShardIndex, started_s: float) -> ShardReport:
     """Return the report of shards alone, which do not tell what else the annotations have."""
     annotations = sum(shard.annotations for shard in index.shards)
-    return make_report(index, started_s, annotations=annotations, crowds=0)
+    source = ShardSource(index.fingerprint, FileStamp("", -1, 0), annotations, crowds=0)
+    return make_report(index, started_s, source)

@@ -111,7 +111,7 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
 def write_check(
     report: DatasetReport,
     images: str | Path,
-    annotations: str | Path,
+    annotations: str | Path | CocoDataset,
     path: str | Path,
     *,
     repaired: str | Path = "",
@@ -122,7 +122,8 @@ def write_check(
     Args:
         report: from `check_dataset`, or from ``repair_annotations``.
         images: the image folder.
-        annotations: the COCO JSON that was checked; of a repair, the original.
+        annotations: the COCO JSON that was checked, or what `read_coco` gave; of a repair, the
+            original.
         path: of the page; an earlier page there is replaced.
         repaired: of a repair, the new JSON: images are drawn before and after.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
@@ -22,7 +23,7 @@ class OpenData:
 
     dataset: ShardDataset | CocoFolder
     """All images, with labels from 1 on."""
-    rows: list[int]
+    rows: NDArray[np.int64]
     """Those of the images that have objects: they are trained on."""
     validation: ShardDataset | None
     """The images that the average precision is measured on."""
@@ -56,8 +57,10 @@ class OpenData:
         if not difference:
             return state
         warnings.warn(f"{difference}: its epoch begins anew", ColabUtilsWarning, stacklevel=3)
-        images = {"images": len(self.rows), "batch": 0, "joined": [], "left": []}
-        return {**state, **images}
+        anew: dict[str, Any] = {"images": len(self.rows), "batch": 0}
+        for name in ("joined", "left", "moved", "earlier"):
+            anew[name] = []
+        return {**state, **anew}
 
     def describe(self) -> dict[str, Any]:
         """Return what must be the same in all processes, or they would share no batches."""
@@ -158,8 +161,8 @@ def _find_images(
                 f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
                 "Make both from annotations with the same categories."
             )
-    rows = np.flatnonzero(dataset.has_objects).tolist()
-    if not rows:
+    rows = np.flatnonzero(dataset.has_objects)
+    if not len(rows):
         raise ColabUtilsError(
             f"None of the {len(dataset)} images in {place} has objects. "
             "Check the annotations that the shards were made from."

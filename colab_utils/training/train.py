@@ -2,11 +2,11 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import Subset
@@ -223,7 +223,8 @@ def train(
             state=state,
         )
         loader = make_loader(
-            Subset(data.dataset, data.rows),
+            # An array is a quarter of a list.
+            Subset(data.dataset, cast(Sequence[int], data.rows)),
             batch_size=prepared.batch_size,
             device=device,
             seed=seed,
