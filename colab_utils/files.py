@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 from weakref import WeakSet
 
 import xxhash
@@ -23,6 +23,7 @@ from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, ShortReadE
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux
 from colab_utils.os_errors import SHORTAGES
+from colab_utils.places import Place, UrlFile, UrlPath
 from colab_utils.slow_drive import DriveProfile, find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
@@ -35,10 +36,12 @@ MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole: no photo is larger."""
 # Of a file that is hashed, so many bytes are read at once.
 _PIECE_BYTES = 1 << 20
+# The same at a URL, where each request takes its time.
+_BLOCK_BYTES = 8 << 20
 
 
-def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
-    """Open a file to read it, at once and whatever lies there.
+def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
+    """Open a file to read it, at once and whatever lies there; at a URL in pieces.
 
     Raises:
         ColabUtilsError: it is a named pipe, a socket or a device, or larger than ``most_bytes``.
@@ -49,6 +52,8 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, ...
     """
+    if isinstance(path, UrlPath):
+        return cast(BinaryIO, io.BufferedReader(UrlFile(path), _PIECE_BYTES))
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     try:
         status = os.fstat(file.fileno())
@@ -82,7 +87,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_file(
-    path: str | Path, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
+    path: str | Place, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
 ) -> bytes:
     """Read a file, no faster than the slowed folder that it lies in allows.
 
@@ -107,14 +112,16 @@ def read_file(
         return Retries().run(read)
 
 
-def _read_once(path: str | Path, profile: DriveProfile | None, most_bytes: float) -> bytes:
+def _read_once(path: str | Place, profile: DriveProfile | None, most_bytes: float) -> bytes:
+    if isinstance(path, UrlPath):
+        return path.read_bytes()
     started = perf_counter()
     content = read_whole(path, most_bytes=most_bytes)
     wait_as_drive(profile, path, 0, len(content), started)
     return content
 
 
-def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
+def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
     """Read a file once, at full speed.
 
     Raises:
@@ -127,6 +134,8 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
         >>> read_whole(__file__) == read_file(__file__)
         True
     """
+    if isinstance(path, UrlPath):
+        return path.read_bytes()
     with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read()
@@ -139,7 +148,7 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
 
 
 def parse_file(
-    path: str | Path,
+    path: str | Place,
     read: Callable[[], bytes],
     parse: Callable[[bytes], _Result],
 ) -> _Result:
@@ -261,6 +270,15 @@ class DriveFile(io.IOBase):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
+def open_pieces(
+    path: str | Place, retries: Retries | None = None, *, block_bytes: int = 0
+) -> DriveFile | UrlFile:
+    """Open a file to read it in pieces: see `DriveFile`, and `UrlFile` for one at a URL."""
+    if isinstance(path, UrlPath):
+        return UrlFile(path, retries, block_bytes=block_bytes)
+    return DriveFile(path, retries)
+
+
 class OpenFiles:
     """Files of a dataset that stay open to be read again: those that were read last.
 
@@ -268,7 +286,7 @@ class OpenFiles:
     closed when nothing reads it any more. Threads may share it.
 
     Args:
-        retries: Of each `DriveFile`.
+        retries: Of each file; see `open_pieces`.
 
     Attributes:
         get: Returns the file of a path, open.
@@ -279,7 +297,7 @@ class OpenFiles:
         True
     """
 
-    get: Callable[[str], DriveFile]
+    get: Callable[[Any], DriveFile | UrlFile]
 
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
@@ -292,7 +310,7 @@ class OpenFiles:
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         capacity = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
-        self.get = lru_cache(capacity)(partial(DriveFile, retries=self._retries))
+        self.get = lru_cache(capacity)(partial(open_pieces, retries=self._retries))
 
 
 # Of all datasets of this process.
@@ -318,14 +336,17 @@ def name_temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{writer}.part")
 
 
-def write_file(path: Path, *parts: bytes | memoryview) -> None:
+def write_file(path: Place, *parts: bytes | memoryview) -> None:
     """Write a file of these parts under a temporary name, read it back, then rename it.
 
-    A failure leaves nothing behind.
+    A failure leaves nothing behind. For one at a URL see `UrlPath.write`.
 
     Raises:
         OSError: what Python raised, or EIO where the file reads back differently.
     """
+    if isinstance(path, UrlPath):
+        path.write(*parts)
+        return
     temporary = name_temporary(path)
     try:
         with open(temporary, "wb") as file:
@@ -381,17 +402,22 @@ def drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def has_size(path: Path, size: int) -> bool:
+def has_size(path: Place, size: int) -> bool:
     """Return whether there is a file of this size in bytes."""
+    if isinstance(path, UrlPath):
+        # One question in place of two.
+        with suppress(FileNotFoundError):
+            return path.stat().st_size == size
+        return False
     return path.is_file() and path.stat().st_size == size
 
 
-def hash_file(path: str | Path) -> tuple[int, str]:
+def hash_file(path: str | Place, retries: Retries | None = None) -> tuple[int, str]:
     """Return the size of a file in bytes, and its XXH3-64 in hexadecimal."""
     state = xxhash.xxh3_64()
     size = 0
     piece = memoryview(bytearray(_PIECE_BYTES))
-    with DriveFile(path) as file:
+    with open_pieces(path, retries, block_bytes=_BLOCK_BYTES) as file:
         while True:
             count = file.readinto(piece, size)
             if not count:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
@@ -22,10 +21,10 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import count_cores
+from colab_utils.places import Place, open_place
 from colab_utils.processes import fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
-from colab_utils.require import require_local_path
 
 # Examples that are kept of each kind.
 _EXAMPLES = 5
@@ -86,17 +85,18 @@ class DatasetReport:
 
 
 def check_dataset(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place,
     *,
     deep: bool = False,
-    validation: tuple[str | Path, str | Path] | None = None,
+    validation: tuple[str | Place, str | Place] | None = None,
 ) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset, on all cores.
 
     Args:
-        images: the image folder.
-        annotations: COCO instance JSON.
+        images: the image folder; its path, or a URL that fsspec knows, such as
+            ``s3://bucket/images``.
+        annotations: COCO instance JSON; likewise.
         deep: decode each image, in place of its header and end: finds damage in the middle where
             its format has checksums, as PNG has. Preprocessing does so, too.
         validation: image folder and JSON of the validation set: is a picture in both?
@@ -112,9 +112,10 @@ def check_dataset(
         ...     check_dataset(made.images, made.annotations).ok
         True
     """
-    folder = require_local_path(images)
+    folder = open_place(images)
     for place in validation or ():
-        require_local_path(place)
+        # What cannot be read is told before the work begins.
+        open_place(place)
     dataset = read_coco(annotations)
     findings = inspect_images(folder, dataset, deep=deep)
     shared: dict[int, str] = {}
@@ -124,7 +125,7 @@ def check_dataset(
     return _sum_up(dataset, findings, shared.values())
 
 
-def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
+def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
     """Return what is wrong with each image and its annotations, in the dataset's order.
 
     Raises:
@@ -149,7 +150,7 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
     return findings
 
 
-def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
+def _inspect_part(images: Place, deep: bool, part: CocoDataset) -> list[Findings]:
     retries = Retries()
     read = partial(read_header, images, part, retries=retries, deep=deep)
     reader = Reader(read, place=images, retries=retries)
@@ -239,15 +240,16 @@ def _find_repeated_names(dataset: CocoDataset, findings: Sequence[Findings]) -> 
 
 
 def find_shared(
-    images: Path,
+    images: Place,
     dataset: CocoDataset,
     headers: Sequence[Header],
-    others: str | Path,
-    annotations: str | Path,
+    others: str | Place,
+    annotations: str | Place,
 ) -> dict[int, str]:
     """Return the pictures that are in another dataset, too, by whatever name, each with what it
     is there: files whose sizes match are compared.
     """
+    others = open_place(others)
     require_folder(others)
     by_size = defaultdict[int, list[int]](list)
     other = read_coco(annotations)

@@ -23,7 +23,7 @@ from colab_utils.data.image_paths import find_file, list_meanings, require_folde
 from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
-from colab_utils.require import require_local_path
+from colab_utils.places import Place, open_place
 
 # What `Columns` holds of each image, and of each annotation.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
@@ -97,7 +97,7 @@ class CocoDataset:
         number = int(self.image_ids[index])
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
-    def find_image(self, folder: str | Path, index: int) -> tuple[Path, bool]:
+    def find_image(self, folder: str | Place, index: int) -> tuple[Place, bool]:
         """Return the image's file, always below ``folder``, and whether its base name alone found
         it.
 
@@ -207,7 +207,7 @@ def _take_parts(
     return b"".join(parts), np.append(0, np.cumsum(lengths))
 
 
-def read_coco(annotations: str | Path) -> CocoDataset:
+def read_coco(annotations: str | Place) -> CocoDataset:
     """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category
     ids.
 
@@ -217,7 +217,7 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     alone, and only when you ask for it: see `CocoDataset.read_annotations`.
 
     Args:
-        annotations: the JSON file.
+        annotations: the JSON file; its path, or a URL that fsspec knows.
 
     Raises:
         ColabUtilsError: if there is no such file, or it is not COCO instance JSON.
@@ -236,12 +236,12 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> dataset.annotations(0)[0]["segmentation"]
         [[0, 0, 4, 0, 4, 4]]
     """
-    path = require_local_path(annotations)
+    path = open_place(annotations)
     fingerprint, columns = read_columns(path)
     return _group(columns, fingerprint)
 
 
-def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
+def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
     """Read annotations as `read_coco`, for those who read the images: each annotation must be of
     one image and one category.
 

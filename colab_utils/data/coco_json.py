@@ -4,7 +4,6 @@ import json
 import re
 from array import array
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from colab_utils.data.decoding import name_kind
@@ -14,6 +13,7 @@ from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import find_free_memory
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import Place
 
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
@@ -30,7 +30,7 @@ _NAME_INSTANCES = (
 _decode = json.JSONDecoder().raw_decode
 
 
-def read_columns(path: Path) -> "tuple[str, Columns]":
+def read_columns(path: Place) -> "tuple[str, Columns]":
     """Return the XXH3-128 of a COCO JSON in hexadecimal, and what its entries hold.
 
     Raises:
@@ -65,7 +65,7 @@ def read_columns(path: Path) -> "tuple[str, Columns]":
     return fingerprint, columns
 
 
-def read_fingerprint(path: Path) -> str:
+def read_fingerprint(path: Place) -> str:
     """Return the XXH3-128 of a COCO JSON in hexadecimal, without looking at its entries.
 
     Raises:
@@ -75,7 +75,7 @@ def read_fingerprint(path: Path) -> str:
     return fingerprint
 
 
-def _read_text(path: Path) -> tuple[str, str]:
+def _read_text(path: Place) -> tuple[str, str]:
     """Return fingerprint and text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte
     order mark.
     """
@@ -97,11 +97,11 @@ def _read_text(path: Path) -> tuple[str, str]:
         ) from None
 
 
-def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
+def _expect(path: Place, found: str, cure: str) -> ColabUtilsError:
     return ColabUtilsError(f"expected COCO instance JSON in {path}, found {found}. {cure}")
 
 
-def _read_sections(text: str, path: Path, columns: "Columns") -> set[str]:
+def _read_sections(text: str, path: Place, columns: "Columns") -> set[str]:
     """Add each entry of the three lists of a COCO JSON; return which of the lists it has."""
     sections = set[str]()
     mark, position = _read_mark(text, 0, "{")
@@ -126,7 +126,7 @@ def _read_sections(text: str, path: Path, columns: "Columns") -> set[str]:
     return sections
 
 
-def _read_list(text: str, position: int, section: str, path: Path, columns: "Columns") -> int:
+def _read_list(text: str, position: int, section: str, path: Place, columns: "Columns") -> int:
     """Add each entry of the list that begins at this position; return where it ends."""
     if text[position] != "[":
         raise _expect(path, f"no list of {section}", _NAME_INSTANCES)

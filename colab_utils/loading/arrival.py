@@ -18,6 +18,7 @@ import psutil
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
+from colab_utils.places import Place
 from colab_utils.processes import ThreadPool, start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
 from colab_utils.shards.index import ShardIndex, write_index
@@ -56,7 +57,7 @@ class Arrival:
 
     def __init__(
         self,
-        source: Path,
+        source: Place,
         target: Path,
         index: ShardIndex,
         *,
@@ -368,7 +369,7 @@ class Arrival:
 class ArrivedShards:
     """The shards that have arrived in a folder, from the status that their `Arrival` writes."""
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Place, key: str) -> None:
         self.folder = folder
         self.key = key
         self._numbers: Collection[int] = ()
@@ -406,7 +407,7 @@ class ArrivedShards:
             sleep(POLL_S)
 
 
-def read_status(target: Path, key: str) -> dict[str, Any]:
+def read_status(target: Place, key: str) -> dict[str, Any]:
     """Return the status that an `Arrival` of the shards of this key has written, for any process;
     empty if it is complete.
     """

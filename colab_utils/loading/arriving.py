@@ -11,6 +11,7 @@ from colab_utils.loading.arrival import Arrival, ArrivedShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
+from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
@@ -25,7 +26,7 @@ class _ArrivingFiles(ShardFiles):
     It waits for a shard that has not arrived. If shards take turns, it reads it in ``source``.
     """
 
-    def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
+    def __init__(self, source: Place, target: Place, key: str, *, rolls: bool) -> None:
         super().__init__(target)
         self._drive = ShardFiles(source)
         self._rolls = rolls
@@ -60,7 +61,7 @@ class ArrivingShards(ShardDataset):
     An image whose shard has not arrived is waited for, in the workers of any ``DataLoader``, too.
 
     Args:
-        source: folder of shards, usually on Drive.
+        source: folder of shards, usually on Drive; or its URL, such as ``s3://bucket/shards``.
         target: folder to copy into, usually on the SSD.
         workers: shards copied at the same time (threads).
         limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is
@@ -85,7 +86,7 @@ class ArrivingShards(ShardDataset):
 
     def __init__(
         self,
-        source: str | Path,
+        source: str | Place,
         target: str | Path,
         *,
         workers: int = 4,
@@ -94,7 +95,7 @@ class ArrivingShards(ShardDataset):
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        source = require_local_path(source)
+        source = open_place(source)
         target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)

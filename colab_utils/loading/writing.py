@@ -23,6 +23,7 @@ from colab_utils.loading.arrival import Arrival, ArrivedShards
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
+from colab_utils.places import Place
 from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.copy import COPY_STREAMS, Copying
@@ -59,8 +60,8 @@ class Writing(Arrival):
     def __init__(
         self,
         ssd: Path,
-        drive: Path | None,
-        images: Path,
+        drive: Place | None,
+        images: Place,
         dataset: CocoDataset,
         recipe: dict[str, Any],
         *,
@@ -78,9 +79,9 @@ class Writing(Arrival):
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
         with ExitStack() as stack:
-            for folder in (drive, ssd):
-                if folder is not None:
-                    stack.enter_context(hold_folder(folder))
+            if drive is not None:
+                stack.enter_context(hold_folder(drive))
+            stack.enter_context(hold_folder(ssd))
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
             self._plan = make_plan(ssd, images, dataset, recipe)
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))

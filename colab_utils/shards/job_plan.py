@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from secrets import token_hex
 from threading import Event
 from time import monotonic
@@ -26,6 +25,7 @@ import colab_utils
 from colab_utils.data.coco import CocoDataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.shards.plan import split_images
 
 PLAN_NAME = "plan.json"
@@ -49,11 +49,11 @@ class ShardJob(NamedTuple):
     """
 
     @property
-    def stop_file(self) -> Path:
+    def stop_file(self) -> Place:
         """Return the file that makes every job of the run give up at its next image."""
         key, _, rest = self.run.partition("-")
         token, _, _ = rest.partition("-")
-        return Path(self.shards, f"plan-{key}", f"stop-{token}")
+        return open_place(self.shards) / f"plan-{key}" / f"stop-{token}"
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class JobPlan:
         return hash_bytes(json.dumps(_describe(self), sort_keys=True).encode())
 
     @property
-    def files(self) -> Path:
+    def files(self) -> Place:
         """Return the folder of the files that belong to this plan."""
-        return Path(self.shards, f"plan-{self.key}")
+        return open_place(self.shards) / f"plan-{self.key}"
 
     @property
     def jobs(self) -> list[ShardJob]:
@@ -116,7 +116,9 @@ class RunStop(Event):
         return super().is_set()
 
 
-def make_plan(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> JobPlan:
+def make_plan(
+    folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
+) -> JobPlan:
     """Return the plan of a dataset's shards, which is not saved yet."""
     return JobPlan(
         shards=str(folder.absolute()),
@@ -131,7 +133,7 @@ def make_plan(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str
     )
 
 
-def read_plan(folder: Path) -> JobPlan | None:
+def read_plan(folder: Place) -> JobPlan | None:
     """Read the plan of a folder of shards; None if there is none.
 
     Raises:
@@ -154,15 +156,19 @@ def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> JobPla
     for number, part in enumerate(cut()):
         write_file(_name_part(plan, number), _dump_part(part))
     content = {"key": plan.key, "plan": _describe(plan)}
-    write_file(Path(plan.shards, PLAN_NAME), json.dumps(content, indent=1).encode())
+    write_file(open_place(plan.shards) / PLAN_NAME, json.dumps(content, indent=1).encode())
     return plan
 
 
-def remove_plan(folder: Path) -> None:
+def remove_plan(folder: Place) -> None:
     """Remove the plan of a folder, with all its files."""
     (folder / PLAN_NAME).unlink(missing_ok=True)
     for files in folder.glob("plan-*"):
-        if _FILES.fullmatch(files.name):
+        if not _FILES.fullmatch(files.name):
+            continue
+        if isinstance(files, UrlPath):
+            files.remove_all()
+        else:
             shutil.rmtree(files, ignore_errors=True)
 
 
@@ -180,14 +186,14 @@ def load_part(plan: JobPlan, number: int) -> CocoDataset:
         raise _explain_damage(path, "it is missing") from None
 
 
-def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
+def _read(path: Place, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse_file(path, partial(read_file, path), parse)
     except _DAMAGE as error:
         raise _explain_damage(path, error) from None
 
 
-def _explain_damage(path: Path, reason: object) -> ColabUtilsError:
+def _explain_damage(path: Place, reason: object) -> ColabUtilsError:
     return ColabUtilsError(
         f"The plan of shards cannot be read in {path} ({reason!s:.100}). Delete {PLAN_NAME} in the "
         "folder of the shards and run the same again: finished shards stay."
@@ -201,7 +207,7 @@ def _describe(plan: JobPlan) -> dict[str, Any]:
     return content
 
 
-def _parse_plan(folder: Path, content: bytes) -> JobPlan:
+def _parse_plan(folder: Place, content: bytes) -> JobPlan:
     raw = json.loads(content)
     plan = JobPlan(shards=str(folder.absolute()), **raw["plan"])
     if plan.key != raw["key"]:
@@ -209,7 +215,7 @@ def _parse_plan(folder: Path, content: bytes) -> JobPlan:
     return plan
 
 
-def _name_part(plan: JobPlan, number: int) -> Path:
+def _name_part(plan: JobPlan, number: int) -> Place:
     return plan.files / f"{number:06d}.npz"
 
 

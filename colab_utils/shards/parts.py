@@ -1,7 +1,6 @@
 """Shards written in parts by any machines: plan them, write each anywhere, and finish."""
 
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
@@ -9,8 +8,9 @@ import colab_utils
 from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_local_path, require_number
+from colab_utils.require import require_number
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import ShardIndex, read_index, write_index
 from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, remove_plan, save_plan
@@ -36,10 +36,10 @@ _NAMED = 100
 
 
 def plan_jobs(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place,
     *,
-    shards: str | Path,
+    shards: str | Place,
     shard_mb: float = 128,
     min_size: int = 800,
     max_size: int = 1333,
@@ -47,10 +47,11 @@ def plan_jobs(
 ) -> JobPlan:
     """Plan the shards that `write_shards` would write, so that any machines write them in parts.
 
-    Every machine must see the folders at the same paths. Each job is two short texts and a number:
-    send it wherever you like, and call `write_shard` there. A job that was killed, or was done
-    twice, does no harm. When all are done, `finish` writes the index. The plan lies in the folder
-    of the shards until then; a second call finds it there.
+    Every machine must see the folders at the same paths, or at the same URLs that fsspec knows.
+    Each job is two short texts and a number: send it wherever you like, and call `write_shard`
+    there. A job that was killed, or was done twice, does no harm. When all are done, `finish`
+    writes the index. The plan lies in the folder of the shards until then; a second call finds it
+    there.
 
     Args:
         images: the image folder.
@@ -80,8 +81,8 @@ def plan_jobs(
         ...     print(finish(folder + "/shards").images)
         3
     """
-    images = require_local_path(images)
-    folder = require_local_path(shards)
+    images = open_place(images)
+    folder = open_place(shards)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
@@ -97,8 +98,8 @@ def plan_jobs(
 
 
 def write_part(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place,
     *,
     part: tuple[int, int],
     workers: int | Literal["auto"] = "auto",
@@ -133,7 +134,7 @@ def write_part(
     return _report_shards(join_index(plan, write_all(plan, run, max_bad)), started_s)
 
 
-def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
+def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     """Write the index of shards that were written in parts, from what lies there.
 
     It waits for nobody, and may be called again.
@@ -150,7 +151,7 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
         See `plan_jobs`.
     """
     started_s = perf_counter()
-    folder = require_local_path(shards)
+    folder = open_place(shards)
     require_number("max_bad", max_bad, least=0, most=1)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
@@ -174,9 +175,9 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
     return make_report(index, started_s, annotations=plan.annotations, crowds=plan.crowds)
 
 
-def _fits(plan: JobPlan, images: Path, annotations: str | Path, recipe: dict[str, Any]) -> bool:
+def _fits(plan: JobPlan, images: Place, annotations: str | Place, recipe: dict[str, Any]) -> bool:
     """Return whether a plan is one of these data and settings, and of this version."""
-    fingerprint = Retries().run(partial(read_fingerprint, require_local_path(annotations)))
+    fingerprint = Retries().run(partial(read_fingerprint, open_place(annotations)))
     return (
         plan.fingerprint == fingerprint
         and plan.recipe.items() >= recipe.items()
@@ -185,7 +186,7 @@ def _fits(plan: JobPlan, images: Path, annotations: str | Path, recipe: dict[str
     )
 
 
-def _find(folder: Path, plan: JobPlan, number: int) -> ShardIndex | None:
+def _find(folder: Place, plan: JobPlan, number: int) -> ShardIndex | None:
     path = name_shard(folder, number)
     return Retries().run(partial(find_shard, path, plan.fingerprint, plan.recipe, plan.files))
 

@@ -4,7 +4,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,6 +14,7 @@ from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import count_cores
+from colab_utils.places import Place, open_place
 from colab_utils.processes import fork_pool
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice, require_count, require_number
@@ -107,7 +107,7 @@ def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
     return [*range(ramp), *others.tolist()]
 
 
-def open_annotations(images: str | Path, annotations: str | Path) -> CocoDataset:
+def open_annotations(images: str | Place, annotations: str | Place) -> CocoDataset:
     """Open the annotations, checked for all that cannot be skipped image by image.
 
     Where Drive fails it is tried again.
@@ -145,8 +145,8 @@ class ShardPlan:
 
 
 def plan_shards(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place,
     *,
     storage: Storage | Literal["auto"] = "auto",
     min_size: int = 800,
@@ -186,7 +186,7 @@ def plan_shards(
     reason = "you asked for it"
     if storage == "auto":
         recipe["storage"], reason = _pick_storage(dataset, min_size, max_size)
-    images = Path(images)
+    images = open_place(images)
     # This loads the libraries, before anything is timed.
     with suppress(ColabUtilsError):
         try_images(images, dataset.subset(0, 1), recipe)
@@ -225,7 +225,7 @@ class ImageCost(NamedTuple):
 
 
 def try_images(
-    images: Path, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map
+    images: Place, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map
 ) -> list[ImageCost]:
     """Return what images that are spread over the dataset cost; bad ones are left out.
 
@@ -250,7 +250,7 @@ def try_images(
     return costs
 
 
-def _read_at_once(images: Path, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
+def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
     """Return the content of each dataset's only image, or why it cannot be read."""
 
     def read(place: int) -> bytes:

@@ -14,6 +14,7 @@ from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.opening import open_dataset
+from colab_utils.places import Place, open_place
 from colab_utils.training.ranks import Ranks
 
 
@@ -82,10 +83,10 @@ class OpenData:
 class DataSource:
     """Where the images of a run lie: shards, or loose files that become shards meanwhile."""
 
-    shards: str | Path | None = None
-    images: str | Path | None = None
-    annotations: str | Path | None = None
-    drive: str | Path | None = None
+    shards: str | Place | None = None
+    images: str | Place | None = None
+    annotations: str | Place | None = None
+    drive: str | Place | None = None
     """Folder for the shards of loose files, on Drive."""
     ssd: str | Path | None = None
     """Folder for the shards, on this machine's disk."""
@@ -116,7 +117,7 @@ class DataSource:
                 seed=seed,
                 contiguous_labels=True,
             )
-        shards = str(self.shards)
+        shards = open_place(self.shards or "")
         if self.ssd is None:
             return ShardDataset(shards, contiguous_labels=True)
         return ArrivingShards(
@@ -128,7 +129,7 @@ class DataSource:
 def open_data(
     source: DataSource,
     *,
-    val_shards: str | Path | None,
+    val_shards: str | Place | None,
     seed: int,
     ranks: Ranks,
 ) -> Iterator[OpenData]:
@@ -152,7 +153,7 @@ def open_data(
 def _find_images(
     dataset: ShardDataset | CocoFolder,
     source: DataSource,
-    val_shards: str | Path | None,
+    val_shards: str | Place | None,
 ) -> OpenData:
     """Return the dataset with the rows of its images with objects, and the validation images."""
     place = source.shards or source.images

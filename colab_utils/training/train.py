@@ -17,6 +17,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
+from colab_utils.places import Place, open_place
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
@@ -48,16 +49,16 @@ _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
 
 def train(
-    shards: str | Path | None = None,
+    shards: str | Place | None = None,
     run: str | Path | None = None,
     *,
-    images: str | Path | None = None,
-    annotations: str | Path | None = None,
-    drive: str | Path | None = None,
+    images: str | Place | None = None,
+    annotations: str | Place | None = None,
+    drive: str | Place | None = None,
     ssd: str | Path | None = None,
     local: str | Path | None = None,
     limit_gb: float | None = None,
-    val_shards: str | Path | None = None,
+    val_shards: str | Place | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     model: str | None = None,
@@ -288,13 +289,16 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
 
 
 def _check_paths(source: DataSource, val_shards: Any, *others: str | Path | None) -> None:
-    """Refuse what is no path, folders that are not on this machine, and data named twice."""
+    """Refuse what is no path, a URL where none is read, and data named twice."""
     source.check()
     named = {"shards": source.shards, "val_shards": val_shards, "images": source.images}
     for name, value in named.items():
         if value is not None:
             require_path(name, value)
-    for path in (*named.values(), source.annotations, source.drive, source.ssd, *others):
+    for place in (*named.values(), source.annotations, source.drive):
+        if place is not None:
+            open_place(place)
+    for path in (source.ssd, *others):
         if path is not None:
             require_local_path(path)
 
