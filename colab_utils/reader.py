@@ -23,6 +23,10 @@ from colab_utils.streams import (
 AHEAD_BYTES = 64_000_000
 """Bytes that a reader holds of files that nobody has taken yet."""
 
+# Files that are asked for, for each stream: while the one that is needed next takes 16 times as
+# long as others, these keep coming.
+_FILES_A_STREAM = 16
+
 
 class Reading:
     """One file that was asked for: see `Reader.ask`.
@@ -51,7 +55,7 @@ class Reading:
 
     def drop(self) -> None:
         """Give up the file: what comes of it is forgotten."""
-        self._reader._drop(self)
+        self._reader._drop([self])
 
 
 class Reader:
@@ -147,8 +151,7 @@ class Reader:
                     return
                 yield pending.popleft()
         finally:
-            for reading in pending:
-                reading.drop()
+            self._drop(pending)
 
     def prefetch(self, names: Iterable[Hashable]) -> None:
         """Begin to read files for later calls of `take`, once for each time that they are named."""
@@ -172,9 +175,11 @@ class Reader:
 
     def forget(self, names: Iterable[Hashable]) -> None:
         """Give up what `prefetch` began to read of these files."""
+        dropped = []
         for name in names:
             while self.is_ahead(name):
-                self._pop_ahead(name).drop()
+                dropped.append(self._pop_ahead(name))
+        self._drop(dropped)
 
     def forget_all(self) -> None:
         """Give up all that `prefetch` began to read and nobody took."""
@@ -199,8 +204,8 @@ class Reader:
             self._threads = 0
 
     def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield names until twice the streams are asked for."""
-        for _ in range(max(1, 2 * self.streams - pending)):
+        """Yield names until some files for each stream are asked for."""
+        for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
             try:
                 yield next(source)
             except StopIteration:
@@ -298,10 +303,15 @@ class Reader:
             self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()
 
-    def _drop(self, reading: Reading) -> None:
+    def _drop(self, readings: Iterable[Reading]) -> None:
+        """Forget readings, all before another one starts: else each would make room for the next.
+
+        Reads in flight go on, and count no more.
+        """
+        dropped = set(readings)
         with self._lock:
-            if reading in self._waiting:
-                self._waiting.remove(reading)
-            self._active.discard(reading)
-            self._held_bytes -= self._held.pop(reading, 0)
+            self._waiting = deque(reading for reading in self._waiting if reading not in dropped)
+            self._active -= dropped
+            for reading in dropped:
+                self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()

@@ -27,11 +27,11 @@ _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", 
 _GAIN = 1.1
 # Each try is wider by this factor, and by less after a refusal.
 _FACTOR = 2.0
-_FACTOR_AFTER_REFUSAL = 1.25
+_FACTOR_AFTER_REFUSAL = 1.5
 # Files that a window counts, for each stream; the first one of each stream is left out.
 _FILES_A_STREAM = 3
 _LEAST_FILES = 16
-# Windows until a wider try, where the last one gained nothing or was refused.
+# Windows until a wider try, where the last one gained nothing.
 _PATIENCE = 3
 
 
@@ -52,7 +52,8 @@ class StreamTuner:
     """Choose how many files are read at once, while they are read.
 
     The number doubles as long as files come faster by a tenth. Where they do not, it falls back
-    and is tried again later; where the folder refuses, it is halved, and later tries are smaller.
+    and is tried again later. Where the folder refuses, it is halved, or what was tried is given up;
+    then the middle between what works and what was refused is tried.
     The method is that of TCP's slow start (RFC 5681), with files a second in place of
     acknowledgements.
 
@@ -74,6 +75,8 @@ class StreamTuner:
         self._accepted = streams
         self._accepted_rate = 0.0
         self._factor = _FACTOR
+        # The number that was refused last; None where it was long ago.
+        self._refused: int | None = None
         self._patience = 0
         self._ignored = 0
         self._is_trial = False
@@ -114,6 +117,7 @@ class StreamTuner:
             self._ignored -= 1
             return
         self._ignored = self.streams
+        self._refused = self.streams
         if self._is_trial:
             self.streams = self._accepted
         else:
@@ -121,7 +125,7 @@ class StreamTuner:
             self._accepted = self.streams
         self._is_trial = False
         self._factor = _FACTOR_AFTER_REFUSAL
-        self._patience = _PATIENCE
+        self._patience = 0
         self._restart()
 
     def _restart(self) -> None:
@@ -136,7 +140,7 @@ class StreamTuner:
         if self._is_trial and rate < _GAIN * self._accepted_rate:
             self.streams = self._accepted
             self._is_trial = False
-            self._patience = _PATIENCE
+            self._settle()
         elif self._is_trial:
             self._accept(rate)
             self._factor = _FACTOR
@@ -153,9 +157,19 @@ class StreamTuner:
         self._accepted_rate = rate
 
     def _try_wider(self) -> None:
-        wider = min(MOST_STREAMS, max(self.streams + 1, round(self.streams * self._factor)))
-        self._is_trial = wider > self.streams
-        self.streams = wider
+        wider = round(self.streams * self._factor)
+        if self._refused is not None:
+            wider = (self.streams + self._refused) // 2
+            if wider < _GAIN * self.streams:
+                self._settle()
+                return
+        self.streams = min(MOST_STREAMS, max(self.streams + 1, wider))
+        self._is_trial = self.streams > self._accepted
+
+    def _settle(self) -> None:
+        """Keep the number for some windows. What was refused may be served after them."""
+        self._refused = None
+        self._patience = _PATIENCE
 
 
 def require_streams(streams: int | str) -> int | str:

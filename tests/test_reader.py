@@ -163,8 +163,50 @@ def test_names_are_drawn_as_they_are_needed(tmp_path):
     reader = Reader(str, place=tmp_path, streams=4)
     readings = reader.read_all(draw())
     assert next(readings).take() == "0"
-    assert len(drawn) <= 8
+    assert len(drawn) <= 16 * 4
     readings.close()
+    reader.close()
+
+
+def test_a_slow_file_keeps_no_stream_from_its_work(tmp_path):
+    """While the first file does not come, the other streams read ten files each."""
+    slow = threading.Event()
+    names = []
+
+    def read(name):
+        names.append(name)
+        if name == 0:
+            slow.wait(10)
+
+    reader = Reader(read, place=tmp_path, streams=4)
+    readings = reader.read_all(range(1000))
+    first = next(readings)
+    wait_until(lambda: len(names) >= 40)
+    slow.set()
+    first.take()
+    readings.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("way", ["read_all", "prefetch"])
+def test_what_is_given_up_starts_no_other_read(gate, tmp_path, way):
+    reader = Reader(gate.read, place=tmp_path, streams=4)
+    if way == "read_all":
+        readings = reader.read_all(range(1000))
+        next(readings)
+        wait_until(lambda: len(gate.names) == 4)
+        readings.close()
+    else:
+        reader.prefetch(range(100))
+        wait_until(lambda: len(gate.names) == 4)
+        reader.forget_all()
+    time.sleep(0.1)
+    assert len(gate.names) == 4
+    # The streams are free, and what is asked for is read beside what hangs.
+    again = reader.ask([2000])
+    wait_until(lambda: 2000 in gate.names)
+    gate.let_through()
+    assert again[0].take() == 2000
     reader.close()
 
 

@@ -48,32 +48,35 @@ class Server:
         return files / (seconds / 3)
 
     def _ask(self, limit):
-        if self.refuses and len(self._in_flight) >= limit:
+        # Those that wait to be asked for again are with the reader, and not with the server.
+        ends = sorted(end for end, is_answer in self._in_flight if is_answer)
+        if self.refuses and len(ends) >= limit:
             self.refused += 1
             self.tuner.refuse()
             heapq.heappush(self._in_flight, (self.now_s + 1.0, False))
             return
-        ends = sorted(end for end, _ in self._in_flight)
         begin_s = self.now_s if len(ends) < limit else ends[-limit]
         tail = math.exp(0.8 * self._random.gauss(0, 1) - 0.32)
         heapq.heappush(self._in_flight, (begin_s + LATENCY_S * tail, True))
 
 
+@pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_it_follows_a_limit_that_changes(seed):
-    server = Server(StreamTuner(8), seed=seed)
+def test_it_follows_a_limit_that_changes(seed, refuses):
+    server = Server(StreamTuner(8), seed=seed, refuses=refuses)
     for limit in (8, 64, 16):
+        # Of the last ten seconds, which are not the same in each run.
         rate = server.run(limit, 30)
-        assert rate >= 0.85 * limit / LATENCY_S
+        assert rate >= 0.8 * limit / LATENCY_S
 
 
-@pytest.mark.parametrize("limit", [8, 32, 128])
+@pytest.mark.parametrize("limit", [8, 12, 32, 50, 128])
 def test_it_stays_below_what_is_refused(limit):
     server = Server(StreamTuner(8), refuses=True)
     rate = server.run(limit, 90)
     assert rate >= 0.85 * limit / LATENCY_S
-    # Each try that was too wide was refused, and no more.
-    assert server.refused < 2 * limit
+    # Only a few reads of each try that was too wide.
+    assert server.refused < 0.03 * 90 * rate
 
 
 def test_a_folder_that_gains_nothing_keeps_few_streams():

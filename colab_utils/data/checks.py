@@ -3,12 +3,15 @@ data in numbers.
 """
 
 import math
+import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, open_place
-from colab_utils.processes import fork_pool
+from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 
@@ -30,8 +33,9 @@ from colab_utils.reader import Reader
 _EXAMPLES = 5
 # Images that are named among the worst.
 _WORST = 10
-# Images that a process takes at a time: many, since each time ends with the slowest file.
-_CHUNK = 128
+# Images that a process takes at a time: many, since each time begins with few streams and ends with
+# the slowest file.
+_PART_IMAGES = 4000
 # Share of the objects: COCO has 1 %.
 _MANY_CROWDS = 0.1
 # What a serious defect counts in the order of the worst images; a note counts 1.
@@ -133,13 +137,17 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
         DriveLostError: if Drive went away.
     """
     require_folder(images)
-    chunk = min(_CHUNK, math.ceil(len(dataset) / count_cores()) or 1)
-    starts = range(0, len(dataset), chunk)
-    parts = (dataset.subset(start, min(start + chunk, len(dataset))) for start in starts)
-    workers = max(1, min(count_cores(), len(starts)))
-    with fork_pool(workers) as pool:
-        chained = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
-        findings = list(show_progress("check", chained, total=len(dataset), unit="image"))
+    size = min(_PART_IMAGES, math.ceil(len(dataset) / count_cores()) or 1)
+    starts = range(0, len(dataset), size)
+    context = multiprocessing.get_context("fork")
+    with explain_shared_memory():
+        progress = _Progress(context.Value("q", 0), context.Event())
+    with fork_pool(max(1, min(count_cores(), len(starts))), _join, progress) as pool:
+        parts = (dataset.subset(start, min(start + size, len(dataset))) for start in starts)
+        inspect = partial(_inspect_for_check, images, deep)
+        inspected = [pool.submit(inspect, part) for part in parts]
+        _wait_for(inspected, progress, len(dataset))
+    findings = [*chain.from_iterable(part.result() for part in inspected)]
     # On Drive, a file may be missing for a while.
     missing = [
         i for i, found in enumerate(findings) if "missing image" in dict(found.header.defects)
@@ -150,15 +158,66 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     return findings
 
 
-def _inspect_part(images: Place, deep: bool, part: CocoDataset) -> list[Findings]:
-    retries = Retries()
+class _Progress(NamedTuple):
+    """What the processes of one check share."""
+
+    images_done: Any
+    """Number of images, as shared memory."""
+    stop: Any
+    """Event that ends every process at its next image."""
+
+
+# Of the check that this process works for; it works for none in the beginning.
+_progress: _Progress | None = None
+
+
+def _join(progress: _Progress) -> None:
+    """Make this process, which was just forked, work for a check."""
+    global _progress
+    _progress = progress
+
+
+def _wait_for(inspected: Iterable[Future[list[Findings]]], progress: _Progress, total: int) -> None:
+    """Wait for all parts, and show how many images are done."""
+    pending = set(inspected)
+    with show_progress("check", total=total, unit="image") as bar:
+        try:
+            while pending:
+                for part in pop_done(pending):
+                    part.result()
+                # It is read without its lock, which a worker that was killed may hold.
+                bar.update(progress.images_done.get_obj().value - bar.n)
+        finally:
+            progress.stop.set()
+            for part in pending:
+                part.cancel()
+
+
+def _inspect_for_check(images: Place, deep: bool, part: CocoDataset) -> list[Findings]:
+    """Inspect a part in a process that has joined a check."""
+    return _inspect_part(images, deep, part, _progress)
+
+
+def _inspect_part(
+    images: Place, deep: bool, part: CocoDataset, progress: _Progress | None = None
+) -> list[Findings]:
+    retries = Retries(progress.stop if progress else None)
     read = partial(read_header, images, part, retries=retries, deep=deep)
     reader = Reader(read, place=images, retries=retries)
     findings = []
-    for i, reading in enumerate(reader.read_all(range(len(part)))):
-        findings.append(check_image(part, i, reading.take()))
-    reader.close()
+    with closing(reader):
+        for i, reading in enumerate(reader.read_all(range(len(part)))):
+            findings.append(check_image(part, i, reading.take()))
+            if progress is not None:
+                _count_image(progress)
     return findings
+
+
+def _count_image(progress: _Progress) -> None:
+    if progress.stop.is_set():
+        raise CancelledError
+    with progress.images_done.get_lock():
+        progress.images_done.value += 1
 
 
 def _sum_up(

@@ -131,6 +131,8 @@ class Arrival:
         self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
+        # Shards take turns, and no other one is wanted now.
+        self._is_full = False
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
 
@@ -152,12 +154,13 @@ class Arrival:
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the copy has ended.
+        """Wait until the copy has ended; where shards take turns, until those that fit are there.
 
         Raises:
             ColabUtilsError: it cannot be done.
         """
-        self._thread.join()
+        while self.is_at_work and not self._is_full:
+            self._thread.join(POLL_S)
         if self._error is not None:
             raise self._error
 
@@ -273,6 +276,7 @@ class Arrival:
             try:
                 while not self.retries.stop.is_set() and not self.is_complete:
                     self._start_moves(pool)
+                    self._is_full = self.rolls and not self._moves
                     self.retries.stop.wait(POLL_S)
                     ended = [number for number, move in self._moves.items() if move.done()]
                     for number in ended:

@@ -130,6 +130,8 @@ class ArrivingShards(ShardDataset):
     def wait(self) -> None:
         """Wait until all shards have arrived, and shards that are written are on Drive too.
 
+        With ``limit_gb``, wait until those have arrived that fit beside each other.
+
         Raises:
             ColabUtilsError: some cannot be had.
         """

@@ -546,7 +546,8 @@ def find_device(device: torch.device | str) -> torch.device:
     """Return the device with this name.
 
     Raises:
-        ColabUtilsError: No device has this name, or this machine does not have that GPU.
+        ColabUtilsError: No device has this name, this machine does not have that GPU, or it is
+            neither the CPU nor a GPU that CUDA or ROCm drives.
 
     Example:
         >>> find_device("cpu")
@@ -558,6 +559,11 @@ def find_device(device: torch.device | str) -> torch.device:
         raise ColabUtilsError(
             f"Expected a device such as 'cpu' or 'cuda', found {device!r}. Name one of these."
         ) from None
+    if torch_device.type not in ("cpu", "cuda"):
+        raise ColabUtilsError(
+            f"A loader cannot deliver to the device {str(torch_device)!r}. Name 'cpu' or 'cuda', "
+            "and move what comes with 'cpu' yourself."
+        )
     if torch_device.type == "cuda":
         if not torch.cuda.is_available():
             cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."

@@ -25,6 +25,10 @@ Transforms = Callable[..., Any]
 # outside the object.
 _KINDS = {"labels": "iu", "boxes": "iuf", "masks": "ub", "area": "iuf", "iscrowd": "iubf"}
 _OPTIONAL = ("area", "iscrowd")
+_LEAVE_TO_LOADER = (
+    "Leave out .cuda() and .to(device) in your dataset, and give make_loader a device: it sends "
+    "whole batches there."
+)
 
 
 class PackedSample(NamedTuple):
@@ -71,6 +75,9 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
             f"Expected image {image_id} as a uint8 tensor [3, H, W], found {_describe(image)}. "
             "Leave out ToTensor."
         )
+    _require_cpu(image, "image", image_id)
+    for key in _KINDS:
+        _require_cpu(target.get(key), key, image_id)
     if target.keys() <= {"image_id"}:
         target = {"labels": [], "boxes": [], "masks": []}
     parts = _read_parts(target, image.shape[1:], image_id)
@@ -92,6 +99,15 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
         "mask_bytes": np.diff(packed.offsets),
     }
     return PackedSample(image.as_subclass(Tensor).numpy().transpose(1, 2, 0), packed.bits, tables)
+
+
+def _require_cpu(value: Any, key: str, image_id: int) -> None:
+    """Raise an error if a part of a sample lies on another device than the CPU."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise ColabUtilsError(
+            f"Image {image_id} has its {key} on the device {str(value.device)!r}, and samples must "
+            f"be on the CPU. {_LEAVE_TO_LOADER}"
+        )
 
 
 def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str, NDArray[Any]]:
@@ -233,6 +249,11 @@ def blame_sample(place: int) -> Iterator[None]:
     except (UnavailableError, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and "CUDA in forked subprocess" in str(error):
+            # Its own advice, to spawn the workers, is of no use: a loader forks them.
+            error = ColabUtilsError(
+                f"Your dataset used the GPU in a worker, which cannot. {_LEAVE_TO_LOADER}"
+            )
         raise BadSampleError(error, place) from None
 
 

@@ -1,5 +1,6 @@
 """Short trials of the real loader that choose the number of workers."""
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, islice, repeat
 from time import perf_counter, thread_time
@@ -8,7 +9,7 @@ import numpy as np
 
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.prefetcher import PREFETCH, Prefetcher
+from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher
 from colab_utils.machine import count_cores, find_free_memory
 from colab_utils.processes import start_thread
 from colab_utils.progress import show_progress
@@ -79,10 +80,7 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
 
 
 def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> float:
-    """Measure the images/s of this many workers while an emulated step uses a core.
-
-    Batches are taken as fast as they come.
-    """
+    """Measure the images/s of this many workers while an emulated step uses a core."""
     prefetcher = Prefetcher(fetcher, workers, PREFETCH)
     try:
         loaded = prefetcher.run(
@@ -92,14 +90,20 @@ def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> f
         for _ in islice(loaded, workers * PREFETCH + 1):
             pass
         step = start_thread(partial(EmulatedStep(1000 * _TRIAL_S), None), "step")
-        images = 0
-        began_s = perf_counter()
-        for _, batch, _ in loaded:
-            images += len(batch or ())
-            if perf_counter() - began_s > _TRIAL_S:
-                break
-        rate = images / (perf_counter() - began_s)
-        step.join()
-        return rate
+        try:
+            return _time_batches(loaded)
+        finally:
+            step.join()
     finally:
         prefetcher.close()
+
+
+def _time_batches(loaded: Iterator[Loaded]) -> float:
+    """Return the images/s of batches that are taken as fast as they come."""
+    images = 0
+    began_s = perf_counter()
+    for _, batch, _ in loaded:
+        images += len(batch or ())
+        if perf_counter() - began_s > _TRIAL_S:
+            break
+    return images / (perf_counter() - began_s)

@@ -22,7 +22,6 @@ from colab_utils.files import (
     hash_bytes,
     hash_file,
     name_temporary,
-    open_pieces,
     read_file,
     write_file,
 )
@@ -348,8 +347,11 @@ class Copying:
 
     def _open_source(self, name: str) -> DriveFile | UrlFile:
         """Open a file to copy; its ``readinto`` reads a range into a buffer."""
+        path = self.source / name
         with self._explain_read(name):
-            return open_pieces(self.source / name, self.retries, block_bytes=self._block_bytes)
+            if isinstance(path, UrlPath):
+                return UrlFile(path, self.retries, block_bytes=self._block_bytes)
+            return DriveFile(path, self.retries)
 
     @contextmanager
     def _explain_read(self, name: str) -> Iterator[None]:

@@ -390,7 +390,11 @@ def list_kinds(report):
 @pytest.fixture
 def no_fork(monkeypatch):
     """Images are looked at in a thread: to fork takes longer than a dozen of them."""
-    monkeypatch.setattr("colab_utils.data.checks.fork_pool", ThreadPoolExecutor)
+    monkeypatch.setattr("colab_utils.data.checks.fork_pool", _start_threads)
+
+
+def _start_threads(workers, join, progress):
+    return ThreadPoolExecutor(workers, initializer=join, initargs=(progress,))
 
 
 @pytest.mark.parametrize(("spoil", "kind", "serious", "kept"), DEFECTS)

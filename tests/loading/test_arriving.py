@@ -462,6 +462,32 @@ def test_what_an_earlier_session_left_counts_too(drive, tmp_path):
         dataset.stop()
 
 
+def test_the_wait_ends_when_the_shards_that_fit_are_there(drive, tmp_path):
+    limit = read_index(drive).bytes * 0.6
+    dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
+    dataset.wait()
+    sizes = [shard.bytes + shard.arrays_bytes for shard in dataset.index.shards]
+    arrived = sum(sizes[number] for number in dataset.arrival.spans_s)
+    # No other shard would fit beside them.
+    assert limit - max(sizes) < arrived <= limit
+    assert dataset.arrival.is_at_work
+    loader = make_loader(dataset, batch_size=2, workers=0)
+    assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids.tolist())
+    dataset.wait()
+    dataset.stop()
+
+
+def test_the_wait_for_shards_that_take_turns_tells_what_ended_the_copy(drive, tmp_path):
+    limit = read_index(drive).bytes * 0.6
+    source = tmp_path / "drive"
+    shutil.copytree(drive, source)
+    for path in source.glob("*.tar"):
+        path.write_bytes(b"?" * path.stat().st_size)
+    dataset = ArrivingShards(source, tmp_path / "ssd", limit_gb=limit / 1e9)
+    with pytest.raises(ColabUtilsError, match="the source is damaged"):
+        dataset.wait()
+
+
 @pytest.mark.parametrize(
     "kind", ["a finished copy", "a copy broken off", "other files", "other shards"]
 )

@@ -361,6 +361,10 @@ def test_two_passes_at_once_are_refused(make, seen):
         {"image_dtype": torch.float16},
         {"device": "gpu"},
         {"device": "cuda:99" if torch.cuda.is_available() else "cuda"},
+        # Devices that torch knows, and a loader does not.
+        {"device": "meta"},
+        {"device": "mps"},
+        {"device": torch.device("xla")},
     ],
 )
 def test_arguments_out_of_range_are_refused(options):
@@ -379,6 +383,38 @@ def test_what_is_no_dataset_is_refused():
     for dataset, found in kinds:
         with pytest.raises(ColabUtilsError, match=found):
             list(make_loader(dataset, batch_size=1, workers=0))
+
+
+class OnDevice(Numbers):
+    """Somebody moves a part of each sample to a device; "meta" is one that every machine has."""
+
+    def __init__(self, key, device="meta"):
+        super().__init__(4)
+        self.key = key
+        self.device = device
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        if self.key == "image":
+            return image.to(self.device), target
+        return image, {**target, self.key: target[self.key].to(self.device)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("key", ["image", "boxes", "labels", "masks"])
+def test_samples_on_another_device_are_refused_in_words(make, key, workers):
+    loader = make(OnDevice(key), batch_size=2, workers=workers)
+    message = rf"has its {key} on the device 'meta', and samples must be on the CPU.*Leave out"
+    with pytest.raises(ColabUtilsError, match=message):
+        list(loader)
+
+
+def test_a_dataset_that_uses_the_gpu_in_a_worker_is_refused_in_words(make, monkeypatch):
+    """Torch is made to believe that CUDA was used before the fork, and raises its own error."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    loader = make(OnDevice("image", "cuda"), batch_size=2, workers=1)
+    with pytest.raises(ColabUtilsError, match=r"used the GPU in a worker, which cannot.*Leave out"):
+        list(loader)
 
 
 # faults in a sample: what the user sees is one line, from a worker as from this process

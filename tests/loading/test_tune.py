@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import pytest
 import torch
@@ -150,3 +151,13 @@ def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_says_so_when_i
     loader = make_loader(dataset, batch_size=1)
     with pytest.raises(ColabUtilsError, match=r"image \d+ is broken"):
         list(loader)
+
+
+def test_a_trial_that_fails_leaves_no_thread(many, monkeypatch):
+    def fail(loaded):
+        raise ColabUtilsError("a worker died")
+
+    monkeypatch.setattr(tune, "_time_batches", fail)
+    with pytest.raises(ColabUtilsError, match="a worker died"):
+        find_workers(many)
+    assert "step" not in [thread.name for thread in threading.enumerate()]
