@@ -124,9 +124,10 @@ def require_folder(images: str | Place) -> None:
         # A web server need not list its files.
         is_web = isinstance(folder, UrlPath) and folder.protocol in WEB
         if not is_web and not folder.is_dir():
-            raise ColabUtilsError(
-                f"expected an image folder, found none at {images}. On Colab, mount Drive first."
-            )
+            cure = "On Colab, mount Drive first."
+            if isinstance(folder, UrlPath):
+                cure = "Look at the names of the bucket and of the folder."
+            raise ColabUtilsError(f"expected an image folder, found none at {images}. {cure}")
     list_base_names.cache_clear()
 
 
