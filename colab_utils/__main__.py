@@ -398,7 +398,7 @@ def _add_train_options(command: _Parser) -> None:
     _add_place(command, "--shards", "DIR", "folder of shards")
     _add_dataset(command)
     _add_place(command, "--drive", "DIR", "folder on Drive for the shards of --images")
-    _add_path(command, "--run", "DIR", "folder for checkpoints", required=True)
+    _add_place(command, "--run", "DIR", "folder for checkpoints", required=True)
     _add_path(
         command, "--ssd", "DIR", "folder on the SSD: copy or write the shards there while it trains"
     )

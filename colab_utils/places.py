@@ -69,6 +69,8 @@ _LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
 # Of the answers 400 to 499, those that ask to come again.
 _PASSING_STATUS = (408, 425, 429)
 _SILENT_S = 60.0
+# s3fs sends a large file in parts of so many bytes.
+_SENT_BYTES = 50 << 20
 _Result = TypeVar("_Result")
 # Servers that give a whole file where a part was asked for.
 _WITHOUT_RANGES: set[str] = set()
@@ -78,6 +80,10 @@ class ServerLostError(DriveLostError):
     """A server did not answer, or not as it should; what was finished before is safe."""
 
     place = "the server"
+
+
+class RefusedError(ColabUtilsError):
+    """A server refused, and would do so again: look at the address, credentials and rights."""
 
 
 class UrlStatus(NamedTuple):
@@ -226,16 +232,25 @@ class UrlPath:
                 "to write to."
             )
         content = b"".join(parts)
-        with guard_server(self):
-            system, path = self._locate()
-            if self.protocol in _STORES:
-                system.pipe_file(path, content)
-            else:
-                temporary = f"{path}.{token_hex(4)}.part"
-                system.pipe_file(temporary, content)
-                system.mv(temporary, path)
+        try:
+            with guard_server(self):
+                self._send(content)
+        except FileNotFoundError as error:
+            raise RefusedError(
+                f"{self} was to be written, and its bucket or folder is not there. Look at the "
+                "address, or make the bucket."
+            ) from error
         if not self.holds(content):
             raise OSError(errno.EIO, "what was written reads back differently")
+
+    def _send(self, content: bytes) -> None:
+        system, path = self._locate()
+        if self.protocol in _STORES:
+            system.pipe_file(path, content)
+            return
+        temporary = f"{path}.{token_hex(4)}.part"
+        system.pipe_file(temporary, content)
+        system.mv(temporary, path)
 
     def holds(self, content: bytes) -> bool:
         """Return whether a file has this content: by the server's MD5, or else read back."""
@@ -245,9 +260,15 @@ class UrlPath:
             return False
         if info.get("size") != len(content):
             return False
-        checksum = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        # A store that encrypts, or was given a file in parts, has another ETag.
-        return str(info.get("ETag", "")).strip('"') == checksum or self.read_bytes() == content
+        tag = str(info.get("ETag", "")).strip('"')
+        # A store that encrypts, or was given other parts, has another one.
+        return tag == _make_tag(content, "-" in tag) or self.read_bytes() == content
+
+    def replace(self, target: "UrlPath") -> None:
+        """Move a file, over what is there."""
+        with guard_server(self):
+            system, path = self._locate()
+            system.mv(path, target._locate()[1])
 
     def touch(self) -> None:
         """Give a file the time of now, or make it empty; others may look at its time alone."""
@@ -320,6 +341,19 @@ class UrlPath:
 
 
 Place = Path | UrlPath
+
+
+def _make_tag(content: bytes, is_in_parts: bool) -> str:
+    """Return what S3 calls the ETag of a file that was sent as a whole, or in s3fs's parts."""
+    if not is_in_parts:
+        return hashlib.md5(content, usedforsecurity=False).hexdigest()
+    view = memoryview(content)
+    total = hashlib.md5(usedforsecurity=False)
+    starts = range(0, len(view), _SENT_BYTES)
+    for start in starts:
+        part = view[start : start + _SENT_BYTES]
+        total.update(hashlib.md5(part, usedforsecurity=False).digest())
+    return f"{total.hexdigest()}-{len(starts)}"
 
 
 @lru_cache
@@ -423,7 +457,7 @@ def guard_server(path: UrlPath) -> Iterator[None]:
     Raises:
         FileNotFoundError, NotADirectoryError: there is no such file, folder or bucket.
         ServerLostError: the server did not answer, or asked to come again.
-        ColabUtilsError: it refused, or a package is missing.
+        RefusedError: it refused.
     """
     try:
         yield
@@ -439,7 +473,7 @@ def guard_server(path: UrlPath) -> Iterator[None]:
                 f"{path} was asked for, and the server failed ({reason}). Run the same again "
                 "later: what is done is safe."
             ) from error
-        raise ColabUtilsError(
+        raise RefusedError(
             f"{path} was asked for, and refused ({reason}). Look at the address, and at your "
             "credentials and rights there; they may have expired. Then run the same again: what "
             "is done is safe."
@@ -458,7 +492,14 @@ def _find_cause(error: Exception) -> Exception:
     return cause if (is_silence or is_failure) and not is_absence else error
 
 
-def _describe_cause(error: Exception) -> str:
+def find_reason(error: BaseException) -> str:
+    """Return in a few words what a server, or its package, said when this error was raised."""
+    while isinstance(error, ColabUtilsError) and error.__cause__ is not None:
+        error = error.__cause__
+    return _describe_cause(error)
+
+
+def _describe_cause(error: BaseException) -> str:
     """Return an error in one line, without the address, which may hold a signature."""
     status = _find_status(error)
     text = getattr(error, "message", "") if status else ""
@@ -468,7 +509,7 @@ def _describe_cause(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:200]
 
 
-def _find_status(error: Exception) -> int:
+def _find_status(error: BaseException) -> int:
     """Return the number with which a web server answered; 0 where there is none."""
     for name in ("status", "code"):
         value = getattr(error, name, None)
@@ -598,9 +639,7 @@ class UrlFile(io.RawIOBase):
                 return self._read_stream(start, count)
         try:
             content = self.path.read_range(start, count)
-        except DriveLostError:
-            raise
-        except ColabUtilsError:
+        except RefusedError:
             # Servers refuse a part that begins after the end.
             if 0 < self.find_size() <= start:
                 return b""

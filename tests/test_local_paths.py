@@ -95,13 +95,8 @@ CALLS = {
     "open_dataset ssd": lambda url: colab_utils.open_dataset(
         "images", "a.json", drive="drive", ssd=url
     ),
-    "train run": lambda url: colab_utils.train("shards", url),
     "train ssd": lambda url: colab_utils.train("shards", "run", ssd=url),
     "train local": lambda url: colab_utils.train("shards", "run", local=url),
-    "train weights": lambda url: colab_utils.train("shards", "run", weights=url),
-    "CheckpointFolder": CheckpointFolder,
-    "load_trained_model": colab_utils.load_trained_model,
-    "build_mask_rcnn weights": lambda url: build_mask_rcnn(num_classes=2, weights=url),
     "compare images": lambda url: colab_utils.compare(url, "a.json", folder="work"),
     "compare annotations": lambda url: colab_utils.compare("images", url, folder="work"),
     "compare folder": lambda url: colab_utils.compare("images", "a.json", folder=url),
@@ -119,6 +114,11 @@ CALLS = {
 }
 
 REMOTE_CALLS = {
+    "build_mask_rcnn weights": lambda url: build_mask_rcnn(num_classes=2, weights=url),
+    "load_trained_model": colab_utils.load_trained_model,
+    "CheckpointFolder": CheckpointFolder,
+    "train weights": lambda url: colab_utils.train("shards", "run", weights=url),
+    "train run": lambda url: colab_utils.train("shards", url),
     "write_check annotations": lambda url: write_check(None, "images", url, "page.html"),
     "repair annotations": lambda url: repair_annotations("images", url, output="b.json"),
     "repair images": lambda url: repair_annotations(url, "a.json", output="b.json"),
@@ -247,6 +247,7 @@ TAKES_URLS = {
     ("train", "--images"),
     ("train", "--annotations"),
     ("train", "--drive"),
+    ("train", "--run"),
     ("train", "--val-shards"),
 }
 

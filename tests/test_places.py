@@ -156,13 +156,14 @@ def test_what_is_not_there_is_not_found():
 
 @pytest.mark.parametrize("call", ["exists", "is_file", "is_dir", "list_sizes", "read_bytes"])
 def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, call):
+    ask = getattr(file, call)
     FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call="info")
     if call == "list_sizes":
         FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call="ls")
     if call == "read_bytes":
         FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"))
     with pytest.raises(ServerLostError, match=r"the server failed .TimeoutError: silence"):
-        getattr(file, call)()
+        ask()
 
 
 @pytest.mark.parametrize(
