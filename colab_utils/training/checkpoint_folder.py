@@ -20,7 +20,14 @@ from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, read_whole, write_file
 from colab_utils.machine import COLAB_ROOT
-from colab_utils.places import Place, RefusedError, ServerLostError, UrlPath, find_reason, open_place
+from colab_utils.places import (
+    Place,
+    RefusedError,
+    ServerLostError,
+    UrlPath,
+    find_reason,
+    open_place,
+)
 from colab_utils.training.checkpoint import (
     TORN,
     TornError,
