@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+_BUFFERED_S = 0.02
+
 
 class FileServer(ThreadingHTTPServer):
     """Serves a folder.
@@ -58,7 +60,9 @@ class FileServer(ThreadingHTTPServer):
         if not self.bytes_per_s:
             return
         with self._lock:
-            self._sent_s = max(self._sent_s, time.perf_counter()) + count / self.bytes_per_s
+            # A link goes on into the buffers of its connections for a while.
+            self._sent_s = max(self._sent_s, time.perf_counter() - _BUFFERED_S)
+            self._sent_s += count / self.bytes_per_s
             wait_s = self._sent_s - time.perf_counter()
         time.sleep(max(0.0, wait_s))
 
