@@ -63,7 +63,7 @@ _PACKAGES = {
     "webdav": "webdav4",
 }
 # Errors that asking again does not mend.
-_LASTING_KINDS = (PermissionError, NotImplementedError, TypeError, ValueError)
+_LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
 _LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
 # Of the answers 400 to 499, those that ask to come again.
@@ -237,7 +237,7 @@ class UrlPath:
                 self._send(content)
         except FileNotFoundError as error:
             raise RefusedError(
-                f"{self} was to be written, and its bucket or folder is not there. Look at the "
+                f"{self} cannot be written: its bucket or folder is not there. Look at the "
                 "address, or make the bucket."
             ) from error
         if not self.holds(content):
@@ -303,30 +303,22 @@ class UrlPath:
 
     def list_sizes(self) -> dict[str, int]:
         """Return the bytes of each file of a folder by its name, from one listing."""
-        return {name: size or 0 for name, size, kind in self._list() if kind == "file"}
+        entries = self._list().items()
+        return {name: info.get("size") or 0 for name, info in entries if info["type"] == "file"}
 
     def glob(self, pattern: str) -> "Iterator[UrlPath]":
         """Yield the files and folders of a folder whose names match."""
-        for name, _, _ in self._list():
+        for name in self._list():
             if fnmatch(name, pattern):
                 yield self / name
 
-    def iterdir(self) -> "Iterator[UrlPath]":
-        """Yield the files and folders of a folder."""
-        return self.glob("*")
-
-    def _list(self) -> list[tuple[str, int | None, str]]:
-        """Return (name, bytes, kind) of all that lies in a folder; nothing where there is none."""
+    def _list(self) -> dict[str, dict[str, Any]]:
+        """Return what fsspec tells of each name in a folder; nothing where there is none."""
         with suppress(FileNotFoundError, NotADirectoryError), guard_server(self):
             system, path = self._locate()
             system.invalidate_cache()
-            entries = system.ls(path, detail=True)
-            names = [PurePosixPath(entry["name"].rstrip("/")).name for entry in entries]
-            return [
-                (name, entry.get("size"), entry["type"])
-                for name, entry in zip(names, entries, strict=True)
-            ]
-        return []
+            return {PurePosixPath(info["name"]).name: info for info in system.ls(path, detail=True)}
+        return {}
 
     def _find_info(self) -> dict[str, Any]:
         with guard_server(self):
@@ -470,13 +462,13 @@ def guard_server(path: UrlPath) -> Iterator[None]:
         reason = _describe_cause(cause)
         if not _is_lasting(cause):
             raise ServerLostError(
-                f"{path} was asked for, and the server failed ({reason}). Run the same again "
+                f"{path} cannot be reached: the server failed ({reason}). Run the same again "
                 "later: what is done is safe."
             ) from error
         raise RefusedError(
-            f"{path} was asked for, and refused ({reason}). Look at the address, and at your "
-            "credentials and rights there; they may have expired. Then run the same again: what "
-            "is done is safe."
+            f"{path} cannot be reached: the server refused ({reason}). Look at the address, and "
+            "at your credentials and rights there; they may have expired. Then run the same "
+            "again: what is done is safe."
         ) from error
 
 

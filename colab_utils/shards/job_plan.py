@@ -111,8 +111,10 @@ class RunStop(Event):
         """Return whether the run was stopped, as it was a second ago."""
         if monotonic() >= self._next_look_s:
             self._next_look_s = monotonic() + _LOOK_S
-            if self._file.exists():
-                self.set()
+            # The work itself meets a server that fails, too.
+            with suppress(ColabUtilsError):
+                if self._file.exists():
+                    self.set()
         return super().is_set()
 
 

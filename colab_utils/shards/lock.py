@@ -16,7 +16,7 @@ from time import sleep, time
 
 import psutil
 
-from colab_utils.drive import DriveLostError, Retries, explain_write
+from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, open_file, write_file
 from colab_utils.machine import find_host, require_linux
@@ -91,7 +91,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
     def touch() -> None:
         while not ended.wait(_TOUCH_S):
             # The work itself meets the error too.
-            with suppress(OSError, DriveLostError):
+            with suppress(OSError, ColabUtilsError):
                 path.touch()
 
     is_new = not retries.write(folder, folder.exists)
@@ -112,7 +112,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
         finally:
             ended.set()
             _marks.discard(mark)
-            with suppress(OSError, DriveLostError):
+            with suppress(OSError, ColabUtilsError):
                 remove_leftovers(folder)
                 path.unlink(missing_ok=True)
                 if is_new:

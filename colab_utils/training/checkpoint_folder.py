@@ -267,7 +267,7 @@ class CheckpointFolder:
         except OSError as error:
             raise self._refuse_write(path, error) from error
         # One file too many does no harm.
-        with suppress(OSError, DriveLostError, RefusedError):
+        with suppress(OSError, ColabUtilsError):
             self._remove_others(path, which)
 
     def _refuse_write(self, path: Place, error: Any) -> ColabUtilsError:
@@ -326,7 +326,7 @@ def _set_aside(torn: Iterable[Place], *, repair: bool) -> None:
         text = f"{path} {TORN}: the one before it is taken"
         if repair:
             # The folder may be one that is only read.
-            with suppress(OSError, DriveLostError, RefusedError):
+            with suppress(OSError, ColabUtilsError):
                 aside = _find_free_name(path.parent, f"{path.name}.torn-")
                 _move(path, aside)
                 text += f", and this one was renamed to {aside.name}"
