@@ -28,7 +28,7 @@ from colab_utils.drive import Retries, ShortReadError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
 from colab_utils.machine import find_free_memory
-from colab_utils.require import require_local_path
+from colab_utils.places import Place, open_place
 
 # What `Columns` holds of each image, and of each annotation.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
@@ -105,7 +105,7 @@ class CocoDataset:
         number = int(self.image_ids[index])
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
-    def find_image(self, folder: str | Path, index: int) -> tuple[Path, bool]:
+    def find_image(self, folder: str | Place, index: int) -> tuple[Place, bool]:
         """Return the image's file, always below ``folder``, and whether its base name alone found
         it.
 
@@ -217,7 +217,7 @@ def _take_parts(
     return b"".join(parts), np.append(0, np.cumsum(lengths))
 
 
-def read_coco(annotations: str | Path | CocoDataset) -> CocoDataset:
+def read_coco(annotations: str | Place | CocoDataset) -> CocoDataset:
     """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category
     ids.
 
@@ -227,7 +227,8 @@ def read_coco(annotations: str | Path | CocoDataset) -> CocoDataset:
     alone, and only when you ask for it: see `CocoDataset.read_annotations`.
 
     Args:
-        annotations: the JSON file; a dataset that was read is returned as it is.
+        annotations: the JSON file; its path, or a URL that fsspec knows. A dataset that was read is
+            returned as it is.
 
     Raises:
         ColabUtilsError: if there is no such file, or it is not COCO instance JSON.
@@ -248,21 +249,21 @@ def read_coco(annotations: str | Path | CocoDataset) -> CocoDataset:
     """
     if isinstance(annotations, CocoDataset):
         return annotations
-    path = require_local_path(annotations)
+    path = open_place(annotations)
     try:
         return _read(path)
     except ShortReadError:
         return Retries().run(partial(_read, path))
 
 
-def _read(path: Path) -> CocoDataset:
+def _read(path: Place) -> CocoDataset:
     columns = Columns()
     most_bytes = find_free_memory() / _MEMORY_OF_JSON
     fingerprint = read_columns(path, columns, most_bytes=most_bytes)
     return _group(make_images(columns, fingerprint), columns)
 
 
-def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
+def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
     """Read annotations as `read_coco`, for those who read the images: each annotation must be of
     one image and one category.
 
@@ -279,7 +280,7 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     return dataset
 
 
-def refuse_strangers(annotations: str | Path, dataset: CocoDataset) -> None:
+def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
     """Refuse annotations that are not of one image and one category.
 
     Raises:
@@ -298,7 +299,7 @@ def refuse_strangers(annotations: str | Path, dataset: CocoDataset) -> None:
             )
 
 
-def warn_of_divided(annotations: str | Path, dataset: CocoDataset) -> None:
+def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
     """Warn where entries of one image have other objects; see `find_repeated_names`."""
     divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
@@ -319,7 +320,7 @@ def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
     return np.flatnonzero(counts[inverse] > 1)
 
 
-def warn_of_place(images: str | Path, dataset: CocoDataset) -> None:
+def warn_of_place(images: str | Place, dataset: CocoDataset) -> None:
     """Warn where the first image does not lie where the annotations say."""
     # The first image stands for all. Where it cannot be found, its reader says so.
     with suppress(ColabUtilsError, IndexError):

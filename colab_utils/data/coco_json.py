@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -18,6 +17,7 @@ from colab_utils.data.json_window import JsonWindow, Readable
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import FileStream, open_stream
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import Place
 
 _SECTIONS = ("images", "annotations", "categories")
 # Of a file that is hashed, so many bytes are read at once.
@@ -34,7 +34,7 @@ _NAME_INSTANCES = (
 )
 
 
-def read_columns(path: Path, columns: "Columns", *, most_bytes: float = math.inf) -> str:
+def read_columns(path: Place, columns: "Columns", *, most_bytes: float = math.inf) -> str:
     """Add what the entries of a COCO JSON hold to columns; return the XXH3-128 of the file in
     hexadecimal.
 
@@ -47,7 +47,7 @@ def read_columns(path: Path, columns: "Columns", *, most_bytes: float = math.inf
         return _read_open(file, path, columns)
 
 
-def read_fingerprint(path: Path) -> str:
+def read_fingerprint(path: Place) -> str:
     """Return the XXH3-128 of a COCO JSON in hexadecimal, without looking at its entries.
 
     Raises:
@@ -62,7 +62,7 @@ def read_fingerprint(path: Path) -> str:
 
 
 @contextmanager
-def _open(path: Path, most_bytes: float) -> Iterator[FileStream]:
+def _open(path: Place, most_bytes: float) -> Iterator[FileStream]:
     try:
         with open_stream(path, most_bytes=most_bytes) as file:
             yield file
@@ -71,7 +71,7 @@ def _open(path: Path, most_bytes: float) -> Iterator[FileStream]:
         raise ColabUtilsError(f"The annotations {path} cannot be read: {reason}") from None
 
 
-def _read_open(file: Readable, path: Path, columns: "Columns") -> str:
+def _read_open(file: Readable, path: Place, columns: "Columns") -> str:
     """Read the JSON of an open file; ``path`` names it in errors. See `read_columns`."""
     try:
         window = JsonWindow(file)
@@ -96,11 +96,11 @@ def _read_open(file: Readable, path: Path, columns: "Columns") -> str:
     return window.fingerprint
 
 
-def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
+def _expect(path: Place, found: str, cure: str) -> ColabUtilsError:
     return ColabUtilsError(f"{path} does not hold COCO instances: {found}. {cure}")
 
 
-def _read_all(window: JsonWindow, path: Path, columns: "Columns") -> set[str]:
+def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
     """Add each entry of the three lists; return which of the lists the JSON has."""
     try:
         return _read_sections(window, path, columns)
@@ -122,7 +122,7 @@ def _read_all(window: JsonWindow, path: Path, columns: "Columns") -> set[str]:
         ) from None
 
 
-def _read_sections(window: JsonWindow, path: Path, columns: "Columns") -> set[str]:
+def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
     sections = set[str]()
     mark = window.read_mark("{[")
     if mark == "[":
@@ -151,7 +151,7 @@ def _read_sections(window: JsonWindow, path: Path, columns: "Columns") -> set[st
     return sections
 
 
-def _read_list(window: JsonWindow, section: str, path: Path, columns: "Columns") -> None:
+def _read_list(window: JsonWindow, section: str, path: Place, columns: "Columns") -> None:
     """Add each entry of the list that begins here; those of no section are left out."""
     if window.peek() != "[":
         raise _expect(path, f"no list of {section}", _NAME_INSTANCES)
@@ -165,7 +165,7 @@ def _read_list(window: JsonWindow, section: str, path: Path, columns: "Columns")
         mark = window.read_mark(",]")
 
 
-def _add(columns: "Columns", section: str, entry: Any, text: str, path: Path) -> None:
+def _add(columns: "Columns", section: str, entry: Any, text: str, path: Place) -> None:
     try:
         columns.add(section, entry, text)
     except FAULTS as error:

@@ -33,7 +33,7 @@ from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries, ShortReadError, explain_write
 from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import require_space
-from colab_utils.require import require_local_path
+from colab_utils.places import Place, open_place
 
 # The numbers of an annotation, and where its text starts among those of its block.
 _ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
@@ -166,7 +166,7 @@ def _join(images: CocoDataset, pieces: list[tuple[NDArray[Any], bytes]]) -> Coco
     )
 
 
-def spool_coco(images: str | Path, annotations: str | Path) -> SpooledCoco:
+def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
     """Read annotations as `open_coco`, with memory for the images alone.
 
     Raises:
@@ -174,7 +174,7 @@ def spool_coco(images: str | Path, annotations: str | Path) -> SpooledCoco:
         DriveLostError: Drive went away.
     """
     require_folder(images)
-    path = require_local_path(annotations)
+    path = open_place(annotations)
     stamp = stamp_file(path)
     if stamp.bytes > _MEMORY_BYTES:
         # The annotations, once in the order of the file and once in that of the shards.
@@ -191,7 +191,7 @@ def spool_coco(images: str | Path, annotations: str | Path) -> SpooledCoco:
     return dataset
 
 
-def _spool(path: Path, stamp: FileStamp) -> SpooledCoco:
+def _spool(path: Place, stamp: FileStamp) -> SpooledCoco:
     spool = _Spool()
 
     def keep(rows: "array[int]", texts: bytearray) -> None:

@@ -34,6 +34,7 @@ from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
+from colab_utils.places import UrlPath, name_below
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
@@ -366,6 +367,7 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
         return []
     # No folder is slowed any more while a fix is prepared.
     is_slow = find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
+    is_slow = is_slow or isinstance(dataset.folder, UrlPath)
     is_folder = isinstance(dataset, CocoFolder)
     plans: list[tuple[Fix, _Prepare]] = []
     if is_folder and is_slow:
@@ -411,7 +413,7 @@ def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
     """Copy the image files as they are to the local disk."""
     dataset: CocoFolder = now.loader.dataset
     for index in now.indices:
-        path = folder / dataset.find_path(index).relative_to(dataset.folder)
+        path = folder / name_below(dataset.find_path(index), dataset.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(read_file(dataset.find_path(index)))
     annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,8 +43,8 @@ from colab_utils.loading.targets import (
     pack_target,
 )
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
-from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, make_tables
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.streams import StreamTrial, require_streams
@@ -63,8 +62,8 @@ class CocoFolder(CocoSamples):
     The images are in the order of the JSON.
 
     Args:
-        images: Image folder.
-        annotations: COCO instance JSON.
+        images: Image folder; its path, or a URL that fsspec knows, such as ``s3://bucket/images``.
+        annotations: COCO instance JSON; likewise.
         contiguous_labels: Map category ids to labels 1 to K. Default: False.
         streams: Files that each process reads at the same time for a batch. "auto" measures how
             many are fastest; 1 reads one after the other. Default: "auto".
@@ -82,13 +81,13 @@ class CocoFolder(CocoSamples):
 
     def __init__(
         self,
-        images: str | Path,
-        annotations: str | Path,
+        images: str | Place,
+        annotations: str | Place,
         *,
         contiguous_labels: bool = False,
         streams: int | str = "auto",
     ) -> None:
-        self.folder = require_local_path(images)
+        self.folder = open_place(images)
         self.streams = require_streams(streams)
         self.retries = Retries()
         self._reader: Reader | None = None
@@ -194,7 +193,7 @@ class CocoFolder(CocoSamples):
         _, _, masks = self._read_objects(index, *self.sizes[index].tolist())
         return masks
 
-    def find_path(self, index: int) -> Path:
+    def find_path(self, index: int) -> Place:
         """Return the path of the image file.
 
         Raises:
@@ -224,7 +223,7 @@ class CocoFolder(CocoSamples):
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
-def _load_shards(folder: Path, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
+def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
     """Return the arrays of all shards. Several shards are read at the same time."""
     load = partial(load_shard, folder, retries=retries)
     reader = Reader(load, place=folder, retries=retries)
@@ -242,7 +241,8 @@ class ShardDataset(CocoSamples):
     labels are 1 to K in the order of the ids.
 
     Args:
-        folder: Folder of shards.
+        folder: Folder of shards; its path, or a URL that fsspec knows, such as
+            ``s3://bucket/shards``: each image is then read over the network, as it is needed.
         transforms: Your own ``torchvision.transforms.v2``, applied to each sample as
             ``(image, target)`` of tv_tensors. ``make_loader(transforms=...)`` applies them on the
             device instead. Default: None.
@@ -279,12 +279,12 @@ class ShardDataset(CocoSamples):
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Place,
         *,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        folder = require_local_path(folder)
+        folder = open_place(folder)
         retries = Retries()
         index = read_index(folder, retries)
         shards = _load_shards(folder, index, retries)
@@ -469,7 +469,7 @@ class ShardDataset(CocoSamples):
             name = ("bytes", "masks", "record")[part]
             raise self._explain_damage(index, f"its {name} do not match their checksum")
 
-    def find_path(self, index: int) -> Path:
+    def find_path(self, index: int) -> Place:
         """Return the path of the shard that holds the image."""
         return self.folder / self.index.shards[self.shard_of[self._check(index)]].name
 

@@ -1,11 +1,10 @@
 """The nearest form of a dataset: shards on the SSD, on Drive, or still to be written."""
 
-import os
 import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.data.defects import count_allowed
@@ -17,6 +16,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.writing import FollowedWriting, Writing, WritingShards, name_writing
+from colab_utils.places import Place, is_same_place, open_place
 from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
@@ -27,10 +27,10 @@ from colab_utils.streams import require_streams
 
 
 def open_dataset(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place,
     *,
-    drive: str | Path | None,
+    drive: str | Place | None,
     ssd: str | Path,
     shard_mb: float = 128,
     streams: int | Literal["auto"] = "auto",
@@ -54,9 +54,10 @@ def open_dataset(
     files are trained on (`CocoFolder`), with a warning that says why.
 
     Args:
-        images: the image folder.
-        annotations: COCO instance JSON.
-        drive: folder for the shards on Drive; None keeps them in ``ssd`` alone.
+        images: the image folder; its path, or a URL that fsspec knows, such as
+            ``s3://bucket/images``.
+        annotations: COCO instance JSON; likewise.
+        drive: folder for the shards on Drive, or their URL; None keeps them in ``ssd`` alone.
         ssd: folder for the shards on this machine's disk.
         shard_mb: size to aim at for each shard, in MB. The first ones are smaller: training begins
             with one of 4 MB.
@@ -80,11 +81,11 @@ def open_dataset(
         >>> print(open_dataset(made.images, made.annotations, **places))
         3 images in 1 shards, 6 categories
     """
-    images = require_local_path(images)
-    annotations = require_local_path(annotations)
+    images = open_place(images)
+    annotations = open_place(annotations)
     ssd = require_local_path(ssd)
-    drive = None if drive is None else require_local_path(drive)
-    if drive is not None and os.path.realpath(drive) == os.path.realpath(ssd):
+    drive = None if drive is None else open_place(drive)
+    if drive is not None and is_same_place(drive, ssd):
         raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
     default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
@@ -103,7 +104,7 @@ def open_dataset(
             _warn(error, f"the shards in {drive} themselves, which is slower")
             return shards
     dataset = open_annotations(images, annotations)
-    folders = [ssd] if drive is None else [drive, ssd]
+    folders: list[Place] = [ssd] if drive is None else [drive, ssd]
     recipe = find_common_recipe(folders, dataset) or default
     try:
         lock = hold_arrival(ssd, name_writing(dataset))
@@ -137,16 +138,18 @@ def open_dataset(
     return WritingShards(writing, dataset, max_bad=max_bad, contiguous_labels=contiguous_labels)
 
 
-def _open_shards(folder: Path, seed: int, contiguous_labels: bool) -> ShardDataset:
+def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardDataset:
     """Open complete shards.
 
     Where several processes train together, they may still arrive on another machine.
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
     if find_ranks().count > 1:
+        # Of the folder, nothing but its status is looked at.
+        target = cast(Path, folder)
         shards.arrival = FollowedArrival(
             folder,
-            folder,
+            target,
             shards.index,
             lock=ExitStack(),
             workers=1,
@@ -156,7 +159,7 @@ def _open_shards(folder: Path, seed: int, contiguous_labels: bool) -> ShardDatas
     return shards
 
 
-def _has_shards(folder: Path, annotations: Path) -> bool:
+def _has_shards(folder: Place, annotations: Place) -> bool:
     """Return whether a folder has an index of all shards of a dataset.
 
     Raises:

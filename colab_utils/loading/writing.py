@@ -30,6 +30,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
+from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.copy import COPY_STREAMS, Copying
@@ -73,8 +74,8 @@ class Writing(Arrival):
     def __init__(
         self,
         ssd: Path,
-        drive: Path | None,
-        images: Path,
+        drive: Place | None,
+        images: Place,
         dataset: SpooledCoco,
         recipe: dict[str, Any],
         *,
@@ -95,9 +96,9 @@ class Writing(Arrival):
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
         with lock as stack:
-            for folder in (self._drive, ssd):
-                if folder is not None:
-                    stack.enter_context(hold_folder(folder))
+            if self._drive is not None:
+                stack.enter_context(hold_folder(self._drive))
+            stack.enter_context(hold_folder(ssd))
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
             self._plan = make_plan(ssd, images, dataset, recipe)
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
@@ -150,7 +151,7 @@ class Writing(Arrival):
             sending.result()
         if self._drive is not None:
             self._sending.retries.write(self._drive, write_index, self._drive, index)
-            images = Path(self._plan.image_folder)
+            images = open_place(self._plan.image_folder)
             keep_source(self._drive, index, images, self._plan.source, self._plan.planned_ns)
 
     def __str__(self) -> str:
@@ -170,7 +171,7 @@ class FollowedWriting(FollowedArrival):
         jobs: one for each shard.
     """
 
-    def __init__(self, ssd: Path, images: Path, dataset: SpooledCoco, *, seed: int) -> None:
+    def __init__(self, ssd: Path, images: Place, dataset: SpooledCoco, *, seed: int) -> None:
         self.key = name_writing(dataset)
         self._arrived = ArrivedShards(ssd, self.key)
         # The writing may have ended since it was seen.

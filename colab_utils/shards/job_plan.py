@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from secrets import token_hex
 from threading import Event
 from time import monotonic, time_ns
@@ -27,6 +26,7 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.shards.plan import split_images
 from colab_utils.shards.source import ShardSource, parse_source
 
@@ -51,11 +51,11 @@ class ShardJob(NamedTuple):
     """
 
     @property
-    def stop_file(self) -> Path:
+    def stop_file(self) -> Place:
         """Return the file that makes every job of the run give up at its next image."""
         key, _, rest = self.run.partition("-")
         token, _, _ = rest.partition("-")
-        return Path(self.shards, f"plan-{key}", f"stop-{token}")
+        return open_place(self.shards) / f"plan-{key}" / f"stop-{token}"
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class JobPlan:
         return hash_bytes(json.dumps(_describe(self), sort_keys=True).encode())
 
     @property
-    def files(self) -> Path:
+    def files(self) -> Place:
         """Return the folder of the files that belong to this plan."""
-        return Path(self.shards, f"plan-{self.key}")
+        return open_place(self.shards) / f"plan-{self.key}"
 
     @property
     def jobs(self) -> list[ShardJob]:
@@ -117,12 +117,16 @@ class RunStop(Event):
         """Return whether the run was stopped, as it was a second ago."""
         if monotonic() >= self._next_look_s:
             self._next_look_s = monotonic() + _LOOK_S
-            if self._file.exists():
-                self.set()
+            # The work itself meets a server that fails, too.
+            with suppress(ColabUtilsError):
+                if self._file.exists():
+                    self.set()
         return super().is_set()
 
 
-def make_plan(folder: Path, images: Path, dataset: SpooledCoco, recipe: dict[str, Any]) -> JobPlan:
+def make_plan(
+    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
+) -> JobPlan:
     """Return the plan of a dataset's shards, which is not saved yet."""
     return JobPlan(
         shards=str(folder.absolute()),
@@ -145,7 +149,7 @@ def describe_source(dataset: SpooledCoco) -> ShardSource:
     return ShardSource(fingerprint, dataset.stamp, dataset.annotations, dataset.crowds)
 
 
-def read_plan(folder: Path) -> JobPlan | None:
+def read_plan(folder: Place) -> JobPlan | None:
     """Read the plan of a folder of shards; None if there is none.
 
     Raises:
@@ -173,15 +177,19 @@ def save_plan(plan: JobPlan, dataset: SpooledCoco) -> JobPlan:
         "source": asdict(plan.source),
         "planned_ns": plan.planned_ns,
     }
-    write_file(Path(plan.shards, PLAN_NAME), json.dumps(content, indent=1).encode())
+    write_file(open_place(plan.shards) / PLAN_NAME, json.dumps(content, indent=1).encode())
     return plan
 
 
-def remove_plan(folder: Path) -> None:
+def remove_plan(folder: Place) -> None:
     """Remove the plan of a folder, with all its files."""
     (folder / PLAN_NAME).unlink(missing_ok=True)
     for files in folder.glob("plan-*"):
-        if _FILES.fullmatch(files.name):
+        if not _FILES.fullmatch(files.name):
+            continue
+        if isinstance(files, UrlPath):
+            files.remove_all()
+        else:
             shutil.rmtree(files, ignore_errors=True)
 
 
@@ -199,14 +207,14 @@ def load_part(plan: JobPlan, number: int) -> CocoDataset:
         raise _explain_damage(path, "it is missing") from None
 
 
-def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
+def _read(path: Place, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse_file(path, partial(read_file, path), parse)
     except _DAMAGE as error:
         raise _explain_damage(path, error) from None
 
 
-def _explain_damage(path: Path, reason: object) -> ColabUtilsError:
+def _explain_damage(path: Place, reason: object) -> ColabUtilsError:
     return ColabUtilsError(
         f"The plan of shards cannot be read in {path} ({reason!s:.100}). Delete {PLAN_NAME} in the "
         "folder of the shards and run the same again: finished shards stay."
@@ -221,7 +229,7 @@ def _describe(plan: JobPlan) -> dict[str, Any]:
     return content
 
 
-def _parse_plan(folder: Path, content: bytes) -> JobPlan:
+def _parse_plan(folder: Place, content: bytes) -> JobPlan:
     raw = json.loads(content)
     plan = JobPlan(
         shards=str(folder.absolute()),
@@ -234,7 +242,7 @@ def _parse_plan(folder: Path, content: bytes) -> JobPlan:
     return plan
 
 
-def _name_part(plan: JobPlan, number: int) -> Path:
+def _name_part(plan: JobPlan, number: int) -> Place:
     return plan.files / f"{number:06d}.npz"
 
 

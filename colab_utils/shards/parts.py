@@ -1,7 +1,6 @@
 """Shards written in parts by any machines: plan them, write each anywhere, and finish."""
 
 from functools import partial
-from pathlib import Path
 from time import perf_counter, time_ns
 from typing import Any, Literal
 
@@ -9,8 +8,9 @@ import colab_utils
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import FileStamp
+from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_local_path, require_number
+from colab_utils.require import require_number
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, save_plan
@@ -44,10 +44,10 @@ _NAMED = 100
 
 
 def plan_jobs(
-    images: str | Path,
+    images: str | Place,
     annotations: Annotations,
     *,
-    shards: str | Path,
+    shards: str | Place,
     shard_mb: float = 128,
     min_size: int = 800,
     max_size: int = 1333,
@@ -55,10 +55,11 @@ def plan_jobs(
 ) -> JobPlan:
     """Plan the shards that `write_shards` would write, so that any machines write them in parts.
 
-    Every machine must see the folders at the same paths. Each job is two short texts and a number:
-    send it wherever you like, and call `write_shard` there. A job that was killed, or was done
-    twice, does no harm. When all are done, `finish` writes the index. The plan lies in the folder
-    of the shards until then; a second call finds it there.
+    Every machine must see the folders at the same paths, or at the same URLs that fsspec knows.
+    Each job is two short texts and a number: send it wherever you like, and call `write_shard`
+    there. A job that was killed, or was done twice, does no harm. When all are done, `finish`
+    writes the index. The plan lies in the folder of the shards until then; a second call finds it
+    there.
 
     Args:
         images: the image folder.
@@ -88,8 +89,8 @@ def plan_jobs(
         ...     print(finish(folder + "/shards").images)
         3
     """
-    images = require_local_path(images)
-    folder = require_local_path(shards)
+    images = open_place(images)
+    folder = open_place(shards)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
@@ -111,7 +112,7 @@ def plan_jobs(
 
 
 def write_part(
-    images: str | Path,
+    images: str | Place,
     annotations: Annotations,
     *,
     part: tuple[int, int],
@@ -147,7 +148,7 @@ def write_part(
     return _report_shards(join_index(plan, write_all(plan, run, max_bad)), started_s)
 
 
-def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
+def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     """Write the index of shards that were written in parts, from what lies there.
 
     It waits for nobody, and may be called again.
@@ -164,7 +165,7 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
         See `plan_jobs`.
     """
     started_s = perf_counter()
-    folder = require_local_path(shards)
+    folder = open_place(shards)
     require_number("max_bad", max_bad, least=0, most=1)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
@@ -186,7 +187,7 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
     return make_report(index, started_s, plan.source)
 
 
-def _has_settings(plan: JobPlan, images: Path, recipe: dict[str, Any]) -> bool:
+def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
     """Return whether a plan is one of these images and settings, and of this version."""
     return (
         plan.recipe.items() >= recipe.items()
@@ -195,7 +196,7 @@ def _has_settings(plan: JobPlan, images: Path, recipe: dict[str, Any]) -> bool:
     )
 
 
-def _plan_nothing(folder: Path, images: Path, index: ShardIndex, source: ShardSource) -> JobPlan:
+def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: ShardSource) -> JobPlan:
     """Return the plan of a folder that is known to be finished."""
     return JobPlan(
         shards=str(folder.absolute()),
@@ -212,7 +213,7 @@ def _plan_nothing(folder: Path, images: Path, index: ShardIndex, source: ShardSo
     )
 
 
-def _find(folder: Path, plan: JobPlan, number: int) -> ShardIndex | None:
+def _find(folder: Place, plan: JobPlan, number: int) -> ShardIndex | None:
     path = name_shard(folder, number)
     return Retries().run(partial(find_shard, path, plan.fingerprint, plan.recipe, plan.files))
 

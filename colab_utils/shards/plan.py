@@ -4,7 +4,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,9 +16,10 @@ from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import count_cores
+from colab_utils.places import Place, open_place
 from colab_utils.processes import fork_pool
 from colab_utils.reader import Reader
-from colab_utils.require import require_choice, require_count, require_local_path, require_number
+from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.records import read_image, try_sample
@@ -34,7 +34,7 @@ _TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
 _RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
 
-Annotations = str | Path | SpooledCoco
+Annotations = str | Place | SpooledCoco
 """A COCO JSON, or what `open_annotations` made of it: who needs it twice reads it once."""
 
 
@@ -112,7 +112,7 @@ def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
     return [*range(ramp), *others.tolist()]
 
 
-def open_annotations(images: str | Path, annotations: Annotations) -> SpooledCoco:
+def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCoco:
     """Open the annotations, checked for all that cannot be skipped image by image.
 
     Those that are open already are returned as they are.
@@ -135,7 +135,7 @@ def stamp_annotations(annotations: Annotations) -> FileStamp:
     """Return what tells that a JSON is the one that it was."""
     if isinstance(annotations, SpooledCoco):
         return annotations.stamp
-    return stamp_file(require_local_path(annotations))
+    return stamp_file(open_place(annotations))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class ShardPlan:
 
 
 def plan_shards(
-    images: str | Path,
+    images: str | Place,
     annotations: Annotations,
     *,
     storage: Storage | Literal["auto"] = "auto",
@@ -200,7 +200,7 @@ def plan_shards(
     reason = "you asked for it"
     if storage == "auto":
         recipe["storage"], reason = _pick_storage(dataset.images, min_size, max_size)
-    images = Path(images)
+    images = open_place(images)
     sample = select_sample(dataset)
     # This loads the libraries, before anything is timed.
     with suppress(ColabUtilsError):
@@ -246,7 +246,7 @@ def select_sample(dataset: SpooledCoco) -> CocoDataset:
 
 
 def try_images(
-    images: Path, sample: CocoDataset, recipe: dict[str, Any], run: Any = map
+    images: Place, sample: CocoDataset, recipe: dict[str, Any], run: Any = map
 ) -> list[ImageCost]:
     """Return what each image of a sample costs; bad ones are left out.
 
@@ -269,7 +269,7 @@ def try_images(
     return costs
 
 
-def _read_at_once(images: Path, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
+def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
     """Return the content of each dataset's only image, or why it cannot be read."""
 
     def read(place: int) -> bytes:

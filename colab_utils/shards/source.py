@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from colab_utils.data.image_paths import find_file
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import FileStamp, read_file, stamp_file, write_file
+from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 from colab_utils.shards.index import ShardIndex
 
@@ -40,7 +40,7 @@ class ShardSource:
     """
 
 
-def read_source(folder: Path, fingerprint: str) -> ShardSource | None:
+def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
     """Read what the shards of a folder were made of; None where that is not known.
 
     Args:
@@ -64,7 +64,7 @@ def parse_source(content: dict[str, Any]) -> ShardSource:
 
 
 def keep_source(
-    folder: Path, index: ShardIndex, images: Path, source: ShardSource, before_ns: int
+    folder: Place, index: ShardIndex, images: Place, source: ShardSource, before_ns: int
 ) -> None:
     """Keep what the shards of a folder were made of, where the folder can be written to.
 
@@ -87,7 +87,7 @@ def keep_source(
         write_file(folder / SOURCE_NAME, json.dumps(asdict(kept)).encode())
 
 
-def list_changed(index: ShardIndex, source: ShardSource | None, images: Path) -> set[str]:
+def list_changed(index: ShardIndex, source: ShardSource | None, images: Place) -> set[str]:
     """Return the names of images that an index skipped, and whose files may be others now."""
     names = [image.file_name for image in index.skipped]
     if source is None:
@@ -98,7 +98,7 @@ def list_changed(index: ShardIndex, source: ShardSource | None, images: Path) ->
     }
 
 
-def stamp_images(images: Path, names: Iterable[str]) -> dict[str, FileStamp]:
+def stamp_images(images: Place, names: Iterable[str]) -> dict[str, FileStamp]:
     """Return the stamps of the files that these names mean; names that mean no file of the folder
     have none.
 
@@ -111,7 +111,7 @@ def stamp_images(images: Path, names: Iterable[str]) -> dict[str, FileStamp]:
         return {name: stamp for name, stamp in stamps if stamp is not None}
 
 
-def _stamp_image(images: Path, name: str) -> FileStamp | None:
+def _stamp_image(images: Place, name: str) -> FileStamp | None:
     try:
         path, _ = find_file(images, name, frozenset())
         return stamp_file(path)

@@ -9,7 +9,6 @@ from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from time import perf_counter, time_ns
 from typing import Any, Literal
 
@@ -21,8 +20,9 @@ from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
-from colab_utils.require import require_count, require_local_path, require_number
+from colab_utils.require import require_count, require_number
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
 from colab_utils.shards.job_plan import (
     JobPlan,
@@ -99,10 +99,10 @@ class ShardReport:
 
 
 def write_shards(
-    images: str | Path,
+    images: str | Place,
     annotations: Annotations,
     *,
-    shards: str | Path,
+    shards: str | Place,
     shard_mb: float = 128,
     min_size: int = 800,
     max_size: int = 1333,
@@ -115,6 +115,8 @@ def write_shards(
 ) -> ShardReport:
     """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat
     arrays.
+
+    Each of the three places is a path, or a URL that fsspec knows, such as ``s3://bucket/shards``.
 
     Images keep their bytes, unless they are larger than training needs: those are shrunk once. A
     bad image (missing, cut short, not an image, or with an annotation that has no usable mask) is
@@ -159,8 +161,8 @@ def write_shards(
         (3, 1, ())
     """
     started_s = perf_counter()
-    images = require_local_path(images)
-    folder = require_local_path(shards)
+    images = open_place(images)
+    folder = open_place(shards)
     processes = count_processes(workers)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
@@ -215,7 +217,7 @@ def make_report(index: ShardIndex, started_s: float, source: ShardSource) -> Sha
     )
 
 
-def find_recipe(folder: str | Path) -> dict[str, Any] | None:
+def find_recipe(folder: str | Place) -> dict[str, Any] | None:
     """Return how the shards of a folder were made, finished or not; None if it holds none.
 
     Raises:
@@ -229,17 +231,17 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
     return None if index is None else index.recipe
 
 
-def find_index(folder: str | Path) -> ShardIndex | None:
+def find_index(folder: str | Place) -> ShardIndex | None:
     """Return what the shards of a folder are of, finished or not; None if it holds none.
 
     Raises:
         ColabUtilsError: as `find_recipe`.
     """
-    folder = require_local_path(folder)
+    folder = open_place(folder)
     return Retries().write(folder, _find_run, folder)
 
 
-def _find_run(folder: Path) -> ShardIndex | None:
+def _find_run(folder: Place) -> ShardIndex | None:
     """Return the index of the shards in a folder; of unfinished ones that of the first."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
@@ -247,7 +249,8 @@ def _find_run(folder: Path) -> ShardIndex | None:
     if plan is not None:
         return ShardIndex(plan.fingerprint, plan.recipe, (), (), partial=True)
     # Each shard knows its run.
-    for path in sorted(folder.glob("shard-*.arrays")):
+    arrays: list[Place] = [*folder.glob("shard-*.arrays")]
+    for path in sorted(arrays, key=str):
         index = read_shard_index(path)
         if index is not None:
             return index
@@ -256,7 +259,7 @@ def _find_run(folder: Path) -> ShardIndex | None:
     return None
 
 
-def _find_own_run(folder: Path, dataset: SpooledCoco, recipe: dict[str, Any]) -> ShardIndex | None:
+def _find_own_run(folder: Place, dataset: SpooledCoco, recipe: dict[str, Any]) -> ShardIndex | None:
     """Like `_find_run`, and refuse shards of other data or settings."""
     index = _find_run(folder)
     if index is None:
@@ -274,7 +277,7 @@ def _find_own_run(folder: Path, dataset: SpooledCoco, recipe: dict[str, Any]) ->
     return index
 
 
-def find_common_recipe(folders: Iterable[Path], dataset: SpooledCoco) -> dict[str, Any]:
+def find_common_recipe(folders: Iterable[Place], dataset: SpooledCoco) -> dict[str, Any]:
     """Return the recipe of the shards of a dataset in these folders; an empty one without shards.
 
     Raises:
@@ -289,7 +292,7 @@ def find_common_recipe(folders: Iterable[Path], dataset: SpooledCoco) -> dict[st
 
 
 def find_known(
-    folder: Path, images: Path, annotations: Annotations, recipe: dict[str, Any]
+    folder: Place, images: Place, annotations: Annotations, recipe: dict[str, Any]
 ) -> tuple[ShardIndex, ShardSource] | None:
     """Return the index and the source where nothing is to be done, as far as that is seen without
     reading a file of the dataset.
@@ -312,7 +315,7 @@ def find_known(
 
 
 def find_finished(
-    folder: Path, images: Path, dataset: SpooledCoco, recipe: dict[str, Any]
+    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
 ) -> ShardIndex | None:
     """Return the index where nothing is to be done.
 
@@ -336,7 +339,7 @@ def find_finished(
 
 
 def begin_folder(
-    folder: Path, images: Path, dataset: SpooledCoco, recipe: dict[str, Any]
+    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
 ) -> dict[str, Any]:
     """Mark the folder as unfinished; return the recipe with what divides the images.
 
@@ -349,19 +352,20 @@ def begin_folder(
         costs = try_images(images, select_sample(dataset), recipe)
         mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
         cure = "name another folder, or store smaller images (--min-size)"
-        require_space(folder, mean * len(dataset), cure)
+        if not isinstance(folder, UrlPath):
+            require_space(folder, mean * len(dataset), cure)
         recipe = complete_recipe(recipe, mean)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
 
 def cut_parts(
-    folder: Path,
-    images: Path,
+    folder: Place,
+    images: Place,
     dataset: SpooledCoco,
     recipe: dict[str, Any],
     streams: int | str,
-    drive: Path | None = None,
+    drive: Place | None = None,
 ) -> Iterator[ShardPart]:
     """Yield the part of each shard.
 
@@ -391,7 +395,7 @@ def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[Sh
     """
     done = _watch(plan, run(), max_bad)
     missing = [
-        Path(plan.image_folder, image.file_name)
+        open_place(plan.image_folder) / image.file_name
         for image in _join_skipped(done)
         if image.reason == MISSING
     ]
@@ -406,7 +410,7 @@ def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
     """Return an index of each shard that is written, with a progress bar meanwhile."""
     done: list[ShardIndex] = []
     # What Drive does not show is looked for again at the end.
-    is_patient = is_on_drive(plan.image_folder)
+    is_patient = is_on_drive(open_place(plan.image_folder))
     with show_progress("preprocess", total=plan.images, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
@@ -417,12 +421,12 @@ def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
     return done
 
 
-def finish_folder(folder: Path, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
+def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
     """Write the index of a folder whose shards are all there, and remove the plan."""
     patience = Retries()
     index = join_index(plan, done)
     patience.write(folder, write_index, folder, index)
-    keep_source(folder, index, Path(plan.image_folder), plan.source, plan.planned_ns)
+    keep_source(folder, index, open_place(plan.image_folder), plan.source, plan.planned_ns)
     patience.write(folder, remove_plan, folder)
     return index
 

@@ -15,6 +15,7 @@ from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.opening import open_dataset
+from colab_utils.places import Place, open_place
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class OpenData:
 class DataSource:
     """Where the images of a run lie: shards, or loose files that become shards meanwhile."""
 
-    shards: str | Path | None = None
-    images: str | Path | None = None
-    annotations: str | Path | None = None
-    drive: str | Path | None = None
+    shards: str | Place | None = None
+    images: str | Place | None = None
+    annotations: str | Place | None = None
+    drive: str | Place | None = None
     """Folder for the shards of loose files, on Drive."""
     ssd: str | Path | None = None
     """Folder for the shards, on this machine's disk."""
@@ -118,7 +119,7 @@ class DataSource:
                 seed=seed,
                 contiguous_labels=True,
             )
-        shards = str(self.shards)
+        shards = open_place(self.shards or "")
         if self.ssd is None:
             return ShardDataset(shards, contiguous_labels=True)
         return ArrivingShards(
@@ -130,7 +131,7 @@ class DataSource:
 def open_data(
     source: DataSource,
     *,
-    val_shards: str | Path | None,
+    val_shards: str | Place | None,
     seed: int,
 ) -> Iterator[OpenData]:
     """Open the images of a run; end what is copied or written meanwhile afterwards.
@@ -148,7 +149,7 @@ def open_data(
 def _find_images(
     dataset: ShardDataset | CocoFolder,
     source: DataSource,
-    val_shards: str | Path | None,
+    val_shards: str | Place | None,
 ) -> OpenData:
     """Return the dataset with the rows of its images with objects, and the validation images."""
     place = source.shards or source.images
