@@ -302,8 +302,8 @@ class Copying:
     def _refuse_other(self, path: Place) -> None:
         if path.exists() and not self.overwrite:
             raise ColabUtilsError(
-                f"{self.target} holds another {path.name}. Name another folder, or delete that file "
-                "if it is a damaged copy."
+                f"{self.target} holds another {path.name}. Name another folder, or delete that "
+                "file if it is a damaged copy."
             )
 
     def _explain_difference(self, name: str) -> ColabUtilsError:
