@@ -141,7 +141,7 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     if id == "work":
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
-        mb_per_s = times.bytes_read / 1e6 / max(times.blocked_s, 1e-9)
+        mb_per_s = times.bytes_read / 1e6 / max(times.wall_s - times.cpu_s, 1e-9)
         limit = "it waits mostly for the first byte of each file"
         if mb_per_s > _SENDS_MB_PER_S:
             cure = "bandwidth"
