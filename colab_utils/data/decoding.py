@@ -370,6 +370,15 @@ def read_orientation(image: "Image.Image") -> int:
     return 1
 
 
+def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
+    """Return whether EXIF turns an image, and the size that annotations give (0: none) does not say
+    whether they are of it turned: half a turn, and that of a square, change no size.
+    """
+    orientation = read_orientation(image)
+    is_same_size = orientation <= 4 or image.width == image.height
+    return orientation != 1 and (is_same_size or not height or not width)
+
+
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
     """Return the image at the size that annotations give (0: none), turned by EXIF only where its
     orientation explains that.
