@@ -6,8 +6,10 @@ A sample is ``(image, target)``. The image is uint8 [3, H, W]. The target is a d
 left out, as in torchvision's ``references/detection``.
 """
 
+import io
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.coco import open_coco
-from colab_utils.data.decoding import decode_pixels, decode_upright
+from colab_utils.data.decoding import (
+    decode_pixels,
+    decode_upright,
+    guard_pillow,
+    is_turn_unclear,
+    open_lazily,
+)
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
@@ -29,7 +37,7 @@ from colab_utils.data.masks import (
     unpack_masks,
 )
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.groups import CopiedGroups
@@ -48,6 +56,9 @@ from colab_utils.reader import Reader
 from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, make_tables
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.streams import StreamTrial, require_streams
+
+# Bytes of a JPEG in which its EXIF begins.
+_EXIF_BYTES = 2000
 
 
 class CocoFolder(CocoSamples):
@@ -123,6 +134,7 @@ class CocoFolder(CocoSamples):
         try:
             image = self.decode(data)
             height, width = self.sizes[index].tolist()
+            self._warn_of_turns(data, height, width)
             if height and width and image.shape[1:] != (height, width):
                 upright = decode_upright(data, height, width)
                 image = torch.from_numpy(upright.transpose(2, 0, 1).copy())
@@ -135,6 +147,19 @@ class CocoFolder(CocoSamples):
         labels = self._map_labels([a["category_id"] for a in annotations])
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
+
+    @guard_pillow()
+    def _warn_of_turns(self, data: bytes, height: int, width: int) -> None:
+        """Warn of a photo that may be turned: the same text each time, which shows once."""
+        is_photo = data.startswith(b"\xff\xd8") and b"Exif" in data[:_EXIF_BYTES]
+        if is_photo and is_turn_unclear(open_lazily(io.BytesIO(data)), height, width):
+            warnings.warn(
+                f"Photos in {self.folder} have an EXIF orientation, and their annotations do not "
+                "say whether they are of the photos as turned by it. They are taken as stored: "
+                "see check.",
+                ColabUtilsWarning,
+                stacklevel=3,
+            )
 
     def read_packed(self, index: int) -> PackedSample:
         """Return the sample with packed masks."""
