@@ -20,6 +20,7 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.files import name_temporary, require_new, write_file
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import open_place
 from colab_utils.processes import explain_limits
 from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
@@ -164,6 +165,7 @@ def _check(
     deep: bool = False,
 ) -> Any:
     """Look over a COCO dataset: every defect by name."""
+    from colab_utils.data.coco import CocoDataset, read_coco
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
@@ -172,14 +174,16 @@ def _check(
             "--val-images is given without --val-annotations. Name its JSON, too."
         )
     validation = (val_images or images, val_annotations) if val_annotations else None
+    source: str | CocoDataset = annotations
     if repair:
         checked = repair_annotations(
             images, annotations, output=repair, crowds=crowds, deep=deep, validation=validation
         )
     else:
-        checked = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
+        source = read_coco(annotations)
+        checked = colab_utils.check_dataset(images, source, deep=deep, validation=validation)
     if report:
-        page = write_check(checked, images, annotations, report, repaired=repair)
+        page = write_check(checked, images, source, report, repaired=repair)
         print(f"report: {page}", file=sys.stderr)
     return checked
 
@@ -201,10 +205,10 @@ def _add_check_options(command: _Parser) -> None:
         choices=("leave", "objects"),
         help="with --repair: take crowds as objects, as CVAT's masks",
     )
-    _add_path(
+    _add_place(
         command, "--val-images", "DIR", "image folder of the validation set (that of --images)"
     )
-    _add_path(command, "--val-annotations", "FILE", "its JSON: is a picture in both?")
+    _add_place(command, "--val-annotations", "FILE", "its JSON: is a picture in both?")
 
 
 def _diagnose(
@@ -253,7 +257,7 @@ def _diagnose(
 
 def _add_diagnose_options(command: _Parser) -> None:
     _add_dataset(command)
-    _add_path(command, "--shards", "DIR", "folder of shards")
+    _add_place(command, "--shards", "DIR", "folder of shards")
     _add_count(command, "--batch-size", "images in a batch (4)")
     _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
     _add_number(command, "--step-ms", _STEP)
@@ -283,7 +287,7 @@ def _preprocess(
 ) -> Any:
     """Write a COCO dataset as shards."""
     from colab_utils.shards import parts
-    from colab_utils.shards.plan import plan_shards
+    from colab_utils.shards.plan import Annotations, open_annotations, plan_shards
     from colab_utils.shards.write import find_recipe
 
     if finish:
@@ -297,18 +301,20 @@ def _preprocess(
     if begun:
         # What is not asked for stays as it was begun.
         storage = begun["storage"]
+    opened: Annotations = annotations
     if plan or storage == "auto":
         names = settings.keys() & {"min_size", "max_size", "workers"}
         sizes = {name: settings[name] for name in names}
-        planned = plan_shards(images, annotations, storage=storage, **sizes)
+        opened = open_annotations(images, annotations)
+        planned = plan_shards(images, opened, storage=storage, **sizes)
         if plan:
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
     settings |= {"shards": shards, "storage": storage}
     if part is None:
-        return _name_skipped(colab_utils.write_shards(images, annotations, **settings))
-    report = _name_skipped(parts.write_part(images, annotations, part=part, **settings))
+        return _name_skipped(colab_utils.write_shards(images, opened, **settings))
+    report = _name_skipped(parts.write_part(images, opened, part=part, **settings))
     number, count = part
     print(
         f"note: part {number} of {count} is written. When all are, run it with --finish in place "
@@ -327,7 +333,7 @@ def _name_skipped(report: Any) -> Any:
 
 def _add_preprocess_options(command: _Parser) -> None:
     _add_dataset(command)
-    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    _add_place(command, "--shards", "DIR", "folder of shards", required=True)
     modes = command.add_mutually_exclusive_group()
     modes.add_argument(
         "--plan", action="store_true", help="print the plan with its estimate, and write nothing"
@@ -370,7 +376,7 @@ def _verify(shards: str) -> Any:
 
 
 def _add_verify_options(command: _Parser) -> None:
-    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
+    _add_place(command, "--shards", "DIR", "folder of shards", required=True)
 
 
 def _copy(shards: str, to: str, **options: Any) -> Any:
@@ -379,8 +385,8 @@ def _copy(shards: str, to: str, **options: Any) -> Any:
 
 
 def _add_copy_options(command: _Parser) -> None:
-    _add_path(command, "--shards", "DIR", "folder of shards", required=True)
-    _add_path(command, "--to", "DIR", "folder to copy to", required=True)
+    _add_place(command, "--shards", "DIR", "folder of shards", required=True)
+    _add_place(command, "--to", "DIR", "folder to copy to", required=True)
     _add_number(command, "--limit-gb", "most to hold there, GB: the first shards that fit")
 
 
@@ -393,16 +399,16 @@ def _train(run: str, **options: Any) -> Any:
 
 
 def _add_train_options(command: _Parser) -> None:
-    _add_path(command, "--shards", "DIR", "folder of shards")
+    _add_place(command, "--shards", "DIR", "folder of shards")
     _add_dataset(command)
-    _add_path(command, "--drive", "DIR", "folder on Drive for the shards of --images")
-    _add_path(command, "--run", "DIR", "folder for checkpoints", required=True)
+    _add_place(command, "--drive", "DIR", "folder on Drive for the shards of --images")
+    _add_place(command, "--run", "DIR", "folder for checkpoints", required=True)
     _add_path(
         command, "--ssd", "DIR", "folder on the SSD: copy or write the shards there while it trains"
     )
     _add_path(command, "--local", "DIR", "another name of --ssd")
     _add_number(command, "--limit-gb", "most to hold there, GB: shards take turns")
-    _add_path(command, "--val-shards", "DIR", "shards to evaluate on: box and mask AP")
+    _add_place(command, "--val-shards", "DIR", "shards to evaluate on: box and mask AP")
     _add_count(command, "--steps", "train for N steps in all")
     _add_count(command, "--epochs", "or for N epochs in all (1)")
     command.add_argument(
@@ -467,7 +473,8 @@ def _compare(
 
 
 def _add_compare_options(command: _Parser) -> None:
-    _add_dataset(command)
+    _add_path(command, "--images", "DIR", "image folder")
+    _add_path(command, "--annotations", "FILE", "COCO instance JSON")
     _add_count(command, "--batch-size", "images in a batch (4)")
     _add_number(command, "--step-ms", _STEP)
     command.add_argument("--strategies", metavar="A,B,C", help="names, separated by commas (all)")
@@ -524,13 +531,31 @@ def local_path(text: str) -> str:
     return text
 
 
+def place(text: str) -> str:
+    """Return the path or the URL of a folder or a file as it was given; one that cannot be read
+    here is told before any work begins.
+    """
+    try:
+        open_place(text)
+    except ColabUtilsError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+    return text
+
+
 def _add_path(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:
     command.add_argument(option, metavar=metavar, type=local_path, help=meaning, **settings)
 
 
+def _add_place(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:
+    """Add an option that takes a URL that fsspec knows, too."""
+    command.add_argument(
+        option, metavar=metavar, type=place, help=f"{meaning}, or its URL", **settings
+    )
+
+
 def _add_dataset(command: _Parser, *, required: bool = False) -> None:
-    _add_path(command, "--images", "DIR", "image folder", required=required)
-    _add_path(command, "--annotations", "FILE", "COCO instance JSON", required=required)
+    _add_place(command, "--images", "DIR", "image folder", required=required)
+    _add_place(command, "--annotations", "FILE", "COCO instance JSON", required=required)
 
 
 def _add_count(command: _Parser, option: str, meaning: str, *, kind: Any = int) -> None:

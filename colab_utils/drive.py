@@ -3,7 +3,7 @@
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
 from functools import partial
@@ -28,12 +28,15 @@ _Result = TypeVar("_Result")
 class DriveLostError(UnavailableError):
     """Drive went away in the middle of a read; what was finished before is safe."""
 
+    place = "Drive"
+    """What failed, in words."""
+
 
 class ShortReadError(DriveLostError):
     """Fewer bytes of a file came than it holds."""
 
 
-def is_on_drive(path: str | Path) -> bool:
+def is_on_drive(path: object) -> bool:
     """Return whether a path lies on a mounted Google Drive.
 
     On Colab ``/content/drive`` counts before it is mounted, too.
@@ -45,16 +48,18 @@ def is_on_drive(path: str | Path) -> bool:
     return find_mount(path) is not None
 
 
-def find_mount(path: str | Path) -> Path | None:
+def find_mount(path: object) -> Path | None:
     """Return where the Google Drive that a path lies on is mounted; None of any other path.
 
-    The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount``
-    in google/colab/drive.py knows Drive by its type there.
+    A URL lies on none. The table of mounts is asked, and not the mount, which may hang. Source:
+    ``flush_and_unmount`` in google/colab/drive.py knows Drive by its type there.
 
     Example:
         >>> find_mount("/tmp") is None
         True
     """
+    if not isinstance(path, str | os.PathLike):
+        return None
     kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     if is_colab():
         kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
@@ -70,7 +75,7 @@ def find_mount(path: str | Path) -> Path | None:
 
 
 @contextmanager
-def guard_drive(path: str | Path) -> Iterator[None]:
+def guard_drive(path: object) -> Iterator[None]:
     """Turn the errors of a Drive that went away into a `DriveLostError` with a cure; and those of a
     machine that lacks memory or open files into an `UnavailableError`.
 
@@ -101,7 +106,7 @@ def guard_drive(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def explain_write(folder: Path) -> Iterator[None]:
+def explain_write(folder: object) -> Iterator[None]:
     """Turn an error of writing into ``folder`` into one line with its cure.
 
     Example:
@@ -140,6 +145,7 @@ class Retries:
 
     def __init__(self, stop: Any = None) -> None:
         self.count = 0
+        self._place = ""
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
         # Drive said to the end of the waits that a file is missing.
@@ -154,16 +160,17 @@ class Retries:
         for wait_s in RETRY_WAITS_S:
             try:
                 return call()
-            except DriveLostError:
+            except DriveLostError as error:
                 if self.stop.is_set():
                     raise
                 self.count += 1
+                self._place = error.place
                 if self.on_failure is not None:
                     self.on_failure()
                 self.stop.wait(wait_s)
         return call()
 
-    def write(self, folder: Path, call: Callable[..., _Result], *arguments: Any) -> _Result:
+    def write(self, folder: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return what ``call(*arguments)`` returns; errors of writing into ``folder`` get a cure.
 
         Raises:
@@ -172,7 +179,7 @@ class Retries:
         """
         return self.run(partial(explain_write(folder)(call), *arguments))
 
-    def run_listed(self, path: Path, call: Callable[[], _Result]) -> _Result:
+    def run_listed(self, path: Any, call: Callable[[], _Result]) -> _Result:
         """Return what ``call`` returns, which reads a file that a list names; see `find_again`."""
         try:
             return self.run(call)
@@ -181,7 +188,7 @@ class Retries:
                 raise
         return self.run(call)
 
-    def find_again(self, paths: list[Path]) -> set[Path]:
+    def find_again(self, paths: Sequence[Any]) -> set[Any]:
         """Return those of some missing files that are there after all.
 
         Drive says "no such file" of a file for a while, at times. So on Drive their folders are
@@ -219,11 +226,14 @@ class Retries:
         if not self.count:
             return ""
         times = "1 time" if self.count == 1 else f"{self.count} times"
-        return f"Drive failed {times} and was tried again"
+        return f"{self._place} failed {times} and was tried again"
 
 
-def _is_absent(path: Path) -> bool:
+def _is_absent(path: Any) -> bool:
     """Return whether a file cannot be opened, whatever its folder says of it."""
+    if not isinstance(path, os.PathLike):
+        # A server says the same at all times.
+        return not path.exists()
     with suppress(OSError):
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         return os.path.isdir(path)

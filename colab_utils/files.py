@@ -8,13 +8,13 @@ import io
 import os
 import stat
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 from weakref import WeakSet
 
 import xxhash
@@ -23,6 +23,7 @@ from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, ShortReadE
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux
 from colab_utils.os_errors import SHORTAGES
+from colab_utils.places import Place, UrlFile, UrlPath
 from colab_utils.slow_drive import DriveProfile, find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
@@ -35,10 +36,12 @@ MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole: no photo is larger."""
 # Of a file that is hashed, so many bytes are read at once.
 _PIECE_BYTES = 1 << 20
+# The same at a URL, where each request takes its time.
+_BLOCK_BYTES = 8 << 20
 
 
-def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
-    """Open a file to read it, at once and whatever lies there.
+def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
+    """Open a file to read it, at once and whatever lies there; at a URL in pieces.
 
     Raises:
         ColabUtilsError: it is a named pipe, a socket or a device, or larger than ``most_bytes``.
@@ -49,6 +52,8 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, and no file. ...
     """
+    if isinstance(path, UrlPath):
+        return cast(BinaryIO, io.BufferedReader(UrlFile(path), _PIECE_BYTES))
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     try:
         status = os.fstat(file.fileno())
@@ -78,7 +83,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_file(
-    path: str | Path, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
+    path: str | Place, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
 ) -> bytes:
     """Read a file, no faster than the slowed folder that it lies in allows.
 
@@ -103,14 +108,16 @@ def read_file(
         return Retries().run(read)
 
 
-def _read_once(path: str | Path, profile: DriveProfile | None, most_bytes: float) -> bytes:
+def _read_once(path: str | Place, profile: DriveProfile | None, most_bytes: float) -> bytes:
+    if isinstance(path, UrlPath):
+        return path.read_bytes()
     started = perf_counter()
     content = read_whole(path, most_bytes=most_bytes)
     wait_as_drive(profile, path, 0, len(content), started)
     return content
 
 
-def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
+def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
     """Read a file once, at full speed.
 
     Raises:
@@ -123,19 +130,76 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
         >>> read_whole(__file__) == read_file(__file__)
         True
     """
+    if isinstance(path, UrlPath):
+        return path.read_bytes()
     with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read()
     if len(content) < size:
-        raise ShortReadError(
-            f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: "
-            "what is done is safe. If it stays so, put the file there again."
-        )
+        raise _explain_short(path, len(content), size)
     return content
 
 
+class FileStream:
+    """Read an open file to its end, no faster than the slowed folder that it lies in allows."""
+
+    def __init__(self, path: str | Place, file: BinaryIO) -> None:
+        self._path = path
+        self._file = file
+        self._profile = find_profile(path)
+        self._size = _find_size(path, file)
+        self._count = 0
+
+    def read(self, size: int) -> bytes:
+        """Return so many bytes; fewer only at the end of the file."""
+        started = perf_counter()
+        with guard_drive(self._path):
+            content = self._file.read(size)
+        # Drive opens it at the first read alone.
+        place = None if self._count else 0
+        if not isinstance(self._path, UrlPath):
+            wait_as_drive(self._profile, self._path, place, len(content), started)
+        self._count += len(content)
+        if not content and self._count < self._size:
+            raise _explain_short(self._path, self._count, self._size)
+        return content
+
+
+@contextmanager
+def open_stream(path: str | Place, *, most_bytes: float = MOST_BYTES) -> Iterator[FileStream]:
+    """Open a file to read it from its begin to its end, in pieces of any size.
+
+    Raises:
+        ColabUtilsError: it is none to read: see `open_file`.
+        ShortReadError: while it is read, as `read_whole`; DriveLostError and OSError in the same
+            way.
+
+    Example:
+        >>> with open_stream(__file__) as file:
+        ...     file.read(3) == read_whole(__file__)[:3]
+        True
+    """
+    with guard_drive(path):
+        file = open_file(path, most_bytes=most_bytes)
+    with file:
+        yield FileStream(path, file)
+
+
+def _find_size(path: str | Place, file: BinaryIO) -> int:
+    if isinstance(path, UrlPath):
+        return path.stat().st_size
+    return os.fstat(file.fileno()).st_size
+
+
+def _explain_short(path: str | Place, count: int, size: int) -> ShortReadError:
+    return ShortReadError(
+        f"Only {count:,} of the {size:,} bytes of {path} came. Run the same again: "
+        "what is done is safe. If it stays so, put the file there again."
+    )
+
+
 def parse_file(
-    path: str | Path,
+    path: str | Place,
     read: Callable[[], bytes],
     parse: Callable[[bytes], _Result],
 ) -> _Result:
@@ -257,6 +321,15 @@ class DriveFile(io.IOBase):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
+def open_pieces(
+    path: str | Place, retries: Retries | None = None, *, block_bytes: int = 0
+) -> DriveFile | UrlFile:
+    """Open a file to read it in pieces: see `DriveFile`, and `UrlFile` for one at a URL."""
+    if isinstance(path, UrlPath):
+        return UrlFile(path, retries, block_bytes=block_bytes)
+    return DriveFile(path, retries)
+
+
 class OpenFiles:
     """Files of a dataset that stay open to be read again: those that were read last.
 
@@ -264,7 +337,7 @@ class OpenFiles:
     closed when nothing reads it any more. Threads may share it.
 
     Args:
-        retries: Of each `DriveFile`.
+        retries: Of each file; see `open_pieces`.
 
     Attributes:
         get: Returns the file of a path, open.
@@ -275,7 +348,7 @@ class OpenFiles:
         True
     """
 
-    get: Callable[[str], DriveFile]
+    get: Callable[[Any], DriveFile | UrlFile]
 
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
@@ -288,7 +361,7 @@ class OpenFiles:
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         capacity = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
-        self.get = lru_cache(capacity)(partial(DriveFile, retries=self._retries))
+        self.get = lru_cache(capacity)(partial(open_pieces, retries=self._retries))
 
 
 # Of all datasets of this process.
@@ -314,14 +387,17 @@ def name_temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{writer}.part")
 
 
-def write_file(path: Path, *parts: bytes | memoryview) -> None:
+def write_file(path: Place, *parts: bytes | memoryview) -> None:
     """Write a file of these parts under a temporary name, read it back, then rename it.
 
-    A failure leaves nothing behind.
+    A failure leaves nothing behind. For one at a URL see `UrlPath.write`.
 
     Raises:
         OSError: what Python raised, or EIO where the file reads back differently.
     """
+    if isinstance(path, UrlPath):
+        path.write(*parts)
+        return
     temporary = name_temporary(path)
     try:
         with open(temporary, "wb") as file:
@@ -370,6 +446,32 @@ def hash_bytes(*parts: Any) -> str:
     return state.hexdigest()
 
 
+class FileStamp(NamedTuple):
+    """What tells, without reading it, that a file is the one that it was."""
+
+    name: str
+    bytes: int
+    """Its size; -1 where there is no file."""
+    modified_ns: int
+    """When it was written to, in nanoseconds since 1970."""
+
+
+def stamp_file(path: Place) -> FileStamp:
+    """Return what tells that a file is the one that it was.
+
+    Raises:
+        DriveLostError: Drive went away.
+
+    Example:
+        >>> stamp_file(Path("no/such/file"))
+        FileStamp(name='file', bytes=-1, modified_ns=0)
+    """
+    with suppress(FileNotFoundError, NotADirectoryError), guard_drive(path):
+        status = path.stat()
+        return FileStamp(path.name, status.st_size, round(status.st_mtime * 1e9))
+    return FileStamp(path.name, -1, 0)
+
+
 def drop_cached(path: Path) -> None:
     """Drop what Linux keeps of a written file in memory; do nothing elsewhere."""
     # Where there is no file, reading it will say what is wrong.
@@ -377,17 +479,22 @@ def drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def has_size(path: Path, size: int) -> bool:
+def has_size(path: Place, size: int) -> bool:
     """Return whether there is a file of this size in bytes."""
+    if isinstance(path, UrlPath):
+        # One question in place of two.
+        with suppress(FileNotFoundError):
+            return path.stat().st_size == size
+        return False
     return path.is_file() and path.stat().st_size == size
 
 
-def hash_file(path: str | Path) -> tuple[int, str]:
+def hash_file(path: str | Place, retries: Retries | None = None) -> tuple[int, str]:
     """Return the size of a file in bytes, and its XXH3-64 in hexadecimal."""
     state = xxhash.xxh3_64()
     size = 0
     piece = memoryview(bytearray(_PIECE_BYTES))
-    with DriveFile(path) as file:
+    with open_pieces(path, retries, block_bytes=_BLOCK_BYTES) as file:
         while True:
             count = file.readinto(piece, size)
             if not count:

@@ -5,12 +5,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.places import Place
 from colab_utils.processes import start_thread
 from colab_utils.streams import (
     StreamTrial,
@@ -66,8 +66,8 @@ class Reader:
 
     Args:
         read: gives a file's content by its name, such as ``read_file``; threads call it.
-        place: a folder that the files lie in; what was found for its mount is kept for the
-            session.
+        place: a folder that the files lie in; what was found for its mount, or its server, is
+            kept for the session.
         streams: reads at the same time, up to 256. "auto" measures: see `StreamTuner`.
         retries: those of ``read``, if it has any: they tell where Drive refuses, so that less is
             read at once.
@@ -90,7 +90,7 @@ class Reader:
         self,
         read: Callable[[Any], Any],
         *,
-        place: str | Path,
+        place: str | Place,
         streams: int | str = "auto",
         retries: Retries | None = None,
         most_bytes: int = AHEAD_BYTES,

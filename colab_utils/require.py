@@ -113,7 +113,7 @@ def require_local_path(path: str | os.PathLike[str]) -> Path:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: The URL gs://bucket/shards is no folder or file of ...
     """
-    if _URL.match(os.fspath(path)):
+    if _URL.match(str(path)):
         raise ColabUtilsError(
             f"The URL {path} is no folder or file of this machine. Mount it (with gcsfuse or "
             "rclone, say) and name that folder, or copy it to a folder first."

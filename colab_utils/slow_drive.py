@@ -125,7 +125,7 @@ def read_at_full_speed() -> Iterator[None]:
         os.environ[_SLOWED] = table
 
 
-def find_profile(path: str | Path) -> DriveProfile | None:
+def find_profile(path: object) -> DriveProfile | None:
     """Return the profile of the slowed folder that a path lies in, and None where it is read at
     full speed.
 
@@ -134,7 +134,7 @@ def find_profile(path: str | Path) -> DriveProfile | None:
         True
     """
     text = os.environ.get(_SLOWED)
-    if not text:
+    if not text or not isinstance(path, str | os.PathLike):
         return None
     table = json.loads(text)
     place = Path(os.path.realpath(path))

@@ -11,6 +11,7 @@ import xxhash
 
 from colab_utils.drive import find_mount
 from colab_utils.errors import ColabUtilsError
+from colab_utils.places import Place, UrlPath
 from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
 
@@ -190,7 +191,7 @@ def require_streams(streams: int | str) -> int | str:
         raise ColabUtilsError(f'{str(error).removesuffix(".")}, or "auto".') from None
 
 
-def guess_streams(place: str | Path) -> int:
+def guess_streams(place: str | Place) -> int:
     """Return how many files of a folder to read at once at first.
 
     It is the number that was found last in this session for the same mount; else 16 for a folder
@@ -205,20 +206,22 @@ def guess_streams(place: str | Path) -> int:
     return _REMOTE_STREAMS if is_remote(place) else _LOCAL_STREAMS
 
 
-def remember_streams(place: str | Path, streams: int) -> None:
+def remember_streams(place: str | Place, streams: int) -> None:
     """Keep a number of streams for this mount, for `guess_streams` of this session."""
     # Without it the next reader starts at the first guess, and finds the number again.
     with suppress(OSError):
         _find_note(place).write_text(str(streams), encoding="ascii")
 
 
-def is_remote(place: str | Path) -> bool:
-    """Return whether the files of a folder come over a network: Drive, NFS, or a slowed folder.
+def is_remote(place: str | Place) -> bool:
+    """Return whether files come over a network: from Drive, NFS, a URL, or a slowed folder.
 
     Example:
         >>> is_remote("/proc")
         False
     """
+    if isinstance(place, UrlPath):
+        return True
     if find_profile(place) is not None or find_mount(place) is not None:
         return True
     return _find_kind(Path(os.path.realpath(place))).startswith(_REMOTE_KINDS)
@@ -232,11 +235,12 @@ def _find_kind(place: Path) -> str:
     return ""
 
 
-def _find_note(place: str | Path) -> Path:
+def _find_note(place: str | Place) -> Path:
     """Return the file that holds the number of streams of the mount that a path lies on."""
-    mount = find_mount(place)
-    profile = find_profile(place)
-    key = f"{mount or os.path.realpath(place)} {profile}"
+    if isinstance(place, UrlPath):
+        key = place.server
+    else:
+        key = f"{find_mount(place) or os.path.realpath(place)} {find_profile(place)}"
     user = os.getuid() if hasattr(os, "getuid") else 0
     name = f"colab_utils-streams-{user}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
     return Path(tempfile.gettempdir()) / name

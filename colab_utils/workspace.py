@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from colab_utils.data.archives import is_archive, unpack_dataset
-from colab_utils.data.coco import read_coco
+from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.drive import guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import hash_bytes, write_file
@@ -262,7 +262,7 @@ def ensure_dataset(
     if paths and not is_archive(paths[0]):
         # Earlier versions gave several datasets this name.
         earlier = find_index(workspace.drive / "shards" / name)
-        if earlier is None or earlier.fingerprint != read_coco(text).fingerprint:
+        if earlier is None or earlier.fingerprint != read_fingerprint(text):
             name += f"-{hash_bytes(*map(os.fsencode, paths))[:8]}"
     return EnsuredDataset(
         name,

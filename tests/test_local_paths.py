@@ -1,4 +1,6 @@
-"""What arguments must be: a URL is refused wherever a folder or a file of this machine is meant."""
+"""What arguments must be: a URL is refused wherever a path of this machine is meant, and
+elsewhere if its package is missing.
+"""
 
 from pathlib import Path
 
@@ -31,6 +33,9 @@ MESSAGE = (
     r"The URL .* is no folder or file of this machine\. Mount it .*, or copy it "
     r"to a folder first"
 )
+# No test installs its package.
+UNKNOWN = "tos://bucket/x"
+NEEDS_PACKAGE = r"tos://bucket/x needs a package that is not installed .*tosfs"
 URLS = [
     "s3://bucket/x",
     "gs://bucket/x",
@@ -85,6 +90,38 @@ def take_comparison():
 CALLS = {
     "Workspace drive": lambda url: Workspace.open(url, ssd="ssd", scene="my Drive, my GPU"),
     "Workspace ssd": lambda url: Workspace.open("drive", ssd=url),
+    "repair output": lambda url: repair_annotations("images", "a.json", output=url),
+    "ArrivingShards target": lambda url: colab_utils.ArrivingShards("shards", url),
+    "open_dataset ssd": lambda url: colab_utils.open_dataset(
+        "images", "a.json", drive="drive", ssd=url
+    ),
+    "train ssd": lambda url: colab_utils.train("shards", "run", ssd=url),
+    "train local": lambda url: colab_utils.train("shards", "run", local=url),
+    "compare images": lambda url: colab_utils.compare(url, "a.json", folder="work"),
+    "compare annotations": lambda url: colab_utils.compare("images", url, folder="work"),
+    "compare folder": lambda url: colab_utils.compare("images", "a.json", folder=url),
+    "write_receipt": lambda url: write_receipt(take_comparison(), url),
+    "check_receipt_folder": check_receipt_folder,
+    "write_check page": lambda url: write_check(None, "images", "a.json", url),
+    "read_receipts": lambda url: read_receipts([url]),
+    "read_run": read_run,
+    "slow_down": lambda url: slow_down(url, "bad"),
+    "make_dataset": lambda url: make_dataset(url, n=1),
+    "convert_masks images": lambda url: convert_masks(url, "masks", output="a.json"),
+    "convert_masks output": lambda url: convert_masks("images", "masks", output=url),
+    "unpack_dataset source": lambda url: unpack_dataset(str(url), Path("ssd")),
+    "unpack_dataset folder": lambda url: unpack_dataset("https://127.0.0.1:1/a.zip", url),
+}
+
+REMOTE_CALLS = {
+    "build_mask_rcnn weights": lambda url: build_mask_rcnn(num_classes=2, weights=url),
+    "load_trained_model": colab_utils.load_trained_model,
+    "CheckpointFolder": CheckpointFolder,
+    "train weights": lambda url: colab_utils.train("shards", "run", weights=url),
+    "train run": lambda url: colab_utils.train("shards", url),
+    "write_check annotations": lambda url: write_check(None, "images", url, "page.html"),
+    "repair annotations": lambda url: repair_annotations("images", url, output="b.json"),
+    "repair images": lambda url: repair_annotations(url, "a.json", output="b.json"),
     "check_dataset images": lambda url: colab_utils.check_dataset(url, "a.json"),
     "check_dataset annotations": lambda url: colab_utils.check_dataset("images", url),
     "check_dataset validation images": lambda url: colab_utils.check_dataset(
@@ -93,9 +130,6 @@ CALLS = {
     "check_dataset validation JSON": lambda url: colab_utils.check_dataset(
         "images", "a", validation=("b", url)
     ),
-    "repair images": lambda url: repair_annotations(url, "a.json", output="b.json"),
-    "repair annotations": lambda url: repair_annotations("images", url, output="b.json"),
-    "repair output": lambda url: repair_annotations("images", "a.json", output=url),
     "read_coco": read_coco,
     "write_shards images": lambda url: write_shards(url, "a.json", shards="shards"),
     "write_shards annotations": lambda url: write_shards("images", url, shards="shards"),
@@ -116,7 +150,6 @@ CALLS = {
     "CocoFolder annotations": lambda url: colab_utils.CocoFolder("images", url),
     "ShardDataset": colab_utils.ShardDataset,
     "ArrivingShards source": lambda url: colab_utils.ArrivingShards(url, "ssd"),
-    "ArrivingShards target": lambda url: colab_utils.ArrivingShards("shards", url),
     "open_dataset images": lambda url: colab_utils.open_dataset(
         url, "a.json", drive="drive", ssd="ssd"
     ),
@@ -126,11 +159,7 @@ CALLS = {
     "open_dataset drive": lambda url: colab_utils.open_dataset(
         "images", "a.json", drive=url, ssd="ssd"
     ),
-    "open_dataset ssd": lambda url: colab_utils.open_dataset(
-        "images", "a.json", drive="drive", ssd=url
-    ),
     "train shards": lambda url: colab_utils.train(url, "run"),
-    "train run": lambda url: colab_utils.train("shards", url),
     "train images": lambda url: colab_utils.train(
         run="run", images=url, annotations="a.json", drive="drive", ssd="ssd"
     ),
@@ -140,28 +169,7 @@ CALLS = {
     "train drive": lambda url: colab_utils.train(
         run="run", images="images", annotations="a.json", drive=url, ssd="ssd"
     ),
-    "train ssd": lambda url: colab_utils.train("shards", "run", ssd=url),
-    "train local": lambda url: colab_utils.train("shards", "run", local=url),
     "train val_shards": lambda url: colab_utils.train("shards", "run", val_shards=url),
-    "train weights": lambda url: colab_utils.train("shards", "run", weights=url),
-    "CheckpointFolder": CheckpointFolder,
-    "load_trained_model": colab_utils.load_trained_model,
-    "build_mask_rcnn weights": lambda url: build_mask_rcnn(num_classes=2, weights=url),
-    "compare images": lambda url: colab_utils.compare(url, "a.json", folder="work"),
-    "compare annotations": lambda url: colab_utils.compare("images", url, folder="work"),
-    "compare folder": lambda url: colab_utils.compare("images", "a.json", folder=url),
-    "write_receipt": lambda url: write_receipt(take_comparison(), url),
-    "check_receipt_folder": check_receipt_folder,
-    "write_check annotations": lambda url: write_check(None, "images", url, "page.html"),
-    "write_check page": lambda url: write_check(None, "images", "a.json", url),
-    "read_receipts": lambda url: read_receipts([url]),
-    "read_run": read_run,
-    "slow_down": lambda url: slow_down(url, "bad"),
-    "make_dataset": lambda url: make_dataset(url, n=1),
-    "convert_masks images": lambda url: convert_masks(url, "masks", output="a.json"),
-    "convert_masks output": lambda url: convert_masks("images", "masks", output=url),
-    "unpack_dataset source": lambda url: unpack_dataset(str(url), Path("ssd")),
-    "unpack_dataset folder": lambda url: unpack_dataset("https://127.0.0.1:1/a.zip", url),
 }
 
 
@@ -170,6 +178,13 @@ CALLS = {
 def test_every_function_refuses_a_url_before_it_makes_anything(place, entry, url):
     with pytest.raises(ColabUtilsError, match=MESSAGE):
         CALLS[entry](url)
+
+
+@pytest.mark.parametrize("url", [UNKNOWN, Path(UNKNOWN)], ids=repr)
+@pytest.mark.parametrize("entry", REMOTE_CALLS)
+def test_a_url_whose_package_is_missing_is_told_before_anything_is_made(place, entry, url):
+    with pytest.raises(ColabUtilsError, match=NEEDS_PACKAGE):
+        REMOTE_CALLS[entry](url)
 
 
 def test_masks_of_a_url_are_refused(tmp_path, tiny_dataset):
@@ -214,17 +229,42 @@ def test_the_options_that_name_places_are_all_there():
     assert len(list_path_options()) == 35
 
 
+TAKES_URLS = {
+    ("check", "--images"),
+    ("check", "--annotations"),
+    ("check", "--val-images"),
+    ("check", "--val-annotations"),
+    ("diagnose", "--images"),
+    ("diagnose", "--annotations"),
+    ("diagnose", "--shards"),
+    ("preprocess", "--images"),
+    ("preprocess", "--annotations"),
+    ("preprocess", "--shards"),
+    ("verify", "--shards"),
+    ("copy", "--shards"),
+    ("copy", "--to"),
+    ("train", "--shards"),
+    ("train", "--images"),
+    ("train", "--annotations"),
+    ("train", "--drive"),
+    ("train", "--run"),
+    ("train", "--val-shards"),
+}
+
+
 @pytest.mark.parametrize(("command", "option"), list_path_options())
-def test_every_option_refuses_a_url_before_any_work(place, capsys, command, option):
+def test_every_option_refuses_a_url_that_it_cannot_read_before_any_work(
+    place, capsys, command, option
+):
     needed = [action.option_strings[0] for action in COMMANDS[command]._actions if action.required]
     words = [word for name in needed if name != option for word in (name, "images")]
     with pytest.raises(SystemExit) as ended:
-        main([command, *words, option, "gs://bucket/x"])
+        main([command, *words, option, UNKNOWN])
     assert ended.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    assert (
-        f"argument {option}: The URL gs://bucket/x is no folder or file of this machine. "
-        "Mount it " in printed.err
-    )
+    reason = "The URL gs://bucket/x is no folder or file of this machine. Mount it "
+    if (command, option) in TAKES_URLS:
+        reason = f"{UNKNOWN} needs a package that is not installed"
+    assert f"argument {option}: {reason}" in printed.err

@@ -33,6 +33,7 @@ FLOORS = (
     "machine",
     "processes",
     "drive",
+    "places",
     "slow_drive",
     "streams",
     "reader",

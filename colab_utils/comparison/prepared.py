@@ -87,7 +87,7 @@ class PreparedData:
         self.images = require_local_path(images)
         self.folder = require_local_path(folder)
         self.profile = profile
-        coco = read_coco(annotations)
+        coco = read_coco(require_local_path(annotations))
         self.total = len(coco)
         self.fingerprint = coco.fingerprint
         self.drive = self.folder / "drive"
@@ -131,7 +131,7 @@ class PreparedData:
         if disk == "ssd":
             return self._copy(name, self.get(f"{name}_on_drive"))
         if name == "files":
-            paths = map(self.reference.find_path, range(len(self)))
+            paths = [Path(str(self.reference.find_path(i))) for i in range(len(self))]
             return PreparedFiles(self.images, tuple(paths))
         return self._make(name)
 

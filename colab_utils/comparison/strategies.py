@@ -287,7 +287,7 @@ def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Str
         ['plain loop']
         >>> choose_strategies(["teleport"])
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected strategies as one of ...; found 'teleport'. ...
+        colab_utils.errors.ColabUtilsError: strategies must be one of ...; it is 'teleport'. ...
     """
     chosen = dict[Strategy, None]()
     for strategy in STRATEGIES if named is None else named:

@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,10 +30,10 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import count_cores
+from colab_utils.places import Place, open_place
 from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
-from colab_utils.require import require_local_path
 
 # Examples that are kept of each kind.
 _EXAMPLES = 5
@@ -97,17 +96,18 @@ class DatasetReport:
 
 
 def check_dataset(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place | CocoDataset,
     *,
     deep: bool = False,
-    validation: tuple[str | Path, str | Path] | None = None,
+    validation: tuple[str | Place, str | Place] | None = None,
 ) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset, on all cores.
 
     Args:
-        images: the image folder.
-        annotations: COCO instance JSON.
+        images: the image folder; its path, or a URL that fsspec knows, such as
+            ``s3://bucket/images``.
+        annotations: COCO instance JSON; likewise, or what `read_coco` gave.
         deep: decode each image, in place of its header and end: finds damage in the middle where
             its format has checksums, as PNG has. Preprocessing does so, too.
         validation: image folder and JSON of the validation set: is a picture in both?
@@ -123,9 +123,10 @@ def check_dataset(
         ...     check_dataset(made.images, made.annotations).ok
         True
     """
-    folder = require_local_path(images)
+    folder = open_place(images)
     for place in validation or ():
-        require_local_path(place)
+        # What cannot be read is told before the work begins.
+        open_place(place)
     dataset = read_coco(annotations)
     findings = inspect_images(folder, dataset, deep=deep)
     shared: dict[int, str] = {}
@@ -135,7 +136,7 @@ def check_dataset(
     return _sum_up(dataset, findings, shared.values())
 
 
-def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
+def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
     """Return what is wrong with each image and its annotations, in the dataset's order.
 
     Raises:
@@ -199,13 +200,13 @@ def _wait_for(inspected: Iterable[Future[list[Findings]]], progress: _Progress, 
                 part.cancel()
 
 
-def _inspect_for_check(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
+def _inspect_for_check(images: Place, deep: bool, part: CocoDataset) -> list[Findings]:
     """Inspect a part in a process that has joined a check."""
     return _inspect_part(images, deep, part, _progress)
 
 
 def _inspect_part(
-    images: Path, deep: bool, part: CocoDataset, progress: _Progress | None = None
+    images: Place, deep: bool, part: CocoDataset, progress: _Progress | None = None
 ) -> list[Findings]:
     retries = Retries(progress.stop if progress else None)
     read = partial(read_header, images, part, retries=retries, deep=deep)
@@ -308,15 +309,16 @@ def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
 
 
 def find_shared(
-    images: Path,
+    images: Place,
     dataset: CocoDataset,
     headers: Sequence[Header],
-    others: str | Path,
-    annotations: str | Path,
+    others: str | Place,
+    annotations: str | Place,
 ) -> dict[int, str]:
     """Return the pictures that are in another dataset, too, by whatever name, each with what it
     is there: files whose sizes match are compared.
     """
+    others = open_place(others)
     require_folder(others)
     by_size = defaultdict[int, list[int]](list)
     other = read_coco(annotations)

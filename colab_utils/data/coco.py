@@ -7,29 +7,37 @@ GB of JSON) needs little more memory than its text (``make stress``), and worker
 
 import json
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from colab_utils.data.coco_json import UNREADABLE, Columns, read_columns
 from colab_utils.data.fields import FAULTS, read_annotation
 from colab_utils.data.image_paths import find_file, list_meanings, require_folder
 from colab_utils.data.masks import number_within
+from colab_utils.drive import Retries, ShortReadError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
-from colab_utils.require import require_local_path
+from colab_utils.machine import find_free_memory
+from colab_utils.places import Place, open_place
 
 # What `Columns` holds of each image, and of each annotation.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
-_ROW = np.dtype(
+ROW = np.dtype(
     [(name, np.int64) for name in ("id", "image_id", "category_id", "is_crowd", "text_end")]
 )
+"""The numbers of an annotation."""
+# Memory that reading takes, in times of the file's bytes.
+_MEMORY_OF_JSON = 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +68,10 @@ class CocoDataset:
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether an annotation is a crowd, which is left out of training."""
-    texts: bytes
-    """The JSON of each image's annotations, parted by commas, UTF-8; one image after another."""
-    text_ends: NDArray[np.int64]
-    """int64 [I + 1]: where each image's starts in ``texts``, and where the last one ends."""
+    texts: bytes | bytearray
+    """The JSON of annotations, UTF-8, in any order."""
+    text_spans: NDArray[np.int64]
+    """int64 [A, 2]: where each annotation's starts in ``texts``, and where it ends."""
     shared_names: frozenset[str]
     """Base names that several images have, in folders of their own: no image is found by one of
     them alone.
@@ -97,7 +105,7 @@ class CocoDataset:
         number = int(self.image_ids[index])
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
-    def find_image(self, folder: str | Path, index: int) -> tuple[Path, bool]:
+    def find_image(self, folder: str | Place, index: int) -> tuple[Place, bool]:
         """Return the image's file, always below ``folder``, and whether its base name alone found
         it.
 
@@ -165,7 +173,8 @@ class CocoDataset:
 
     def take_text(self, index: int) -> bytes:
         """Return the JSON of the image's annotations, parted by commas."""
-        return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
+        spans = self.text_spans[self.first[index] : self.first[index + 1]].tolist()
+        return b", ".join([self.texts[start:end] for start, end in spans])
 
     def subset(self, start: int, stop: int) -> "CocoDataset":
         """Return images ``start`` to ``stop`` alone; see :meth:`select`."""
@@ -178,8 +187,9 @@ class CocoDataset:
         # Of these images alone: a check takes thousands of small parts.
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
-        names, name_ends = _take_parts(self.names, self.name_ends, indices)
-        texts, text_ends = _take_parts(self.texts, self.text_ends, indices)
+        name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
+        names, name_ends = _take_parts(self.names, name_spans)
+        texts, text_ends = _take_parts(self.texts, self.text_spans[objects])
         return replace(
             self,
             image_ids=self.image_ids[indices],
@@ -190,7 +200,7 @@ class CocoDataset:
             ids=self.ids[objects],
             is_crowd=self.is_crowd[objects],
             texts=texts,
-            text_ends=text_ends,
+            text_spans=np.stack([text_ends[:-1], text_ends[1:]], axis=1),
             shared_names=self.shared_names.intersection(
                 base for i in indices.tolist() for base in list_meanings(self.file_name(i))
             ),
@@ -199,15 +209,15 @@ class CocoDataset:
 
 
 def _take_parts(
-    content: bytes, ends: NDArray[np.int64], indices: NDArray[np.int64]
+    content: bytes | bytearray, spans: NDArray[np.int64]
 ) -> tuple[bytes, NDArray[np.int64]]:
     """Return some parts of a text one after another, and where each starts and the last ends."""
-    parts = [content[ends[i] : ends[i + 1]] for i in indices.tolist()]
-    lengths = np.array([len(part) for part in parts], np.int64)
+    parts = [content[start:end] for start, end in spans.tolist()]
+    lengths = spans[:, 1] - spans[:, 0]
     return b"".join(parts), np.append(0, np.cumsum(lengths))
 
 
-def read_coco(annotations: str | Path) -> CocoDataset:
+def read_coco(annotations: str | Place | CocoDataset) -> CocoDataset:
     """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category
     ids.
 
@@ -217,7 +227,8 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     alone, and only when you ask for it: see `CocoDataset.read_annotations`.
 
     Args:
-        annotations: the JSON file.
+        annotations: the JSON file; its path, or a URL that fsspec knows. A dataset that was read is
+            returned as it is.
 
     Raises:
         ColabUtilsError: if there is no such file, or it is not COCO instance JSON.
@@ -236,12 +247,23 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> dataset.annotations(0)[0]["segmentation"]
         [[0, 0, 4, 0, 4, 4]]
     """
-    path = require_local_path(annotations)
-    fingerprint, columns = read_columns(path)
-    return _group(columns, fingerprint)
+    if isinstance(annotations, CocoDataset):
+        return annotations
+    path = open_place(annotations)
+    try:
+        return _read(path)
+    except ShortReadError:
+        return Retries().run(partial(_read, path))
 
 
-def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
+def _read(path: Place) -> CocoDataset:
+    columns = Columns()
+    most_bytes = find_free_memory() / _MEMORY_OF_JSON
+    fingerprint = read_columns(path, columns, most_bytes=most_bytes)
+    return _group(make_images(columns, fingerprint), columns)
+
+
+def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
     """Read annotations as `read_coco`, for those who read the images: each annotation must be of
     one image and one category.
 
@@ -252,6 +274,18 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     """
     require_folder(images)
     dataset = read_coco(annotations)
+    refuse_strangers(annotations, dataset)
+    warn_of_divided(annotations, dataset.select(find_repeated_names(dataset)))
+    warn_of_place(images, dataset)
+    return dataset
+
+
+def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
+    """Refuse annotations that are not of one image and one category.
+
+    Raises:
+        ColabUtilsError: some are not.
+    """
     strangers = {
         "with the id of another": dataset.repeated_ids,
         "of an unknown image": dataset.unknown_images,
@@ -263,14 +297,31 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
                 f"{annotations} has {ids.size} {kind}, such as id {ids[0]}. See `check`, which "
                 "repairs them (--repair OUT.json)."
             )
+
+
+def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
+    """Warn where entries of one image have other objects; see `find_repeated_names`."""
     divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
         warnings.warn(
             f"{annotations} has several entries of {divided[0]!r:.80} with other objects: those of "
             "one are background in the other. `check --repair OUT.json` joins them.",
             ColabUtilsWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
+    """Return which entries have the file name of another one."""
+    names = (dataset.file_name(index) for index in range(len(dataset)))
+    hashes = (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names)
+    keys = np.fromiter(hashes, np.uint64, len(dataset))
+    _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    return np.flatnonzero(counts[inverse] > 1)
+
+
+def warn_of_place(images: str | Place, dataset: CocoDataset) -> None:
+    """Warn where the first image does not lie where the annotations say."""
     # The first image stands for all. Where it cannot be found, its reader says so.
     with suppress(ColabUtilsError, IndexError):
         path, by_base_name = dataset.find_image(images, 0)
@@ -279,9 +330,8 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
                 "images do not lie where the annotations say: "
                 f"found {dataset.file_name(0)!r} at {path}",
                 ColabUtilsWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-    return dataset
 
 
 def list_repeated_names(dataset: CocoDataset) -> Iterator[tuple[str, bool]]:
@@ -327,49 +377,108 @@ def write_coco(
     return path
 
 
-def _group(columns: Columns, fingerprint: str) -> CocoDataset:
-    """Sort the annotations by image, set aside those of unknown images, and note those of unknown
-    categories.
-    """
-    images = np.array(columns.images, np.int64).view(_IMAGE)
-    rows = np.array(columns.rows, np.int64).view(_ROW)
-    unique, places = np.unique(images["id"], return_index=True)
-    known_image = np.isin(rows["image_id"], unique)
-    # A category that cannot be read is a fault of its annotation alone.
-    known_category = np.isin(rows["category_id"], [*columns.category_names, UNREADABLE])
-    kept = np.flatnonzero(known_image)
-    image_of = places[np.searchsorted(unique, rows["image_id"][kept])]
-    kept = kept[np.argsort(image_of, kind="stable")]
-    first = np.append(0, np.cumsum(np.bincount(image_of, minlength=len(images))))
-    ends = np.append(0, rows["text_end"])
-    texts = _join_texts(columns.texts, ends, kept, first)
-    names = sorted(columns.category_names.items())
+def make_images(columns: Columns, fingerprint: str) -> CocoDataset:
+    """Return the dataset of these images and categories, without an annotation."""
+    images = np.frombuffer(columns.images, np.int64).view(_IMAGE)
+    ids = images["id"].copy()
+    name_ends = np.append(0, images["name_end"])
+    names = bytes(columns.names)
+    categories = sorted(columns.category_names.items())
+    _, places = np.unique(ids, return_index=True)
+    nothing = np.zeros(0, np.int64)
     return CocoDataset(
         fingerprint=fingerprint,
-        categories=tuple({"id": number, "name": name} for number, name in names),
-        shared_names=frozenset(columns.shared_names),
-        image_ids=images["id"].copy(),
+        categories=tuple({"id": number, "name": name} for number, name in categories),
+        shared_names=_find_shared_names(names, name_ends, columns.base_hashes),
+        image_ids=ids,
         sizes=np.stack([images["height"], images["width"]], axis=1).astype(np.int32),
-        names=bytes(columns.names),
-        name_ends=np.append(0, images["name_end"]),
-        first=first,
-        ids=rows["id"][kept],
-        is_crowd=rows["is_crowd"][kept].astype(np.bool_),
-        texts=b"".join(texts),
-        text_ends=np.cumsum([0, *map(len, texts)]),
-        repeated_ids=np.delete(images["id"], places),
-        unknown_images=rows["id"][~known_image],
-        unknown_categories=rows["id"][known_image & ~known_category],
+        names=names,
+        name_ends=name_ends,
+        first=np.zeros(len(ids) + 1, np.int64),
+        ids=nothing,
+        is_crowd=np.zeros(0, np.bool_),
+        texts=b"",
+        text_spans=np.zeros((0, 2), np.int64),
+        repeated_ids=np.delete(ids, places),
+        unknown_images=nothing,
+        unknown_categories=nothing,
         text_ids=tuple(columns.text_ids),
     )
 
 
-def _join_texts(
-    text: bytearray, ends: NDArray[np.int64], rows: NDArray[np.int64], first: NDArray[np.int64]
-) -> list[bytes]:
-    """Return the texts of each image's rows, parted by commas."""
-    view = memoryview(text)
-    texts = []
-    for start, end in pairwise(first.tolist()):
-        texts.append(b", ".join(view[ends[row] : ends[row + 1]] for row in rows[start:end]))
-    return texts
+def _find_shared_names(
+    names: bytes, name_ends: NDArray[np.int64], base_hashes: "array[int]"
+) -> frozenset[str]:
+    """Return the base names of several names."""
+    # No dict of all names is made unless two of them may be alike.
+    hashes = np.sort(np.frombuffer(base_hashes, np.int64))
+    if not (hashes[1:] == hashes[:-1]).any():
+        return frozenset()
+    bases = dict[str, str]()
+    shared = set[str]()
+    for start, end in pairwise(name_ends.tolist()):
+        name = names[start:end].decode()
+        for base in list_meanings(name):
+            if bases.setdefault(base, name) != name:
+                shared.add(base)
+    return frozenset(shared)
+
+
+class Strangers:
+    """Find the images of annotations, and those that are of no image or category.
+
+    Attributes:
+        unknown_images: Ids of annotations whose image is unknown.
+        unknown_categories: Ids of others whose category is unknown.
+    """
+
+    def __init__(self, dataset: CocoDataset) -> None:
+        self._ids, self._places = np.unique(dataset.image_ids, return_index=True)
+        # A category that cannot be read is a fault of its annotation alone.
+        self._categories = [UNREADABLE, *(category["id"] for category in dataset.categories)]
+        self.unknown_images: list[int] = []
+        self.unknown_categories: list[int] = []
+
+    def find_images(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the place of each row's image; -1 where it is unknown. Of images with the same
+        id, the first has the annotations.
+        """
+        order = np.searchsorted(self._ids, rows["image_id"])
+        # Past the last one is the first one, which is another.
+        order[order == len(self._ids)] = 0
+        is_known = np.isin(rows["image_id"], self._ids)
+        image_of = np.full(len(rows), -1)
+        image_of[is_known] = self._places[order[is_known]]
+        is_strange = is_known & ~np.isin(rows["category_id"], self._categories)
+        self.unknown_images += rows["id"][~is_known].tolist()
+        self.unknown_categories += rows["id"][is_strange].tolist()
+        return image_of
+
+    def add_to(self, dataset: CocoDataset) -> CocoDataset:
+        """Return a dataset that tells of these annotations."""
+        return replace(
+            dataset,
+            unknown_images=np.array(self.unknown_images, np.int64),
+            unknown_categories=np.array(self.unknown_categories, np.int64),
+        )
+
+
+def _group(dataset: CocoDataset, columns: Columns) -> CocoDataset:
+    """Return a dataset of images with all annotations, sorted by image; those of unknown images are
+    set aside.
+    """
+    rows = np.frombuffer(columns.rows, ROW)
+    strangers = Strangers(dataset)
+    image_of = strangers.find_images(rows)
+    # Those of unknown images come first.
+    kept = np.argsort(image_of, kind="stable")[len(strangers.unknown_images) :]
+    counts = np.bincount(image_of[kept], minlength=len(dataset))
+    text_starts = np.append(0, rows["text_end"])[kept]
+    return replace(
+        strangers.add_to(dataset),
+        first=np.append(0, np.cumsum(counts)),
+        ids=rows["id"][kept],
+        is_crowd=rows["is_crowd"][kept].astype(np.bool_),
+        texts=columns.texts,
+        text_spans=np.stack([text_starts, rows["text_end"][kept]], axis=1),
+    )

@@ -1,24 +1,29 @@
 """Read the text of a COCO JSON entry by entry into flat arrays."""
 
 import json
-import re
+import math
 from array import array
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
+
+import xxhash
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import FAULTS, to_integer
 from colab_utils.data.image_paths import list_meanings, take_base_name
+from colab_utils.data.json_window import JsonWindow, Readable
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.files import read_file
-from colab_utils.machine import find_free_memory
+from colab_utils.files import FileStream, open_stream
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import Place
 
 _SECTIONS = ("images", "annotations", "categories")
-_MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
-# Memory that reading takes, in times of the file's bytes: they, their text, and what is kept.
-_MEMORY_OF_JSON = 3
+# Of a file that is hashed, so many bytes are read at once.
+_PIECE_BYTES = 1 << 20
+# Bytes of text after which a block of annotations is kept elsewhere.
+_BLOCK_BYTES = 1 << 25
 # Characters of a file_name: no path of Linux is longer.
 _LONGEST_NAME = 4096
 UNREADABLE = -(2**63)
@@ -27,154 +32,176 @@ _NAME_INSTANCES = (
     "Name the instances file (such as instances_train2017.json), or export the "
     "dataset as COCO instances: see docs/FORMATS.md."
 )
-_decode = json.JSONDecoder().raw_decode
 
 
-def read_columns(path: Path) -> "tuple[str, Columns]":
-    """Return the XXH3-128 of a COCO JSON in hexadecimal, and what its entries hold.
+def read_columns(path: Place, columns: "Columns", *, most_bytes: float = math.inf) -> str:
+    """Add what the entries of a COCO JSON hold to columns; return the XXH3-128 of the file in
+    hexadecimal.
 
     Raises:
-        ColabUtilsError: if there is no such file, or it is not COCO instance JSON.
+        ColabUtilsError: if there is no such file, or it is not COCO instance JSON, or it is larger
+            than ``most_bytes``.
+        ShortReadError: if fewer bytes came than the file holds.
     """
-    fingerprint, text = _read_text(path)
-    if text.lstrip()[:1] == "[":
-        cure = "Name the instances file: a list holds results, or one part of a dataset."
-        raise _expect(path, "a list", cure)
-    columns = Columns()
-    try:
-        sections = _read_sections(text, path, columns)
-    except RecursionError:
-        raise _expect(path, "JSON that is nested too deeply", "Export or copy it again.") from None
-    except (ValueError, IndexError) as error:
-        where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
-        raise _expect(
-            path,
-            f"text that is not JSON at character {where:,} of {len(text):,}",
-            "It may be cut short or something else: export or copy it again.",
-        ) from None
-    missing = [key for key in _SECTIONS if key not in sections]
-    if missing:
-        raise _expect(path, f"no list of {' and '.join(missing)}", _NAME_INSTANCES)
-    if columns.rows and not columns.has_shapes:
-        raise _expect(
-            path,
-            f"{len(columns.rows) // 5:,} annotations without bbox and segmentation (captions, "
-            "or panoptic?)",
-            _NAME_INSTANCES,
-        )
-    return fingerprint, columns
+    with _open(path, most_bytes) as file:
+        return _read_open(file, path, columns)
 
 
-def read_fingerprint(path: Path) -> str:
+def read_fingerprint(path: Place) -> str:
     """Return the XXH3-128 of a COCO JSON in hexadecimal, without looking at its entries.
 
     Raises:
-        ColabUtilsError: if there is no such file, or it is no text.
+        ColabUtilsError: if there is no such file.
+        ShortReadError: if fewer bytes came than the file holds.
     """
-    fingerprint, _ = _read_text(path)
-    return fingerprint
+    with _open(path, math.inf) as file:
+        digest = xxhash.xxh3_128()
+        for piece in iter(partial(file.read, _PIECE_BYTES), b""):
+            digest.update(piece)
+        return digest.hexdigest()
 
 
-def _read_text(path: Path) -> tuple[str, str]:
-    """Return fingerprint and text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte
-    order mark.
-    """
-    import xxhash
-
+@contextmanager
+def _open(path: Place, most_bytes: float) -> Iterator[FileStream]:
     try:
-        data = read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
+        with open_stream(path, most_bytes=most_bytes) as file:
+            yield file
     except OSError as error:
         reason = explain_os_error(error, "Check the name; on Colab, mount Drive first.")
         raise ColabUtilsError(f"The annotations {path} cannot be read: {reason}") from None
-    kind = name_kind(data)
-    if kind:
-        raise _expect(path, kind, "Then name the JSON.")
+
+
+def _read_open(file: Readable, path: Place, columns: "Columns") -> str:
+    """Read the JSON of an open file; ``path`` names it in errors. See `read_columns`."""
     try:
-        return xxhash.xxh3_128_hexdigest(data), data.decode(json.detect_encoding(data))
+        window = JsonWindow(file)
+        kind = name_kind(window.head)
+        if kind:
+            raise _expect(path, kind, "Then name the JSON.")
+        sections = _read_all(window, path, columns)
     except UnicodeDecodeError:
         raise _expect(
             path, "bytes that are not UTF-8 text, perhaps Latin-1", "Save the JSON as UTF-8."
         ) from None
+    missing = [key for key in _SECTIONS if key not in sections]
+    if missing:
+        raise _expect(path, f"no list of {' and '.join(missing)}", _NAME_INSTANCES)
+    if columns.annotations and not columns.has_shapes:
+        raise _expect(
+            path,
+            f"{columns.annotations:,} annotations without bbox and segmentation (captions, "
+            "or panoptic?)",
+            _NAME_INSTANCES,
+        )
+    return window.fingerprint
 
 
-def _expect(path: Path, problem: str, cure: str) -> ColabUtilsError:
+def _expect(path: Place, problem: str, cure: str) -> ColabUtilsError:
     return ColabUtilsError(f"{path} does not hold COCO instances: {problem}. {cure}")
 
 
-def _read_sections(text: str, path: Path, columns: "Columns") -> set[str]:
-    """Add each entry of the three lists of a COCO JSON; return which of the lists it has."""
+def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
+    """Add each entry of the three lists; return which of the lists the JSON has."""
+    try:
+        return _read_sections(window, path, columns)
+    except ColabUtilsError:
+        # Where the rest is no text, this is what is wrong.
+        window.read_rest()
+        raise
+    except RecursionError:
+        raise _expect(path, "JSON that is nested too deeply", "Export or copy it again.") from None
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, IndexError) as error:
+        window.read_rest()
+        where = error.pos if isinstance(error, json.JSONDecodeError) else window.length
+        raise _expect(
+            path,
+            f"text that is not JSON at character {where:,} of {window.length:,}",
+            "It may be cut short or something else: export or copy it again.",
+        ) from None
+
+
+def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
     sections = set[str]()
-    mark, position = _read_mark(text, 0, "{")
-    if text[position] == "}":
-        mark, position = _read_mark(text, position, "}")
+    mark = window.read_mark("{[")
+    if mark == "[":
+        cure = "Name the instances file: a list holds results, or one part of a dataset."
+        raise _expect(path, "a list", cure)
+    if window.peek() == "}":
+        mark = window.read_mark("}")
     while mark != "}":
-        if text[position] != '"':
-            raise json.JSONDecodeError("expected a name", "", position)
-        key, position = _decode(text, position)
-        _, position = _read_mark(text, position, ":")
+        if window.peek() != '"':
+            raise json.JSONDecodeError("expected a name", "", window.position)
+        key, _ = window.read_value()
+        window.read_mark(":")
         # Other readers of JSON take the last one alone.
         if key in sections:
             raise _expect(path, f"{key} twice", "Make it one list.")
         if key in _SECTIONS:
             sections.add(key)
-            position = _read_list(text, position, key, path, columns)
+            _read_list(window, key, path, columns)
+        elif window.peek() == "[":
+            _read_list(window, "", path, columns)
         else:
-            _, position = _decode(text, position)
-        mark, position = _read_mark(text, position, ",}")
-    if position != len(text):
+            window.read_value()
+        mark = window.read_mark(",}")
+    if not window.is_at_end():
         raise json.JSONDecodeError("expected nothing more", "", 0)
     return sections
 
 
-def _read_list(text: str, position: int, section: str, path: Path, columns: "Columns") -> int:
-    """Add each entry of the list that begins at this position; return where it ends."""
-    if text[position] != "[":
+def _read_list(window: JsonWindow, section: str, path: Place, columns: "Columns") -> None:
+    """Add each entry of the list that begins here; those of no section are left out."""
+    if window.peek() != "[":
         raise _expect(path, f"no list of {section}", _NAME_INSTANCES)
-    mark, position = _read_mark(text, position, "[")
-    if text[position] == "]":
-        mark, position = _read_mark(text, position, "]")
+    mark = window.read_mark("[")
+    if window.peek() == "]":
+        mark = window.read_mark("]")
     while mark != "]":
-        entry, end = _decode(text, position)
-        try:
-            columns.add(section, entry, text[position:end])
-        except FAULTS as error:
-            name = entry.get("id") if isinstance(entry, dict) else entry
-            known = repr(name) if isinstance(name, int | float | str) else "?"
-            raise _expect(
-                path,
-                f"an entry of '{section}' (id {known:.40}) with {error}",
-                "Export the dataset again as COCO instances.",
-            ) from None
-        mark, position = _read_mark(text, end, ",]")
-    return position
+        entry, text = window.read_value()
+        if section:
+            _add(columns, section, entry, text, path)
+        mark = window.read_mark(",]")
 
 
-def _read_mark(text: str, position: int, expected: str) -> tuple[str, int]:
-    """Return one of the expected marks at this position, and the position after it and the space
-    around it.
-    """
-    match = _MARK.match(text, position)
-    if match is None or match[1] not in expected:
-        raise json.JSONDecodeError(f"expected {expected}", "", position)
-    return match[1], match.end()
+def _add(columns: "Columns", section: str, entry: Any, text: str, path: Place) -> None:
+    try:
+        columns.add(section, entry, text)
+    except FAULTS as error:
+        name = entry.get("id") if isinstance(entry, dict) else entry
+        known = repr(name) if isinstance(name, int | float | str) else "?"
+        raise _expect(
+            path,
+            f"an entry of '{section}' (id {known:.40}) with {error}",
+            "Export the dataset again as COCO instances.",
+        ) from None
 
 
 class Columns:
-    """Hold what entries say, added one by one; one of `FAULTS` says what is wrong."""
+    """Hold what entries say, added one by one; one of `FAULTS` says what is wrong.
 
-    def __init__(self) -> None:
+    Args:
+        keep: takes the rows and texts of a block of annotations, so that memory holds one; None
+            keeps them all here.
+    """
+
+    def __init__(self, keep: "Callable[[array[int], bytearray], None] | None" = None) -> None:
+        self._keep = keep
         self.images = array("q")
-        self.names = bytearray()
         """Of each image: id, height, width, where its name ends."""
+        self.names = bytearray()
+        self.base_hashes = array("q")
+        """Of each base name that an image's name may mean."""
         self.rows = array("q")
         self.texts = bytearray()
-        """Of each annotation: id, ids of image and category, whether it is a crowd, where its text
-        ends.
+        """Of each annotation of a block: id, ids of image and category, whether it is a crowd,
+        where its text ends.
         """
+        self.annotations = 0
+        """How many there are so far, in all blocks."""
         self.category_names = dict[int, str]()
         self.has_shapes = False
-        self.bases = dict[str, str]()
-        self.shared_names = set[str]()
         self.text_ids = list[str]()
 
     def add(self, section: str, entry: Any, text: str) -> None:
@@ -212,10 +239,8 @@ class Columns:
         number = to_integer(image.get("id"), "image_id")
         if isinstance(image["id"], str) and image["id"] != str(number):
             self.text_ids.append(image["id"])
-        for base in list_meanings(name):
-            if self.bases.setdefault(base, name) != name:
-                self.shared_names.add(base)
         self.names += name.encode()
+        self.base_hashes.extend(map(hash, list_meanings(name)))
         self.images.extend((number, *sizes, len(self.names)))
 
     def _add_annotation(self, entry: dict[str, Any], text: str) -> None:
@@ -223,7 +248,8 @@ class Columns:
 
         An id that is no number, such as a UUID, is the annotation's row.
         """
-        ids = {"id": len(self.rows) // 5 + 1, "image_id": UNREADABLE, "category_id": UNREADABLE}
+        self.annotations += 1
+        ids = {"id": self.annotations, "image_id": UNREADABLE, "category_id": UNREADABLE}
         for name in ids:
             with suppress(*FAULTS):
                 ids[name] = to_integer(entry.get(name), name)
@@ -231,3 +257,7 @@ class Columns:
         # True is 1, too.
         self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), len(self.texts)))
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
+        if self._keep is not None and len(self.texts) > _BLOCK_BYTES:
+            self._keep(self.rows, self.texts)
+            self.rows = array("q")
+            self.texts = bytearray()

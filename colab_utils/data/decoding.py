@@ -73,6 +73,8 @@ _FOREIGN = {
 _JSON_LINES = re.compile(rb"\s*\{[^\n]*\}\s*\n\s*\{")
 # The number of the orientation in EXIF.
 _ORIENTATION = 0x0112
+# The number of the tag of a TIFF that says whether 0 is white (0) or black.
+_PHOTOMETRIC = 262
 # The markers of a JPEG that its size, EXIF and its pixels follow, one of what nobody reads, and
 # those of tables, of programs and of comments.
 _JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -368,6 +370,15 @@ def read_orientation(image: "Image.Image") -> int:
     return 1
 
 
+def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
+    """Return whether EXIF turns an image, and the size that annotations give (0: none) does not say
+    whether they are of it turned: half a turn, and that of a square, change no size.
+    """
+    orientation = read_orientation(image)
+    is_same_size = orientation <= 4 or image.width == image.height
+    return orientation != 1 and (is_same_size or not height or not width)
+
+
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
     """Return the image at the size that annotations give (0: none), turned by EXIF only where its
     orientation explains that.
@@ -406,7 +417,10 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
             f"its pixels are {kind}: scale them to 0 to 255 and save them as an 8-bit PNG"
         )
     if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        pixels = (np.asarray(image) >> 8).astype(np.uint8)
+        # Pillow turns white and black in a TIFF of 8 bits alone.
+        is_negative = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0
+        image = Image.fromarray(255 - pixels if is_negative else pixels)
     try:
         if image.mode == "P" and "transparency" in image.info:
             # Straight to RGB would warn.

@@ -4,7 +4,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
@@ -131,7 +130,7 @@ def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float)
         )
 
 
-def warn_of_faults(source: str | Path, counts: Mapping[str, int]) -> None:
+def warn_of_faults(source: object, counts: Mapping[str, int]) -> None:
     """Warn of the objects of a dataset that have serious defects."""
     faults = pick_serious(counts)
     if faults:

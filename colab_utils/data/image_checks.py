@@ -3,7 +3,6 @@
 import io
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from colab_utils.data.object_checks import check_object
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
 from colab_utils.files import read_file
+from colab_utils.places import Place, name_below
 
 # What a whole file ends with; some cameras write zeros or a preview after it.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
@@ -62,7 +62,7 @@ class Findings(NamedTuple):
 
 
 def read_header(
-    images: Path, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False
+    images: Place, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False
 ) -> Header:
     """Read an image file's header and end; ``deep`` decodes it.
 
@@ -77,7 +77,7 @@ def read_header(
         return Header([("unsafe file_name", str(error))])
     notes: list[Defect] = []
     if by_base_name:
-        notes.append(("found by base name", escape(str(path.relative_to(images)))))
+        notes.append(("found by base name", escape(name_below(path, images))))
     try:
         return _describe(read_file(path, retries), notes, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

@@ -10,15 +10,17 @@ from urllib.parse import unquote
 from colab_utils.drive import find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.os_errors import explain_os_error
-from colab_utils.require import require_local_path
+from colab_utils.places import WEB, Place, UrlPath, open_place
 
 # Below a mount of Drive, what its shortcuts lead to.
 _SHORTCUTS = ".shortcut-targets-by-id"
 
 
-def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tuple[Path, bool]:
+def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> tuple[Place, bool]:
     """Return the file of a ``file_name``, always below ``folder``, and whether another name than
     this one found it; see `CocoDataset.find_image`.
+
+    At a URL it lies where its name says: to look for another one would take a request for each.
 
     Args:
         folder: the image folder.
@@ -30,6 +32,15 @@ def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tu
             several; or a link in its place leads out.
         DriveLostError: Drive went away.
     """
+    if isinstance(folder, UrlPath):
+        place = _decode_name(name).replace("\\", "/")
+        if _leads_out(place):
+            place = take_base_name(name)
+        return folder / place, place != name
+    return _find_local(folder, name, shared_names)
+
+
+def _find_local(folder: str | Path, name: str, shared_names: frozenset[str]) -> tuple[Path, bool]:
     meant = _decode_name(name)
     path = None if _leads_out(name) else _resolve(folder, name)
     if path is not None:
@@ -38,7 +49,7 @@ def find_file(folder: str | Path, name: str, shared_names: frozenset[str]) -> tu
             return named, False
     if meant != name:
         with suppress(ColabUtilsError):
-            decoded, _ = find_file(folder, meant, shared_names)
+            decoded, _ = _find_local(folder, meant, shared_names)
             if os.path.exists(decoded):
                 return decoded, True
     base = take_base_name(name)
@@ -104,15 +115,19 @@ def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
     return None
 
 
-def require_folder(images: str | Path) -> None:
+def require_folder(images: str | Place) -> None:
     """Raise ColabUtilsError where there is no image folder; one that is there will be listed
     afresh.
     """
     with guard_drive(images):
-        if not require_local_path(images).is_dir():
-            raise ColabUtilsError(
-                f"There is no image folder at {images}. On Colab, mount Drive first."
-            )
+        folder = open_place(images)
+        # A web server need not list its files.
+        is_web = isinstance(folder, UrlPath) and folder.protocol in WEB
+        if not is_web and not folder.is_dir():
+            cure = "On Colab, mount Drive first."
+            if isinstance(folder, UrlPath):
+                cure = "Look at the names of the bucket and of the folder."
+            raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
     _list_stems.cache_clear()
 
@@ -182,8 +197,10 @@ def list_base_names(folder: str) -> dict[str, str | None]:
     return places
 
 
-def explain_missing(folder: str | Path, name: str) -> str:
+def explain_missing(folder: str | Place, name: str) -> str:
     """Return where an image is missing, and what lies there in its place."""
+    if isinstance(folder, UrlPath):
+        return f"not in {folder}"
     base = take_base_name(name)
     with suppress(ColabUtilsError):
         places = list_base_names(str(folder))

@@ -229,8 +229,8 @@ def _require_instances(objects: list[int], mask: Path) -> None:
     numbered = {value // _CITYSCAPES for value in objects} - {0}
     if regions and numbered and max(*regions, *numbered) <= _MOST_CLASSES:
         raise ColabUtilsError(
-            f"expected one value an object at {mask}, found {len(regions):,} below {_CITYSCAPES:,} "
-            "beside larger ones, as Cityscapes has for regions. Give "
+            f"The mask {mask} has {len(regions):,} values below {_CITYSCAPES:,} beside larger "
+            "ones, as Cityscapes has for regions. Give "
             f"background=range({_CITYSCAPES}) to leave them out, background=0 if they are objects."
         )
 

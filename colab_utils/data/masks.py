@@ -84,7 +84,7 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
         if form is None:
             raise
         raise ColabUtilsError(
-            f"expected polygons or RLE of COCO, found {form[0]}. `check --repair` mends it"
+            f"the segmentation is {form[0]}, and not polygons or RLE. `check --repair` mends it"
         ) from None
 
 

@@ -32,6 +32,7 @@ from colab_utils.data.segmentations import (
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
+from colab_utils.places import Place, open_place
 from colab_utils.require import require_local_path
 
 # Why an object has no mask, by the numbers of its segmentation.
@@ -47,13 +48,13 @@ class _LostObjectError(Exception):
 
 
 def repair_annotations(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place,
     *,
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",
     deep: bool = False,
-    validation: tuple[str | Path, str | Path] | None = None,
+    validation: tuple[str | Place, str | Place] | None = None,
 ) -> DatasetReport:
     """Write a copy of the annotations, mended where the right value is known; the original stays as
     it is.
@@ -80,7 +81,7 @@ def repair_annotations(
         ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists, or no object would be
             left.
     """
-    folder = require_local_path(images)
+    folder = open_place(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
     headers = _read_headers(folder, dataset, deep, validation)
@@ -277,10 +278,10 @@ class _MendedImage:
 
 
 def _read_headers(
-    folder: Path,
+    folder: Place,
     dataset: CocoDataset,
     deep: bool,
-    validation: tuple[str | Path, str | Path] | None,
+    validation: tuple[str | Place, str | Place] | None,
 ) -> list[Header]:
     """Return the header of each image; those of the validation set, too, are marked as bad."""
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]

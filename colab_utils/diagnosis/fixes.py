@@ -29,11 +29,11 @@ from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.files import read_file
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
+from colab_utils.places import UrlPath
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
@@ -48,7 +48,6 @@ FIXES = {
     ),
     "workers": ("more workers", "Use workers"),
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
-    "local_files": ("image files on the local SSD", "Copy the files"),
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
     "packed_masks": (
         "shards on the local SSD, masks packed",
@@ -366,10 +365,8 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
         return []
     # No folder is slowed any more while a fix is prepared.
     is_slow = find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
+    is_slow = is_slow or isinstance(dataset.folder, UrlPath)
     is_folder = isinstance(dataset, CocoFolder)
-    plans: list[tuple[Fix, _Prepare]] = []
-    if is_folder and is_slow:
-        plans.append((_make_fix("local_files"), partial(_copy_files, now, folder / "files")))
     fixes: list[Fix] = []
     if is_folder or is_slow:
         fixes.append(_make_fix("shards"))
@@ -382,7 +379,7 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
         if share <= _SMALLER:
             fixes.append(_make_fix("resize", f" to {share:.0%} of the pixels"))
     make = partial(_prepare_shards, now, folder, is_slow=is_slow)
-    return plans + [(fix, partial(make, fix.id)) for fix in fixes]
+    return [(fix, partial(make, fix.id)) for fix in fixes]
 
 
 def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> dict[str, Any]:
@@ -405,17 +402,3 @@ def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> 
         )
     sample = ShardDataset(shards if shards.exists() else dataset.folder)
     return {"dataset": sample, "packs": id == "packed_masks"}
-
-
-def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
-    """Copy the image files as they are to the local disk."""
-    dataset: CocoFolder = now.loader.dataset
-    for index in now.indices:
-        path = folder / dataset.find_path(index).relative_to(dataset.folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(read_file(dataset.find_path(index)))
-    annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
-    local = CocoFolder(folder, annotations)
-    # What was copied is written to the disk now, and not during the trial.
-    os.sync()
-    return {"dataset": local}

@@ -74,26 +74,18 @@ class SampleTimes(NamedTuple):
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
 
-    @property
-    def blocked_s(self) -> float:
-        """Return the seconds in which samples did not run."""
-        return max(0.0, self.wall_s - self.cpu_s)
-
 
 class _SampleNotes:
     """Where a worker notes its samples: a row of memory that it shares with the process that
-    watches.
+    watches. It takes the row over from a worker that ended.
     """
 
     def __init__(self, row: Any) -> None:
         self._row = row
+        row["sample"] = -1
+        row["cpu"] = (row["cpu"].sum(), 0)
+        row["pid"] = os.getpid()
         self._io: int | None = None
-
-    def begin(self) -> None:
-        """Take the row over from a worker that ended."""
-        self._row["sample"] = -1
-        self._row["cpu"] = (self._row["cpu"].sum(), 0)
-        self._row["pid"] = os.getpid()
         # What Linux counts of the bytes that it reads. The file stays open: opening it for each
         # sample would take longer than to read it.
         with suppress(OSError):
@@ -115,7 +107,8 @@ class _SampleNotes:
         finally:
             self._row["sample"] = -1
             wall_s = (monotonic_ns() - began_ns) / 1e9
-            self._add_to_totals(sample, count, wall_s, self._count() - counts)
+            self._row["sums"] += (count, wall_s, *(self._count() - counts))
+            self._row["cpu"][1] = process_time()
 
     def _count(self) -> NDArray[np.float64]:
         """Return CPU seconds of this process, and bytes that it read, so far."""
@@ -123,13 +116,6 @@ class _SampleNotes:
         if self._io is not None:
             bytes_read = int(os.pread(self._io, 64, 0).split()[1])
         return np.array([process_time(), bytes_read])
-
-    def _add_to_totals(
-        self, sample: int, count: int, wall_s: float, used: NDArray[np.float64]
-    ) -> None:
-        """Add ``count`` samples; ``used`` is what `_count` counted meanwhile."""
-        self._row["sums"] += (count, wall_s, *used)
-        self._row["cpu"][1] = process_time()
 
 
 # Its `monitor` sees the workers that this thread forks, while it waits for a watched loader.
@@ -153,7 +139,6 @@ class WorkerMonitor:
     def enter(self) -> None:
         """Let this process, a worker, be seen from now on."""
         notes = _SampleNotes(self._rows[os.getpid() % _ROWS])
-        notes.begin()
         kind = type(self.dataset)
         for name in _METHODS:
             if hasattr(kind, name):

@@ -21,12 +21,8 @@ Array = NDArray[Any]
 _RARE = 0.25
 # Of what a part of the loop takes, by rare batches.
 _HOLDS = 0.6
-# Seconds from which a batch or a sample may be called slow.
+# Seconds from which a batch may be called slow.
 _LEAST_SLOW_S = 0.05
-# Batches with a slow sample are waited for so many times as long as others, and for this share of
-# all waits.
-_TIMES_SLOWER = 8
-_SLOW_SHARE = 0.4
 # A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`).
 _SENDS_MB_PER_S = 20
 # Looks at workers that tell what they wait for.
@@ -145,7 +141,7 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     if id == "work":
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
-        mb_per_s = times.bytes_read / 1e6 / max(times.blocked_s, 1e-9)
+        mb_per_s = times.bytes_read / 1e6 / max(times.wall_s - times.cpu_s, 1e-9)
         limit = "it waits mostly for the first byte of each file"
         if mb_per_s > _SENDS_MB_PER_S:
             cure = "bandwidth"
@@ -210,28 +206,23 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
 
 
 def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
-    """Name the sample that batches wait for again and again, where it holds much of all waits."""
-    slow_waits: dict[int, list[float]] = {}
+    """Name the sample that a few batches wait for, which hold most of all waits."""
+    batches: dict[int, list[int]] = {}
     # The watch goes on to note samples.
     for number, samples in [*facts.seen.items()]:
         for sample in samples:
             if number < len(waits):
-                slow_waits.setdefault(sample, []).append(float(waits[number]))
-    sums_s = {sample: sum(seconds) for sample, seconds in slow_waits.items() if len(seconds) > 1}
-    slow_s = max(sums_s.values(), default=0.0)
-    slowest = [sample for sample, seconds in sums_s.items() if seconds == slow_s]
+                batches.setdefault(sample, []).append(number)
+    slow = []
+    for sample, numbers in batches.items():
+        is_rare = 1 < len(numbers) <= _RARE * len(waits)
+        if is_rare and waits[numbers].sum() > _HOLDS * waits.sum():
+            slow.append(sample)
     # Of samples that are always in one batch, nobody knows which is slow.
-    if len(slowest) != 1:
+    if len(slow) != 1:
         return None
-    sample = slowest[0]
-    count = len(slow_waits[sample])
-    each_s = slow_s / count
-    rest_s = float(waits.sum()) - slow_s
-    usual_s = rest_s / max(len(waits) - count, 1)
-    is_slow = each_s > max(_TIMES_SLOWER * usual_s, _LEAST_SLOW_S)
-    if not is_slow or slow_s < _SLOW_SHARE * (slow_s + rest_s):
-        return None
-    part = slow_s / (slow_s + rest_s)
-    why = f"{count} batches waited {each_s:.2g} s each while sample {sample} was loaded: "
-    why += f"{part:.0%} of all waits."
-    return make_cause("slow_sample", share, why, sample=sample)
+    slow_waits = waits[batches[slow[0]]]
+    part = slow_waits.sum() / waits.sum()
+    why = f"{len(slow_waits)} batches waited {slow_waits.mean():.2g} s each while sample {slow[0]} "
+    why += f"was loaded: {part:.0%} of all waits."
+    return make_cause("slow_sample", share, why, sample=slow[0])

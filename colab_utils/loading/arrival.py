@@ -19,6 +19,7 @@ from colab_utils.drive import DriveLostError, Retries, explain_write, guard_driv
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.loading.ranks import find_ranks
+from colab_utils.places import Place
 from colab_utils.processes import ThreadPool, start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, merge_index, read_target
 from colab_utils.shards.index import ShardIndex, write_index
@@ -61,7 +62,7 @@ class Arrival:
 
     def __init__(
         self,
-        source: Path,
+        source: Place,
         target: Path,
         index: ShardIndex,
         *,
@@ -445,7 +446,7 @@ class FollowedArrival(Arrival):
 class ArrivedShards:
     """The shards that have arrived in a folder, from the status that their `Arrival` writes."""
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Place, key: str) -> None:
         self.folder = folder
         self.key = key
         self._numbers: Collection[int] = ()
@@ -520,7 +521,7 @@ def hold_arrival(target: Path, key: str) -> ExitStack | None:
     return lock
 
 
-def read_status(target: Path, key: str) -> dict[str, Any]:
+def read_status(target: Place, key: str) -> dict[str, Any]:
     """Return the status that an `Arrival` of the shards of this key has written, for any process;
     empty if it is complete.
     """
@@ -528,7 +529,7 @@ def read_status(target: Path, key: str) -> dict[str, Any]:
     return status if status.get("key") == key else {}
 
 
-def _read_any_status(target: Path) -> dict[str, Any]:
+def _read_any_status(target: Place) -> dict[str, Any]:
     """Return the status that an `Arrival` of any shards has written; empty without one."""
     try:
         status = json.loads(read_file(target / STATUS_NAME))

@@ -20,6 +20,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.groups import choose_groups
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
+from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
@@ -37,7 +38,7 @@ class _ArrivingFiles(ShardFiles):
 
     def __init__(
         self,
-        source: Path,
+        source: Place,
         target: Path,
         key: str,
         *,
@@ -86,7 +87,7 @@ class ArrivingShards(ShardDataset):
     epoch together, so that they take the images in the same order.
 
     Args:
-        source: folder of shards, usually on Drive.
+        source: folder of shards, usually on Drive; or its URL, such as ``s3://bucket/shards``.
         target: folder to copy into, usually on the SSD.
         workers: shards copied at the same time (threads).
         limit_gb: disk space that shards may take in ``target``, in GB (1e9 bytes). If all shards
@@ -115,7 +116,7 @@ class ArrivingShards(ShardDataset):
 
     def __init__(
         self,
-        source: str | Path,
+        source: str | Place,
         target: str | Path,
         *,
         workers: int = 4,
@@ -125,7 +126,7 @@ class ArrivingShards(ShardDataset):
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        source = require_local_path(source)
+        source = open_place(source)
         target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)

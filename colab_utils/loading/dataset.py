@@ -6,11 +6,12 @@ A sample is ``(image, target)``. The image is uint8 [3, H, W]. The target is a d
 left out, as in torchvision's ``references/detection``.
 """
 
+import io
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.coco import open_coco
-from colab_utils.data.decoding import decode_pixels, decode_upright
+from colab_utils.data.decoding import (
+    decode_pixels,
+    decode_upright,
+    guard_pillow,
+    is_turn_unclear,
+    open_lazily,
+)
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
@@ -30,7 +37,7 @@ from colab_utils.data.masks import (
     unpack_masks,
 )
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.groups import CopiedGroups
@@ -44,11 +51,14 @@ from colab_utils.loading.targets import (
     pack_target,
 )
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
-from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, make_tables
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.streams import StreamTrial, require_streams
+
+# Bytes of a JPEG in which its EXIF begins.
+_EXIF_BYTES = 2000
 
 
 class CocoFolder(CocoSamples):
@@ -63,8 +73,8 @@ class CocoFolder(CocoSamples):
     The images are in the order of the JSON.
 
     Args:
-        images: Image folder.
-        annotations: COCO instance JSON.
+        images: Image folder; its path, or a URL that fsspec knows, such as ``s3://bucket/images``.
+        annotations: COCO instance JSON; likewise.
         contiguous_labels: Map category ids to labels 1 to K. Default: False.
         streams: Files that each process reads at the same time for a batch. "auto" measures how
             many are fastest; 1 reads one after the other. Default: "auto".
@@ -82,13 +92,13 @@ class CocoFolder(CocoSamples):
 
     def __init__(
         self,
-        images: str | Path,
-        annotations: str | Path,
+        images: str | Place,
+        annotations: str | Place,
         *,
         contiguous_labels: bool = False,
         streams: int | str = "auto",
     ) -> None:
-        self.folder = require_local_path(images)
+        self.folder = open_place(images)
         self.streams = require_streams(streams)
         self.retries = Retries()
         self._reader: Reader | None = None
@@ -124,6 +134,7 @@ class CocoFolder(CocoSamples):
         try:
             image = self.decode(data)
             height, width = self.sizes[index].tolist()
+            self._warn_of_turns(data, height, width)
             if height and width and image.shape[1:] != (height, width):
                 upright = decode_upright(data, height, width)
                 image = torch.from_numpy(upright.transpose(2, 0, 1).copy())
@@ -136,6 +147,19 @@ class CocoFolder(CocoSamples):
         labels = self._map_labels([a["category_id"] for a in annotations])
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
+
+    @guard_pillow()
+    def _warn_of_turns(self, data: bytes, height: int, width: int) -> None:
+        """Warn of a photo that may be turned: the same text each time, which shows once."""
+        is_photo = data.startswith(b"\xff\xd8") and b"Exif" in data[:_EXIF_BYTES]
+        if is_photo and is_turn_unclear(open_lazily(io.BytesIO(data)), height, width):
+            warnings.warn(
+                f"Photos in {self.folder} have an EXIF orientation, and their annotations do not "
+                "say whether they are of the photos as turned by it. They are taken as stored: "
+                "see check.",
+                ColabUtilsWarning,
+                stacklevel=3,
+            )
 
     def read_packed(self, index: int) -> PackedSample:
         """Return the sample with packed masks."""
@@ -194,7 +218,7 @@ class CocoFolder(CocoSamples):
         _, _, masks = self._read_objects(index, *self.sizes[index].tolist())
         return masks
 
-    def find_path(self, index: int) -> Path:
+    def find_path(self, index: int) -> Place:
         """Return the path of the image file.
 
         Raises:
@@ -224,7 +248,7 @@ class CocoFolder(CocoSamples):
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
-def _load_shards(folder: Path, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
+def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
     """Return the arrays of all shards. Several shards are read at the same time."""
     load = partial(load_shard, folder, retries=retries)
     reader = Reader(load, place=folder, retries=retries)
@@ -242,7 +266,8 @@ class ShardDataset(CocoSamples):
     labels are 1 to K in the order of the ids.
 
     Args:
-        folder: Folder of shards.
+        folder: Folder of shards; its path, or a URL that fsspec knows, such as
+            ``s3://bucket/shards``: each image is then read over the network, as it is needed.
         transforms: Your own ``torchvision.transforms.v2``, applied to each sample as
             ``(image, target)`` of tv_tensors. ``make_loader(transforms=...)`` applies them on the
             device instead. Default: None.
@@ -279,12 +304,12 @@ class ShardDataset(CocoSamples):
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Place,
         *,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        folder = require_local_path(folder)
+        folder = open_place(folder)
         retries = Retries()
         index = read_index(folder, retries)
         shards = _load_shards(folder, index, retries)
@@ -469,7 +494,7 @@ class ShardDataset(CocoSamples):
             name = ("bytes", "masks", "record")[part]
             raise self._explain_damage(index, f"its {name} do not match their checksum")
 
-    def find_path(self, index: int) -> Path:
+    def find_path(self, index: int) -> Place:
         """Return the path of the shard that holds the image."""
         return self.folder / self.index.shards[self.shard_of[self._check(index)]].name
 

@@ -550,9 +550,10 @@ class Loader:
 
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
-            epoch that began while shards arrived. ``left`` lists the images of this epoch that
-            remained when the batch size changed. ``groups`` is 0 without groups. ``moved`` lists
-            the late batches that come at the end of the epoch (``max_wait_s``).
+            epoch that began while shards arrived. ``earlier`` tells what was delivered of this
+            epoch before the batch size changed; ``left`` is for states of older versions, which
+            list the images instead. ``groups`` is 0 without groups. ``moved`` lists the late
+            batches that come at the end of the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -566,9 +567,10 @@ class Loader:
             epoch=order.epoch,
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
-            left=order.left.tolist() if len(order.left) < order.size else [],
+            left=list(order.first_left),
             groups=int(self.groups or 0),
             moved=list(self._moved),
+            earlier=list(order.earlier),
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -591,7 +593,7 @@ class Loader:
         self._moved = list(saved.moved)
         self._resumed = True
         if is_resized:
-            order.leave_out_seen(saved)
+            order.leave_out(saved.describe_delivered())
             self._delivered = 0
             self._moved = []
         # Passes without batches would otherwise follow each other for ever.

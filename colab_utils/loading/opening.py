@@ -1,11 +1,10 @@
 """The nearest form of a dataset: shards on the SSD, on Drive, or still to be written."""
 
-import os
 import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.data.defects import count_allowed
@@ -17,19 +16,21 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.writing import FollowedWriting, Writing, WritingShards, name_writing
+from colab_utils.places import Place, is_same_place, open_place
 from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.plan import make_recipe, open_annotations
+from colab_utils.shards.plan import make_recipe, open_annotations, stamp_annotations
+from colab_utils.shards.source import read_source
 from colab_utils.shards.write import find_common_recipe
 from colab_utils.streams import require_streams
 
 
 def open_dataset(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place,
     *,
-    drive: str | Path | None,
+    drive: str | Place | None,
     ssd: str | Path,
     shard_mb: float = 128,
     streams: int | Literal["auto"] = "auto",
@@ -55,9 +56,10 @@ def open_dataset(
     a full disk, training reads the loose files (`CocoFolder`), and a warning says why.
 
     Args:
-        images: the image folder.
-        annotations: COCO instance JSON.
-        drive: folder for the shards on Drive; None keeps them in ``ssd`` alone.
+        images: the image folder; its path, or a URL that fsspec knows, such as
+            ``s3://bucket/images``.
+        annotations: COCO instance JSON; likewise.
+        drive: folder for the shards on Drive, or their URL; None keeps them in ``ssd`` alone.
         ssd: folder for the shards on this machine's disk.
         shard_mb: size to aim at for each shard, in MB. The first ones are smaller: training begins
             with one of 4 MB.
@@ -81,19 +83,18 @@ def open_dataset(
         >>> print(open_dataset(made.images, made.annotations, **places))
         3 images in 1 shards, 6 categories
     """
-    images = require_local_path(images)
-    annotations = require_local_path(annotations)
+    images = open_place(images)
+    annotations = open_place(annotations)
     ssd = require_local_path(ssd)
-    drive = None if drive is None else require_local_path(drive)
-    if drive is not None and os.path.realpath(drive) == os.path.realpath(ssd):
+    drive = None if drive is None else open_place(drive)
+    if drive is not None and is_same_place(drive, ssd):
         raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
     default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
     require_streams(streams)
     require_count("seed", seed, least=0)
-    fingerprint = Retries().run(partial(read_fingerprint, annotations))
-    is_on_ssd = _has_shards(ssd, fingerprint) and _has_all_files(ssd)
-    is_on_drive = drive is not None and _has_shards(drive, fingerprint)
+    is_on_ssd = _has_shards(ssd, annotations) and _has_all_files(ssd)
+    is_on_drive = drive is not None and _has_shards(drive, annotations)
     if is_on_ssd and (is_on_drive or drive is None):
         return _open_shards(ssd, seed, contiguous_labels)
     if drive is not None and is_on_drive:
@@ -105,7 +106,7 @@ def open_dataset(
             _warn(error, f"the shards in {drive} themselves, which is slower")
             return shards
     dataset = open_annotations(images, annotations)
-    folders = [ssd] if drive is None else [drive, ssd]
+    folders: list[Place] = [ssd] if drive is None else [drive, ssd]
     recipe = find_common_recipe(folders, dataset) or default
     try:
         lock = hold_arrival(ssd, name_writing(dataset))
@@ -139,16 +140,18 @@ def open_dataset(
     return WritingShards(writing, dataset, max_bad=max_bad, contiguous_labels=contiguous_labels)
 
 
-def _open_shards(folder: Path, seed: int, contiguous_labels: bool) -> ShardDataset:
+def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardDataset:
     """Open complete shards.
 
     Where several processes train together, they may still arrive on another machine.
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
     if find_ranks().count > 1:
+        # Of the folder, nothing but its status is looked at.
+        target = cast(Path, folder)
         shards.arrival = FollowedArrival(
             folder,
-            folder,
+            target,
             shards.index,
             lock=ExitStack(),
             workers=1,
@@ -158,7 +161,7 @@ def _open_shards(folder: Path, seed: int, contiguous_labels: bool) -> ShardDatas
     return shards
 
 
-def _has_shards(folder: Path, fingerprint: str) -> bool:
+def _has_shards(folder: Place, annotations: Place) -> bool:
     """Return whether a folder has an index of all shards of a dataset.
 
     Raises:
@@ -168,6 +171,12 @@ def _has_shards(folder: Path, fingerprint: str) -> bool:
     if not retries.write(folder, (folder / INDEX_NAME).exists):
         return False
     index = read_index(folder, retries)
+    # A JSON that is the one that it was is not read.
+    source = read_source(folder, index.fingerprint)
+    if source is not None and source.json == stamp_annotations(annotations):
+        fingerprint = source.fingerprint
+    else:
+        fingerprint = retries.run(partial(read_fingerprint, annotations))
     if index.fingerprint != fingerprint:
         raise ColabUtilsError(
             f"The shards in {folder} are of other annotations. Name another folder, or delete "

@@ -2,13 +2,13 @@
 
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 from colab_utils.drive import Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.files import DriveFile, OpenFiles, has_size
+from colab_utils.files import OpenFiles, has_size, open_pieces
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import Place, UrlPath
 from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
 from colab_utils.shards.index import ShardInfo
 from colab_utils.slow_drive import find_profile
@@ -17,7 +17,7 @@ from colab_utils.slow_drive import find_profile
 class ShardFiles:
     """A reader of parts of a folder's files, which keeps the files read last open."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         self._open = OpenFiles(Retries())
 
@@ -31,8 +31,9 @@ class ShardFiles:
         Raises:
             ColabUtilsError: The file is gone or was cut short.
         """
+        folder = self.folder
         # A Path would take longer than the read.
-        path = os.path.join(self.folder, name)
+        path = folder / name if isinstance(folder, UrlPath) else os.path.join(folder, name)
         length = memoryview(buffer).nbytes
         cure = "Copy the shards again, or mount Drive again."
         try:
@@ -47,7 +48,7 @@ class ShardFiles:
             )
 
 
-def load_shard(folder: Path, shard: ShardInfo, *, retries: Retries) -> ShardArrays:
+def load_shard(folder: Place, shard: ShardInfo, *, retries: Retries) -> ShardArrays:
     """Return the arrays of a shard.
 
     If the arrays are missing or damaged, they are made again from the tar, with a warning.
@@ -67,7 +68,7 @@ def load_shard(folder: Path, shard: ShardInfo, *, retries: Retries) -> ShardArra
     return retries.run(load)
 
 
-def _load(folder: Path, shard: ShardInfo) -> ShardArrays:
+def _load(folder: Place, shard: ShardInfo) -> ShardArrays:
     path = folder / shard.name
     arrays_path = folder / shard.arrays_name
     if not has_size(path, shard.bytes):
@@ -90,6 +91,6 @@ def _load(folder: Path, shard: ShardInfo) -> ShardArrays:
         return rebuild_arrays(path, shard)
     if find_profile(arrays_path) is not None:
         # The arrays came at full speed. They are read again at the speed of the slowed folder.
-        with DriveFile(arrays_path) as file:
+        with open_pieces(arrays_path) as file:
             file.pread(int(arrays.bits), 0)
     return arrays

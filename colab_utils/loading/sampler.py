@@ -18,6 +18,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.fetcher import seed_random
 from colab_utils.loading.groups import DealtImages, alternate
 
+# So many images of an order are put into batches at once.
+_PIECE_IMAGES = 1 << 14
+
 
 @dataclass(frozen=True)
 class LoaderState:
@@ -38,11 +41,17 @@ class LoaderState:
     joined: list[list[int]]
     """Windows of shards of an epoch that began while shards arrived."""
     left: list[int]
-    """Images of the epoch that remained when the batch size changed."""
+    """Images of the epoch that remained when the batch size changed, in a state of an older
+    version.
+    """
     groups: int = 0
     """Groups of shards that each batch is made of; 0 without groups."""
     moved: list[int] = field(default_factory=list)
     """Numbers of the late batches that come at the end of the epoch, in their order."""
+    earlier: list[list[int]] = field(default_factory=list)
+    """What was delivered of the epoch before the batch size changed, each time: the batch size, the
+    next batch's number, and the numbers of those before it that were not delivered.
+    """
 
     @property
     def reached(self) -> int:
@@ -58,11 +67,13 @@ class LoaderState:
         """
         is_sound = False
         # A value has another type, such as None in place of a list or of the whole state.
-        with suppress(AttributeError, TypeError):
+        with suppress(AttributeError, TypeError, ValueError):
             values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
-            # States of older versions have no groups and no moved batches.
+            # States of older versions have no groups.
             values["groups"] = state.get("groups", 0)
-            values["moved"] = state.get("moved", [])
+            # States of older versions have none.
+            for name in ("moved", "earlier"):
+                values[name] = state.get(name, [])
             parsed = cls(**values)
             is_sound = parsed._is_sound(images, shards)
         if not is_sound:
@@ -74,16 +85,24 @@ class LoaderState:
 
     def _is_sound(self, images: int, shards: int) -> bool:
         joined = [*chain(*self.joined)]
-        numbers = [self.batch_size, self.epoch, self.batch, self.groups]
-        numbers += [*joined, *self.left, *self.moved]
+        parts = [[self.batch_size, self.epoch, self.batch, self.groups]]
+        parts += [joined, self.left, self.moved]
+        numbers = [*chain(*parts, *self.earlier)]
         if not all(type(number) is int and number >= 0 for number in numbers):
-            return False
-        if len(set(self.moved)) < len(self.moved) or max(self.moved, default=-1) >= self.reached:
             return False
         if self.groups and self.batch_size % self.groups:
             return False
+        for batch_size, reached, *moved in (*self.earlier, self.describe_delivered()):
+            if not batch_size or len({*moved}) < len(moved) or max(moved, default=-1) >= reached:
+                return False
+            if self.groups and batch_size % self.groups:
+                return False
         has_all_shards = not joined or sorted(joined) == [*range(shards)]
-        return self.batch_size > 0 and has_all_shards and max(self.left, default=0) < images
+        return has_all_shards and max(self.left, default=0) < images
+
+    def describe_delivered(self) -> list[int]:
+        """Return what was delivered with this batch size, as ``earlier`` has it."""
+        return [self.batch_size, self.reached, *self.moved]
 
     def describe_order(self) -> dict[str, int]:
         """Return the settings that decide the order."""
@@ -118,6 +137,8 @@ class BatchSampler(Sampler[list[int]]):
     Attributes:
         epoch: Number of the epoch that the next pass runs.
         left: int64: images of this epoch; fewer than all after a change of the batch size.
+        first_left: Those that a state of an older version lists; none where they are all.
+        earlier: What was delivered of the epoch with other batch sizes, as in `LoaderState`.
         windows: Lists of shards that are trained on one after another. Each window is shuffled
             together with the leftovers of the one before (see `Arrival.plan_windows`). Without
             windows, all images are shuffled together.
@@ -143,6 +164,8 @@ class BatchSampler(Sampler[list[int]]):
     def start_epoch(self, epoch: int) -> None:
         """Make the next pass run this epoch, with all images."""
         self.left = np.arange(self.size)
+        self.first_left: list[int] = []
+        self.earlier: list[list[int]] = []
         self._wide = np.zeros(self.size, bool)
         if self.sizes is not None and self.seed is not None:
             self._wide = self.sizes[:, 1] >= self.sizes[:, 0]
@@ -154,15 +177,20 @@ class BatchSampler(Sampler[list[int]]):
         self.start_epoch(state.epoch)
         self.windows = [list(window) for window in state.joined]
         if state.left:
+            self.first_left = list(state.left)
             self.left = np.unique(np.array(state.left, np.int64))
+        for delivered in state.earlier:
+            self.leave_out(delivered)
 
-    def leave_out_seen(self, state: LoaderState) -> None:
-        """Leave out the images of the batches that the loader of the state has delivered."""
+    def leave_out(self, delivered: list[int]) -> None:
+        """Leave out the images that were delivered with another batch size; see `LoaderState`."""
         before = copy(self)
-        before.batch_size = state.batch_size
-        reached = enumerate(islice(before, min(state.reached, self.size)))
-        seen = [batch for number, batch in reached if number not in state.moved]
-        self.left = np.setdiff1d(self.left, [*chain.from_iterable(seen)])
+        before.batch_size, reached, *moved = delivered
+        numbered = enumerate(islice(before, min(reached, self.size)))
+        seen = (batch for number, batch in numbered if number not in moved)
+        images = np.fromiter(chain.from_iterable(seen), np.int64)
+        self.left = np.setdiff1d(self.left, images, assume_unique=True)
+        self.earlier = [*self.earlier, list(delivered)]
 
     def __len__(self) -> int:
         images = len(self.left if self.sampler is None else self.sampler)
@@ -185,8 +213,9 @@ class BatchSampler(Sampler[list[int]]):
         else:
             rest = []
             for place, window in enumerate(self.windows):
-                images = np.flatnonzero(np.isin(self.shard_of, window)).tolist()
-                rest = yield from self._group(self._shuffle([*rest, *images], place))
+                images = np.flatnonzero(np.isin(self.shard_of, window))
+                images = np.concatenate([np.array(rest, np.int64), images])
+                rest = yield from self._group(self._shuffle(images, place))
         for start in range(0, len(rest), self.batch_size):
             batch = rest[start : start + self.batch_size]
             if self.drop_last and len(batch) < self.batch_size:
@@ -250,10 +279,13 @@ class BatchSampler(Sampler[list[int]]):
     def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
         """Yield full batches of only wide or only tall images, and return the leftovers."""
         filling: list[list[int]] = [[], []]
-        for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
-            batch = filling[is_wide]
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                filling[is_wide] = []
-                yield batch
+        for start in range(0, len(indices), _PIECE_IMAGES):
+            # Integers of Python take four times the memory.
+            piece = indices[start : start + _PIECE_IMAGES]
+            for index, is_wide in zip(piece.tolist(), self._wide[piece].tolist(), strict=True):
+                batch = filling[is_wide]
+                batch.append(index)
+                if len(batch) == self.batch_size:
+                    filling[is_wide] = []
+                    yield batch
         return filling[0] + filling[1]

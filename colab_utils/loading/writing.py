@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
+from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.data.defects import count_allowed
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import Retries
@@ -29,6 +30,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
+from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.copy import COPY_STREAMS, Copying
@@ -43,12 +45,13 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
+from colab_utils.shards.source import keep_source
 from colab_utils.shards.write import (
     begin_folder,
     check_bad,
     cut_parts,
     find_common_recipe,
-    join_index,
+    finish_folder,
 )
 
 _LOWEST_PRIORITY = 19
@@ -71,9 +74,9 @@ class Writing(Arrival):
     def __init__(
         self,
         ssd: Path,
-        drive: Path | None,
-        images: Path,
-        dataset: CocoDataset,
+        drive: Place | None,
+        images: Place,
+        dataset: SpooledCoco,
         recipe: dict[str, Any],
         *,
         lock: ExitStack,
@@ -93,9 +96,9 @@ class Writing(Arrival):
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
         with lock as stack:
-            for folder in (self._drive, ssd):
-                if folder is not None:
-                    stack.enter_context(hold_folder(folder))
+            if self._drive is not None:
+                stack.enter_context(hold_folder(self._drive))
+            stack.enter_context(hold_folder(ssd))
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
             self._plan = make_plan(ssd, images, dataset, recipe)
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
@@ -143,12 +146,13 @@ class Writing(Arrival):
         self._sending.copy_file(*tar)
 
     def _finish(self) -> None:
-        index = join_index(self._plan, self._done)
-        write_index(self.target, index)
+        index = finish_folder(self.target, self._plan, self._done)
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
             self._sending.retries.write(self._drive, write_index, self._drive, index)
+            images = open_place(self._plan.image_folder)
+            keep_source(self._drive, index, images, self._plan.source, self._plan.planned_ns)
 
     def __str__(self) -> str:
         sent = sum(sending.done() for sending in self._sendings)
@@ -167,7 +171,7 @@ class FollowedWriting(FollowedArrival):
         jobs: one for each shard.
     """
 
-    def __init__(self, ssd: Path, images: Path, dataset: CocoDataset, *, seed: int) -> None:
+    def __init__(self, ssd: Path, images: Place, dataset: SpooledCoco, *, seed: int) -> None:
         self.key = name_writing(dataset)
         self._arrived = ArrivedShards(ssd, self.key)
         # The writing may have ended since it was seen.
@@ -186,9 +190,9 @@ class FollowedWriting(FollowedArrival):
         return "another process of this machine writes them"
 
 
-def name_writing(dataset: CocoDataset) -> str:
+def name_writing(dataset: SpooledCoco) -> str:
     """Return a key that only the writing of this dataset has."""
-    return hash_bytes(f"writing {dataset.fingerprint}".encode())
+    return hash_bytes(f"writing {dataset.images.fingerprint}".encode())
 
 
 def _join_writing(progress: WorkerProgress) -> None:
@@ -220,7 +224,7 @@ class WritingShards(ArrivingShards):
     def __init__(
         self,
         writing: Writing | FollowedWriting,
-        dataset: CocoDataset,
+        dataset: SpooledCoco,
         *,
         max_bad: float,
         contiguous_labels: bool = False,
@@ -232,12 +236,13 @@ class WritingShards(ArrivingShards):
         self._files = ShardFiles(writing.target)
         self.transforms = None
         self.folder = writing.target
-        self.fingerprint = dataset.fingerprint
+        self.fingerprint = dataset.images.fingerprint
         self.is_decoded = recipe["storage"] == "pixels"
-        self._set_labels(dataset.categories, contiguous=contiguous_labels)
+        categories = dataset.images.categories
+        self._set_labels(categories, contiguous=contiguous_labels)
         self.max_bad = count_allowed(len(dataset), max_bad)
         shards = tuple(_foresee_shard(job) for job in writing.jobs)
-        self.index = ShardIndex(dataset.fingerprint, recipe, dataset.categories, shards)
+        self.index = ShardIndex(self.fingerprint, recipe, categories, shards)
         # A shard has at most the objects that the annotations have.
         parts = [job.dataset for job in writing.jobs]
         counts = np.concatenate([part.count_objects() for part in parts])

@@ -12,12 +12,10 @@ tar's JSON).
 import io
 import json
 import math
-import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,6 +25,7 @@ from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import hash_bytes, hash_file, open_file
+from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
 from colab_utils.shards.records import load_record
 
@@ -218,7 +217,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
     return head, shard
 
 
-def load_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
+def load_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
     """Load the arrays of one shard, as the index has it; the bits stay on disk.
 
     Raises:
@@ -230,7 +229,7 @@ def load_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
         bits_start = file.tell()
-        if os.fstat(file.fileno()).st_size - bits_start != head["bits_bytes"]:
+        if path.stat().st_size - bits_start != head["bits_bytes"]:
             raise ValueError("cut short")
         return ShardArrays(**_split_tables(tables), bits=bits_start)
 
@@ -253,7 +252,7 @@ def _list_tables() -> list[str]:
     return [field.name for field in fields(ShardArrays) if field.name != "bits"]
 
 
-def rebuild_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
+def rebuild_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
     """Make the arrays of one shard again from its tar, which must have the checksum that the index
     has.
 
@@ -264,13 +263,17 @@ def rebuild_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
     with _explain_damage(path):
         if hash_file(path) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
-        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+        with (
+            open_file(path, most_bytes=math.inf) as file,
+            tarfile.open(fileobj=file, mode="r:") as tar,
+        ):
             members = tar.getmembers()
             for pair in zip(members[::2], members[1::2], strict=True):
                 starts = [member.offset_data for member in pair]
-                files = [
-                    os.pread(file.fileno(), member.size, member.offset_data) for member in pair
-                ]
+                files = []
+                for member in pair:
+                    file.seek(member.offset_data)
+                    files.append(file.read(member.size))
                 builder.add(load_record(files[1]), files, starts)
         return builder.build()
 
@@ -283,7 +286,7 @@ def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
 
 
 @contextmanager
-def _explain_damage(path: Path) -> Iterator[None]:
+def _explain_damage(path: Place) -> Iterator[None]:
     try:
         yield
     except (OSError, UnavailableError):

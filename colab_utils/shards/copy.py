@@ -1,5 +1,6 @@
 """Copy shards from Drive to this machine's disk, index last."""
 
+import math
 import os
 import threading
 from collections import Counter
@@ -15,13 +16,21 @@ import xxhash
 
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, has_size, hash_file, name_temporary
+from colab_utils.files import (
+    DriveFile,
+    has_size,
+    hash_bytes,
+    hash_file,
+    name_temporary,
+    read_file,
+    write_file,
+)
 from colab_utils.machine import require_space
 from colab_utils.os_errors import explain_os_error
+from colab_utils.places import Place, UrlFile, UrlPath, is_same_place, open_place
 from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
-from colab_utils.require import require_local_path
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
 from colab_utils.shards.verify import find_fault
@@ -68,8 +77,8 @@ class CopyReport:
 
 
 def copy_shards(
-    source: str | Path,
-    target: str | Path,
+    source: str | Place,
+    target: str | Place,
     *,
     limit_gb: float | None = None,
     streams: int | str = "auto",
@@ -83,8 +92,10 @@ def copy_shards(
     (81 s in all) it ends.
 
     Args:
-        source: folder of shards, usually on Drive.
-        target: folder to copy into, usually on the SSD; it is made where it is not.
+        source: folder of shards, usually on Drive; or a URL that fsspec knows, such as
+            ``s3://bucket/shards``, whose parts are read again where the server fails.
+        target: folder to copy into, usually on the SSD; it is made where it is not. It may be a
+            URL, too: then each of four files at a time is read whole, and sent.
         limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in
             ``target`` then lists only those and is marked ``partial``; a later copy without a limit
             completes it.
@@ -100,8 +111,8 @@ def copy_shards(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
-    source = require_local_path(source)
-    target = require_local_path(target)
+    source = open_place(source)
+    target = open_place(target)
     streams = require_streams(streams)
     retries = Retries()
     index = read_index(source, retries)
@@ -161,8 +172,8 @@ class Copying:
 
     def __init__(
         self,
-        source: Path,
-        target: Path,
+        source: Place,
+        target: Place,
         retries: Retries,
         *,
         overwrite: bool,
@@ -174,6 +185,8 @@ class Copying:
         self.stop = retries.stop
         self._lock = threading.Lock()
         self._bytes_done = Counter[str]()
+        # Bytes that one request to a server brings.
+        self._block_bytes = PART_BYTES
         # Parts of each file that have not come yet.
         self._parts_left = Counter[str]()
 
@@ -182,6 +195,8 @@ class Copying:
 
         The bar moves in this thread: a notebook shows nothing from others.
         """
+        if isinstance(self.target, UrlPath) and streams == "auto":
+            streams = COPY_STREAMS
         total = sum(size for _, size, _ in files)
         parts = [part for file in files for part in self._cut_file(*file)]
         self._parts_left.update(part.name for part in parts)
@@ -199,6 +214,7 @@ class Copying:
             pending = {reading.content for reading in reader.ask(parts)}
             try:
                 while pending:
+                    self._block_bytes = min(PART_BYTES, AHEAD_BYTES // reader.streams)
                     names = {content.result() for content in pop_done(pending)}
                     copied |= names - {""}
                     bar.set_postfix_str(str(self.retries), refresh=False)
@@ -215,7 +231,8 @@ class Copying:
     def _cut_file(self, name: str, size: int, checksum: str) -> Iterator[_Part]:
         """Yield the parts of a file: one, if it is small or may be there already."""
         path = self.target / name
-        if size <= PART_BYTES or path.exists():
+        gives_parts = not isinstance(self.source, UrlPath) or self.source.has_ranges
+        if isinstance(path, UrlPath) or size <= PART_BYTES or not gives_parts or path.exists():
             yield _Part(name, size, checksum)
             return
         temporary = name_temporary(path)
@@ -237,7 +254,7 @@ class Copying:
                 return ""
             if hash_file(part.temporary) != (part.size, part.checksum):
                 self._transfer_whole(part.name, part.size, part.checksum, part.temporary, 1)
-            os.replace(part.temporary, self.target / part.name)
+            part.temporary.replace(part.temporary.with_name(part.name))
         return part.name
 
     def _count_left(self, name: str) -> int:
@@ -249,15 +266,13 @@ class Copying:
     def copy_file(self, name: str, size: int, checksum: str) -> str:
         """Copy one file unless it is there; return its name if it was copied, else ""."""
         path = self.target / name
+        if isinstance(path, UrlPath):
+            return self._send_file(path, name, size, checksum)
         with explain_write(self.target):
             if not find_fault(self.target, [(name, size, checksum)]):
                 self._bytes_done[name] = size
                 return ""
-            if path.exists() and not self.overwrite:
-                raise ColabUtilsError(
-                    f"{self.target} holds another {name}. Name another folder, or delete that file "
-                    "if it is a damaged copy."
-                )
+            self._refuse_other(path)
             temporary = name_temporary(path)
             try:
                 self._transfer_whole(name, size, checksum, temporary, 2)
@@ -265,6 +280,37 @@ class Copying:
             finally:
                 temporary.unlink(missing_ok=True)
         return name
+
+    def _send_file(self, path: UrlPath, name: str, size: int, checksum: str) -> str:
+        """Send one file to a server unless it is there, as `copy_file` does."""
+        for _ in range(2):
+            with self._explain_read(name):
+                content = read_file(self.source / name, self.retries, most_bytes=math.inf)
+            if len(content) == size and hash_bytes(content) == checksum:
+                break
+        else:
+            raise self._explain_difference(name)
+        if self.stop.is_set():
+            raise CancelledError
+        is_there = self.retries.write(self.target, path.holds, content)
+        if not is_there:
+            self.retries.write(self.target, self._refuse_other, path)
+            self.retries.write(self.target, write_file, path, content)
+        self._bytes_done[name] = size
+        return "" if is_there else name
+
+    def _refuse_other(self, path: Place) -> None:
+        if path.exists() and not self.overwrite:
+            raise ColabUtilsError(
+                f"{self.target} holds another {path.name}. Name another folder, or delete that "
+                "file if it is a damaged copy."
+            )
+
+    def _explain_difference(self, name: str) -> ColabUtilsError:
+        return ColabUtilsError(
+            f"{name} in {self.source} is damaged: its checksum was wrong twice. Run verify on the "
+            "source, then preprocess again what it names."
+        )
 
     def _transfer_whole(
         self, name: str, size: int, checksum: str, temporary: Path, tries: int
@@ -275,10 +321,7 @@ class Copying:
             self._bytes_done[name] = 0
             if self._transfer(name, 0, size + 1, temporary) == (size, checksum):
                 return
-        raise ColabUtilsError(
-            f"{name} in {self.source} is damaged: twice its checksum was another than that of the "
-            "index. Run verify on it, then preprocess again what it names."
-        )
+        raise self._explain_difference(name)
 
     def _transfer(self, name: str, start: int, stop: int, temporary: Path) -> tuple[int, str]:
         """Copy the bytes from ``start`` to ``stop``; return their number and their checksum."""
@@ -302,10 +345,13 @@ class Copying:
                     self._bytes_done[name] += count
         return offset - start, state.hexdigest()
 
-    def _open_source(self, name: str) -> DriveFile:
+    def _open_source(self, name: str) -> DriveFile | UrlFile:
         """Open a file to copy; its ``readinto`` reads a range into a buffer."""
+        path = self.source / name
         with self._explain_read(name):
-            return DriveFile(self.source / name, self.retries)
+            if isinstance(path, UrlPath):
+                return UrlFile(path, self.retries, block_bytes=self._block_bytes)
+            return DriveFile(path, self.retries)
 
     @contextmanager
     def _explain_read(self, name: str) -> Iterator[None]:
@@ -319,7 +365,7 @@ class Copying:
             ) from error
 
 
-def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | None:
+def read_target(source: Place, target: Place, index: ShardIndex) -> ShardIndex | None:
     """Read the index in the target, which must be of the same shards; None where there is none.
 
     Raises:
@@ -327,7 +373,7 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
             shards.
     """
     with explain_write(target):
-        if os.path.realpath(source) == os.path.realpath(target):
+        if is_same_place(source, target):
             raise ColabUtilsError(f"{source} is source and target at once. Name another target.")
         if (target / WRITER_NAME).exists():
             raise ColabUtilsError(
@@ -371,7 +417,7 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
 
 
 def check_space(
-    target: Path, files: list[tuple[str, int, str]], *, cached: bool, ahead_bytes: int = 0
+    target: Place, files: list[tuple[str, int, str]], *, cached: bool, ahead_bytes: int = 0
 ) -> None:
     """Refuse a copy that the disk cannot hold, before its first byte.
 
@@ -379,6 +425,8 @@ def check_space(
     needs, but a file only after its last byte was read: the largest files under way count twice,
     four of them and as many as hold ``ahead_bytes``.
     """
+    if isinstance(target, UrlPath):
+        return
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
     needed = sum(sizes)
     if cached:
@@ -391,7 +439,7 @@ def check_space(
 
 
 def merge_index(
-    index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path
+    index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Place
 ) -> ShardIndex:
     """Return the target's new index: what was copied, and what lay there before."""
     shards = list(chosen)

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
 from colab_utils.os_errors import explain_os_error
-from colab_utils.require import require_local_path
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.shards.lock import find_writer
 
 FORMAT_NAME = "colab_utils shards"
@@ -96,8 +95,10 @@ class ShardIndex:
             yield from shard.files()
 
 
-def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex:
+def read_index(folder: str | Place, retries: Retries | None = None) -> ShardIndex:
     """Read ``index.json`` of a folder of shards; where Drive fails, ``retries`` try again.
+
+    The folder may lie at a URL.
 
     An index that is not as it was written is refused only when the same bytes came twice.
 
@@ -105,10 +106,13 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         ColabUtilsError: if there is no folder or no index, the index was changed since it was
             written, or another version wrote it.
     """
-    folder = require_local_path(folder)
+    folder = open_place(folder)
     path = folder / INDEX_NAME
     read = partial(read_file, path, retries)
     try:
+        if isinstance(path, UrlPath):
+            # Whether the server gives parts of files is learned from a small one.
+            path.read_range(0, 1)
         return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:
         writer = find_writer(folder)
@@ -134,7 +138,7 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         ) from None
 
 
-def _parse_index(raw: Any, folder: Path) -> ShardIndex:
+def _parse_index(raw: Any, folder: Place) -> ShardIndex:
     """Make the index of its JSON, whose checksum shows every change.
 
     Raises:
@@ -173,7 +177,7 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     return index
 
 
-def write_index(folder: Path, index: ShardIndex) -> None:
+def write_index(folder: Place, index: ShardIndex) -> None:
     """Write ``index.json`` under a temporary name, then rename it."""
     totals = {"images": index.images, "bytes": index.bytes}
     content = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **totals, **asdict(index)}

@@ -9,14 +9,13 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from secrets import token_hex
 from threading import Event
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
@@ -24,9 +23,12 @@ import numpy as np
 
 import colab_utils
 from colab_utils.data.coco import CocoDataset
+from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.shards.plan import split_images
+from colab_utils.shards.source import ShardSource, parse_source
 
 PLAN_NAME = "plan.json"
 
@@ -49,11 +51,11 @@ class ShardJob(NamedTuple):
     """
 
     @property
-    def stop_file(self) -> Path:
+    def stop_file(self) -> Place:
         """Return the file that makes every job of the run give up at its next image."""
         key, _, rest = self.run.partition("-")
         token, _, _ = rest.partition("-")
-        return Path(self.shards, f"plan-{key}", f"stop-{token}")
+        return open_place(self.shards) / f"plan-{key}" / f"stop-{token}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class JobPlan:
     crowds: int
     version: str
     """Of the package: one version writes all shards."""
+    source: ShardSource
+    """The files that the shards are made of."""
+    planned_ns: int
+    """When it was planned, in nanoseconds since 1970."""
     count: int = 0
     """How many shards are to be written; 0 where the folder is finished."""
 
@@ -84,9 +90,9 @@ class JobPlan:
         return hash_bytes(json.dumps(_describe(self), sort_keys=True).encode())
 
     @property
-    def files(self) -> Path:
+    def files(self) -> Place:
         """Return the folder of the files that belong to this plan."""
-        return Path(self.shards, f"plan-{self.key}")
+        return open_place(self.shards) / f"plan-{self.key}"
 
     @property
     def jobs(self) -> list[ShardJob]:
@@ -111,27 +117,39 @@ class RunStop(Event):
         """Return whether the run was stopped, as it was a second ago."""
         if monotonic() >= self._next_look_s:
             self._next_look_s = monotonic() + _LOOK_S
-            if self._file.exists():
-                self.set()
+            # The work itself meets a server that fails, too.
+            with suppress(ColabUtilsError):
+                if self._file.exists():
+                    self.set()
         return super().is_set()
 
 
-def make_plan(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> JobPlan:
+def make_plan(
+    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
+) -> JobPlan:
     """Return the plan of a dataset's shards, which is not saved yet."""
     return JobPlan(
         shards=str(folder.absolute()),
         image_folder=str(images.absolute()),
-        fingerprint=dataset.fingerprint,
+        fingerprint=dataset.images.fingerprint,
         recipe=recipe,
-        categories=list(dataset.categories),
+        categories=list(dataset.images.categories),
         images=len(dataset),
-        annotations=len(dataset.ids),
+        annotations=dataset.annotations,
         crowds=dataset.crowds,
         version=colab_utils.__version__,
+        source=describe_source(dataset),
+        planned_ns=time_ns(),
     )
 
 
-def read_plan(folder: Path) -> JobPlan | None:
+def describe_source(dataset: SpooledCoco) -> ShardSource:
+    """Return what tells that a JSON is the one that was read."""
+    fingerprint = dataset.images.fingerprint
+    return ShardSource(fingerprint, dataset.stamp, dataset.annotations, dataset.crowds)
+
+
+def read_plan(folder: Place) -> JobPlan | None:
     """Read the plan of a folder of shards; None if there is none.
 
     Raises:
@@ -143,26 +161,35 @@ def read_plan(folder: Path) -> JobPlan | None:
     return None
 
 
-def save_plan(plan: JobPlan, cut: Callable[[], Iterable[CocoDataset]]) -> JobPlan:
-    """Write a plan, and the annotations of each of its shards, which ``cut`` gives; return it with
-    their number, which is known before they are cut.
+def save_plan(plan: JobPlan, dataset: SpooledCoco) -> JobPlan:
+    """Write a plan, and the annotations of each of its shards; return it with their number.
 
     Machines that do it at the same time write the same.
     """
-    plan = replace(plan, count=len(split_images(plan.recipe, plan.images)))
+    parts = split_images(plan.recipe, plan.images)
+    plan = replace(plan, count=len(parts))
     plan.files.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(cut()):
+    for number, part in enumerate(dataset.cut(parts)):
         write_file(_name_part(plan, number), _dump_part(part))
-    content = {"key": plan.key, "plan": _describe(plan)}
-    write_file(Path(plan.shards, PLAN_NAME), json.dumps(content, indent=1).encode())
+    content = {
+        "key": plan.key,
+        "plan": _describe(plan),
+        "source": asdict(plan.source),
+        "planned_ns": plan.planned_ns,
+    }
+    write_file(open_place(plan.shards) / PLAN_NAME, json.dumps(content, indent=1).encode())
     return plan
 
 
-def remove_plan(folder: Path) -> None:
+def remove_plan(folder: Place) -> None:
     """Remove the plan of a folder, with all its files."""
     (folder / PLAN_NAME).unlink(missing_ok=True)
     for files in folder.glob("plan-*"):
-        if _FILES.fullmatch(files.name):
+        if not _FILES.fullmatch(files.name):
+            continue
+        if isinstance(files, UrlPath):
+            files.remove_all()
+        else:
             shutil.rmtree(files, ignore_errors=True)
 
 
@@ -180,14 +207,14 @@ def load_part(plan: JobPlan, number: int) -> CocoDataset:
         raise _explain_damage(path, "it is missing") from None
 
 
-def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
+def _read(path: Place, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse_file(path, partial(read_file, path), parse)
     except _DAMAGE as error:
         raise _explain_damage(path, error) from None
 
 
-def _explain_damage(path: Path, reason: object) -> ColabUtilsError:
+def _explain_damage(path: Place, reason: object) -> ColabUtilsError:
     return ColabUtilsError(
         f"The plan of shards cannot be read in {path} ({reason!s:.100}). Delete {PLAN_NAME} in the "
         "folder of the shards and run the same again: finished shards stay."
@@ -196,20 +223,26 @@ def _explain_damage(path: Path, reason: object) -> ColabUtilsError:
 
 def _describe(plan: JobPlan) -> dict[str, Any]:
     content = asdict(plan)
-    # The folder may lie elsewhere later.
-    del content["shards"]
+    # The folder may lie elsewhere later, and whoever plans the same shards makes the same files.
+    for name in ("shards", "source", "planned_ns"):
+        del content[name]
     return content
 
 
-def _parse_plan(folder: Path, content: bytes) -> JobPlan:
+def _parse_plan(folder: Place, content: bytes) -> JobPlan:
     raw = json.loads(content)
-    plan = JobPlan(shards=str(folder.absolute()), **raw["plan"])
+    plan = JobPlan(
+        shards=str(folder.absolute()),
+        source=parse_source(raw["source"]),
+        planned_ns=raw["planned_ns"],
+        **raw["plan"],
+    )
     if plan.key != raw["key"]:
         raise ValueError("another checksum")
     return plan
 
 
-def _name_part(plan: JobPlan, number: int) -> Path:
+def _name_part(plan: JobPlan, number: int) -> Place:
     return plan.files / f"{number:06d}.npz"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import colab_utils
@@ -15,8 +14,8 @@ from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.reader import Reader, Reading
-from colab_utils.require import require_local_path
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
@@ -38,7 +37,7 @@ _DAMAGE = (
 )
 
 
-def name_shard(folder: Path, number: int) -> Path:
+def name_shard(folder: Place, number: int) -> Place:
     """Return the path of a shard's tar.
 
     Example:
@@ -51,16 +50,16 @@ def name_shard(folder: Path, number: int) -> Path:
 class ShardPart(NamedTuple):
     """The part of a dataset that becomes one shard: everything that a process needs."""
 
-    path: Path
+    path: Place
     """The tar to write."""
     dataset: CocoDataset
-    images: Path
+    images: Place
     recipe: dict[str, Any]
     streams: int | str = "auto"
     """Files that the process reads at the same time."""
-    drive: Path | None = None
+    drive: Place | None = None
     """Folder that may hold the finished shard, to be copied."""
-    notes: Path | None = None
+    notes: Place | None = None
     """Folder for the arrays of a shard without a usable image; None keeps none."""
 
 
@@ -119,7 +118,7 @@ def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> Sh
     Example:
         See `plan_jobs`.
     """
-    folder = require_local_path(job.shards)
+    folder = open_place(job.shards)
     require_streams(streams)
     plan = Retries().write(folder, read_plan, folder)
     is_current = plan is not None and plan.files == job.stop_file.parent
@@ -130,11 +129,12 @@ def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> Sh
             f"colab_utils (it is {colab_utils.__version__} here). Name the same ones on every "
             "machine and plan again: it continues."
         )
-    require_folder(plan.image_folder)
+    images = open_place(plan.image_folder)
+    require_folder(images)
     part = ShardPart(
         path=name_shard(folder, job.number),
         dataset=Retries().run(partial(load_part, plan, job.number)),
-        images=Path(plan.image_folder),
+        images=images,
         recipe=plan.recipe,
         streams=streams,
         notes=plan.files,
@@ -180,7 +180,7 @@ def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
     return index
 
 
-def read_shard_index(arrays: Path) -> ShardIndex | None:
+def read_shard_index(arrays: Place) -> ShardIndex | None:
     """Return the index of the one shard that an arrays file describes; None where it is damaged."""
     try:
         return _parse_shard_index(read_whole(arrays, most_bytes=_MOST_ARRAYS_BYTES))
@@ -189,7 +189,7 @@ def read_shard_index(arrays: Path) -> ShardIndex | None:
 
 
 def find_shard(
-    path: Path, fingerprint: str, recipe: dict[str, Any], notes: Path | None = None
+    path: Place, fingerprint: str, recipe: dict[str, Any], notes: Place | None = None
 ) -> ShardIndex | None:
     """Return the index of a shard as it lies there; None if it is missing, cut short, or another.
 
@@ -211,23 +211,31 @@ def find_shard(
     return index if is_there else None
 
 
-def has_files(index: ShardIndex, folder: Path) -> bool:
+def has_files(index: ShardIndex, folder: Place) -> bool:
     """Return whether all files of an index are there, with their sizes."""
+    if isinstance(folder, UrlPath) and len(index.shards) > 1:
+        sizes = folder.list_sizes()
+        return all(sizes.get(name) == size for name, size, _ in index.files())
     return all(has_size(folder / name, size) for name, size, _ in index.files())
 
 
-def are_still_bad(index: ShardIndex, images: Path, dataset: CocoDataset) -> bool:
-    """Return whether no image that an index skipped was repaired since."""
-    if not index.skipped:
-        return True
+def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> bool:
+    """Return whether no image of a dataset that an index skipped was repaired since."""
     names = {image.file_name for image in index.skipped}
-    for i in range(len(dataset)):
-        if dataset.file_name(i) not in names:
-            continue
-        read = partial(read_image, images, dataset, i)
-        if not isinstance(try_sample(read, dataset, i, index.recipe), SkippedImage):
-            return False
-    return True
+    if not names:
+        return True
+    places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
+    retries = Retries()
+    read = partial(read_image, images, dataset, retries=retries)
+    reader = Reader(read, place=images, retries=retries)
+    try:
+        for place, reading in zip(places, reader.read_all(places), strict=True):
+            sample = try_sample(reading.take, dataset, place, index.recipe)
+            if not isinstance(sample, SkippedImage):
+                return False
+        return True
+    finally:
+        reader.close()
 
 
 def _find_finished(part: ShardPart) -> ShardIndex | None:
@@ -238,7 +246,7 @@ def _find_finished(part: ShardPart) -> ShardIndex | None:
     return index
 
 
-def _copy_shard(part: ShardPart, drive: Path, retries: Retries) -> ShardIndex | None:
+def _copy_shard(part: ShardPart, drive: Place, retries: Retries) -> ShardIndex | None:
     """Copy the finished shard of an earlier session; return None where there is none.
 
     A damaged one is written anew.

@@ -20,6 +20,7 @@ from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, open_file, write_file
 from colab_utils.machine import find_host, require_linux
+from colab_utils.places import Place, UrlPath
 from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
@@ -38,7 +39,7 @@ _SILENT_S = 100.0
 _ABANDONED_S = 3600.0
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Place) -> None:
     """Remove what killed processes of this machine wrote in part, and what others left long ago.
 
     Nobody can tell from here whether a process on another machine is running.
@@ -52,7 +53,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Place) -> Iterator[None]:
     """Lock ``folder``: no other process writes into it while the block runs. The folder is made if
     need be.
 
@@ -90,8 +91,8 @@ def hold_folder(folder: Path) -> Iterator[None]:
     def touch() -> None:
         while not ended.wait(_TOUCH_S):
             # The work itself meets the error too.
-            with suppress(OSError):
-                os.utime(path)
+            with suppress(OSError, ColabUtilsError):
+                path.touch()
 
     is_new = not retries.write(folder, folder.exists)
     retries.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
@@ -111,7 +112,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
         finally:
             ended.set()
             _marks.discard(mark)
-            with suppress(OSError):
+            with suppress(OSError, ColabUtilsError):
                 remove_leftovers(folder)
                 path.unlink(missing_ok=True)
                 if is_new:
@@ -120,7 +121,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock_here(folder: Path) -> Iterator[bool]:
+def lock_here(folder: Place) -> Iterator[bool]:
     """Lock a folder, or a file, among the processes of this machine; yield whether it was free.
 
     Example:
@@ -130,7 +131,8 @@ def lock_here(folder: Path) -> Iterator[bool]:
     """
     import fcntl
 
-    place = hash_bytes(os.fsencode(os.path.realpath(folder)))
+    real = str(folder) if isinstance(folder, UrlPath) else os.path.realpath(folder)
+    place = hash_bytes(os.fsencode(real))
     with explain_write(Path(os.environ.get("TMPDIR", "/tmp"))):
         temporary = Path(gettempdir())
     with explain_write(temporary):
@@ -146,7 +148,7 @@ def lock_here(folder: Path) -> Iterator[bool]:
             yield True
 
 
-def find_writer(folder: Path, *, is_locked: bool = False) -> str:
+def find_writer(folder: Place, *, is_locked: bool = False) -> str:
     """Return who writes into a folder: "process 12 on HOST"; "" where nobody does.
 
     Args:
@@ -158,7 +160,7 @@ def find_writer(folder: Path, *, is_locked: bool = False) -> str:
     silent_s = math.inf
     with suppress(FileNotFoundError), open_file(path) as file:
         lines = file.read(200).decode(errors="replace")
-        silent_s = time() - os.fstat(file.fileno()).st_mtime
+        silent_s = time() - path.stat().st_mtime
     writer, host, pid, mark, *_ = (lines + "\n\n\n").split("\n")
     if host != _find_host():
         is_alive = True
@@ -174,7 +176,7 @@ def find_writer(folder: Path, *, is_locked: bool = False) -> str:
     return (writer or "unknown") if is_writing else ""
 
 
-def _is_touched(path: Path) -> bool:
+def _is_touched(path: Place) -> bool:
     """Watch a lock whose time lies in the future; return whether its writer lives."""
     warnings.warn(
         f"{path} has a time in the future: the clocks of two machines differ. For "
@@ -182,9 +184,9 @@ def _is_touched(path: Path) -> bool:
         ColabUtilsWarning,
         stacklevel=2,
     )
-    before = os.stat(path)
+    before = path.stat()
     sleep(_SILENT_S)
-    return path.exists() and os.stat(path).st_mtime != before.st_mtime
+    return path.exists() and path.stat().st_mtime != before.st_mtime
 
 
 def _is_running(pid: int) -> bool:
@@ -198,7 +200,7 @@ def _is_running(pid: int) -> bool:
         return psutil.pid_exists(pid)
 
 
-def _is_written(path: Path, host: str | None, pid: int) -> bool:
+def _is_written(path: Place, host: str | None, pid: int) -> bool:
     """Return whether a process may be writing a temporary file."""
     if host in (None, find_host()):
         return _is_running(pid)

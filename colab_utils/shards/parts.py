@@ -1,30 +1,38 @@
 """Shards written in parts by any machines: plan them, write each anywhere, and finish."""
 
 from functools import partial
-from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any, Literal
 
 import colab_utils
-from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import FileStamp
+from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_local_path, require_number
+from colab_utils.require import require_number
 from colab_utils.shards.copy import COPY_STREAMS
-from colab_utils.shards.index import ShardIndex, read_index, write_index
-from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, remove_plan, save_plan
+from colab_utils.shards.index import ShardIndex, read_index
+from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, save_plan
 from colab_utils.shards.jobs import find_shard, name_shard, write_shard
 from colab_utils.shards.lock import remove_leftovers
-from colab_utils.shards.plan import count_processes, make_recipe, open_annotations
+from colab_utils.shards.plan import (
+    Annotations,
+    count_processes,
+    make_recipe,
+    open_annotations,
+    stamp_annotations,
+)
 from colab_utils.shards.running import run_here
+from colab_utils.shards.source import ShardSource
 from colab_utils.shards.stored_images import Storage
 from colab_utils.shards.write import (
     ShardReport,
     begin_folder,
     check_bad,
-    cut_datasets,
     find_finished,
+    find_known,
+    finish_folder,
     join_index,
     make_report,
     write_all,
@@ -36,10 +44,10 @@ _NAMED = 100
 
 
 def plan_jobs(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: Annotations,
     *,
-    shards: str | Path,
+    shards: str | Place,
     shard_mb: float = 128,
     min_size: int = 800,
     max_size: int = 1333,
@@ -47,10 +55,11 @@ def plan_jobs(
 ) -> JobPlan:
     """Plan the shards that `write_shards` would write, so that any machines write them in parts.
 
-    Every machine must see the folders at the same paths. Each job is two short texts and a number:
-    send it wherever you like, and call `write_shard` there. A job that was killed, or was done
-    twice, does no harm. When all are done, `finish` writes the index. The plan lies in the folder
-    of the shards until then; a second call finds it there.
+    Every machine must see the folders at the same paths, or at the same URLs that fsspec knows.
+    Each job is two short texts and a number: send it wherever you like, and call `write_shard`
+    there. A job that was killed, or was done twice, does no harm. When all are done, `finish`
+    writes the index. The plan lies in the folder of the shards until then; a second call finds it
+    there.
 
     Args:
         images: the image folder.
@@ -80,25 +89,31 @@ def plan_jobs(
         ...     print(finish(folder + "/shards").images)
         3
     """
-    images = require_local_path(images)
-    folder = require_local_path(shards)
+    images = open_place(images)
+    folder = open_place(shards)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
-    if plan is not None and _fits(plan, images, annotations, recipe):
+    is_ours = plan is not None and _has_settings(plan, images, recipe)
+    if plan is not None and is_ours and plan.source.json == stamp_annotations(annotations):
         return plan
+    known = patience.write(folder, find_known, folder, images, annotations, recipe)
+    if known is not None:
+        return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
+    if plan is not None and is_ours and plan.fingerprint == dataset.images.fingerprint:
+        return plan
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is not None:
         return make_plan(folder, images, dataset, index.recipe)
     recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
     plan = make_plan(folder, images, dataset, recipe)
-    return patience.write(folder, save_plan, plan, partial(cut_datasets, dataset, recipe))
+    return patience.write(folder, save_plan, plan, dataset)
 
 
 def write_part(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: Annotations,
     *,
     part: tuple[int, int],
     workers: int | Literal["auto"] = "auto",
@@ -133,7 +148,7 @@ def write_part(
     return _report_shards(join_index(plan, write_all(plan, run, max_bad)), started_s)
 
 
-def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
+def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     """Write the index of shards that were written in parts, from what lies there.
 
     It waits for nobody, and may be called again.
@@ -150,7 +165,7 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
         See `plan_jobs`.
     """
     started_s = perf_counter()
-    folder = require_local_path(shards)
+    folder = open_place(shards)
     require_number("max_bad", max_bad, least=0, most=1)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
@@ -167,25 +182,38 @@ def finish(shards: str | Path, *, max_bad: float = 0.01) -> ShardReport:
         )
     done = [index for index in indexes if index is not None]
     check_bad(plan, done, max_bad)
-    index = join_index(plan, done)
-    patience.write(folder, write_index, folder, index)
-    patience.write(folder, remove_plan, folder)
+    index = finish_folder(folder, plan, done)
     patience.write(folder, remove_leftovers, folder)
-    return make_report(index, started_s, annotations=plan.annotations, crowds=plan.crowds)
+    return make_report(index, started_s, plan.source)
 
 
-def _fits(plan: JobPlan, images: Path, annotations: str | Path, recipe: dict[str, Any]) -> bool:
-    """Return whether a plan is one of these data and settings, and of this version."""
-    fingerprint = Retries().run(partial(read_fingerprint, require_local_path(annotations)))
+def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
+    """Return whether a plan is one of these images and settings, and of this version."""
     return (
-        plan.fingerprint == fingerprint
-        and plan.recipe.items() >= recipe.items()
+        plan.recipe.items() >= recipe.items()
         and plan.image_folder == str(images.absolute())
         and plan.version == colab_utils.__version__
     )
 
 
-def _find(folder: Path, plan: JobPlan, number: int) -> ShardIndex | None:
+def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: ShardSource) -> JobPlan:
+    """Return the plan of a folder that is known to be finished."""
+    return JobPlan(
+        shards=str(folder.absolute()),
+        image_folder=str(images.absolute()),
+        fingerprint=index.fingerprint,
+        recipe=index.recipe,
+        categories=list(index.categories),
+        images=index.images + len(index.skipped),
+        annotations=source.annotations,
+        crowds=source.crowds,
+        version=colab_utils.__version__,
+        source=source,
+        planned_ns=time_ns(),
+    )
+
+
+def _find(folder: Place, plan: JobPlan, number: int) -> ShardIndex | None:
     path = name_shard(folder, number)
     return Retries().run(partial(find_shard, path, plan.fingerprint, plan.recipe, plan.files))
 
@@ -193,4 +221,5 @@ def _find(folder: Path, plan: JobPlan, number: int) -> ShardIndex | None:
 def _report_shards(index: ShardIndex, started_s: float) -> ShardReport:
     """Return the report of shards alone, which do not tell what else the annotations have."""
     annotations = sum(shard.annotations for shard in index.shards)
-    return make_report(index, started_s, annotations=annotations, crowds=0)
+    source = ShardSource(index.fingerprint, FileStamp("", -1, 0), annotations, crowds=0)
+    return make_report(index, started_s, source)

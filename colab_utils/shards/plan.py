@@ -4,17 +4,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco import CocoDataset, open_coco
+from colab_utils.data.coco import CocoDataset
+from colab_utils.data.coco_spool import SpooledCoco, spool_coco
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import count_cores
+from colab_utils.places import Place, open_place
 from colab_utils.processes import fork_pool
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice, require_count, require_number
@@ -31,6 +33,9 @@ _ORDER_SEED = 0
 _TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
 _RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
+
+Annotations = str | Place | SpooledCoco
+"""A COCO JSON, or what `open_annotations` made of it: who needs it twice reads it once."""
 
 
 def count_processes(workers: int | Literal["auto"]) -> int:
@@ -107,8 +112,10 @@ def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
     return [*range(ramp), *others.tolist()]
 
 
-def open_annotations(images: str | Path, annotations: str | Path) -> CocoDataset:
+def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCoco:
     """Open the annotations, checked for all that cannot be skipped image by image.
+
+    Those that are open already are returned as they are.
 
     Where Drive fails it is tried again.
 
@@ -116,10 +123,19 @@ def open_annotations(images: str | Path, annotations: str | Path) -> CocoDataset
         ColabUtilsError: if there is no image folder, or the annotations are not COCO, are empty, or
             refer to what is not there.
     """
-    dataset = Retries().run(partial(open_coco, images, annotations))
+    if isinstance(annotations, SpooledCoco):
+        return annotations
+    dataset = Retries().run(partial(spool_coco, images, annotations))
     if not len(dataset):
         raise ColabUtilsError(f"The list of images in {annotations} is empty. Name another file.")
     return dataset
+
+
+def stamp_annotations(annotations: Annotations) -> FileStamp:
+    """Return what tells that a JSON is the one that it was."""
+    if isinstance(annotations, SpooledCoco):
+        return annotations.stamp
+    return stamp_file(open_place(annotations))
 
 
 @dataclass(frozen=True)
@@ -143,8 +159,8 @@ class ShardPlan:
 
 
 def plan_shards(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: Annotations,
     *,
     storage: Storage | Literal["auto"] = "auto",
     min_size: int = 800,
@@ -158,7 +174,7 @@ def plan_shards(
 
     Args:
         images: the image folder.
-        annotations: COCO instance JSON.
+        annotations: COCO instance JSON, or what `open_annotations` made of it.
         storage: "auto" picks; any other is taken.
         min_size: the shorter side that training needs, in pixels.
         max_size: the longer side that training needs, in pixels.
@@ -183,13 +199,14 @@ def plan_shards(
     dataset = open_annotations(images, annotations)
     reason = "you asked for it"
     if storage == "auto":
-        recipe["storage"], reason = _pick_storage(dataset, min_size, max_size)
-    images = Path(images)
+        recipe["storage"], reason = _pick_storage(dataset.images, min_size, max_size)
+    images = open_place(images)
+    sample = select_sample(dataset)
     # This loads the libraries, before anything is timed.
     with suppress(ColabUtilsError):
-        try_images(images, dataset.subset(0, 1), recipe)
+        try_images(images, sample.subset(0, 1), recipe)
     with fork_pool(processes) as pool:
-        costs = try_images(images, dataset, recipe, pool.map)
+        costs = try_images(images, sample, recipe, pool.map)
     tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(costs, axis=0)).tolist()
     return ShardPlan(
         storage=recipe["storage"],
@@ -222,16 +239,21 @@ class ImageCost(NamedTuple):
     write_s: float
 
 
+def select_sample(dataset: SpooledCoco) -> CocoDataset:
+    """Return a few images that are spread over the dataset."""
+    count = min(_TRIED_IMAGES, len(dataset))
+    return dataset.select(np.linspace(0, len(dataset) - 1, count).astype(np.int64))
+
+
 def try_images(
-    images: Path, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map
+    images: Place, sample: CocoDataset, recipe: dict[str, Any], run: Any = map
 ) -> list[ImageCost]:
-    """Return what images that are spread over the dataset cost; bad ones are left out.
+    """Return what each image of a sample costs; bad ones are left out.
 
     Raises:
         ColabUtilsError: if all are bad.
     """
-    places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int)
-    parts = [dataset.subset(i, i + 1) for i in places.tolist()]
+    parts = [sample.subset(i, i + 1) for i in range(len(sample))]
     started_s = perf_counter()
     contents = _read_at_once(images, parts)
     # Files are read ahead, while others are worked on.
@@ -247,7 +269,7 @@ def try_images(
     return costs
 
 
-def _read_at_once(images: Path, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
+def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
     """Return the content of each dataset's only image, or why it cannot be read."""
 
     def read(place: int) -> bytes:

@@ -4,7 +4,6 @@ import json
 import tarfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
@@ -14,6 +13,7 @@ from colab_utils.data.segmentations import is_nothing
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import read_file
+from colab_utils.places import Place
 from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.stored_images import StoredImage, store_image
 
@@ -109,7 +109,9 @@ def load_record(data: bytes) -> dict[str, Any]:
     return record
 
 
-def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
+def read_image(
+    images: Place, dataset: CocoDataset, i: int, retries: Retries | None = None
+) -> bytes:
     """Read the bytes of one image's file.
 
     Raises:

@@ -104,7 +104,7 @@ def _run(
             yield finished
     except BaseException:
         # What went wrong before is what the user has to know.
-        with suppress(OSError):
+        with suppress(OSError, ColabUtilsError):
             stop()
         until_s = monotonic() + _STOP_S
         pending = set(running)

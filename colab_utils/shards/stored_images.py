@@ -8,8 +8,8 @@ from PIL import Image
 
 from colab_utils.data.decoding import (
     guard_pillow,
+    is_turn_unclear,
     open_image,
-    read_orientation,
     to_rgb,
     turn_upright,
 )
@@ -69,10 +69,7 @@ def store_image(
     mode = image.mode
     upright = turn_upright(image, *size)
     original = (upright.height, upright.width)
-    orientation = read_orientation(image)
-    # Half a turn, and that of a square, change no size.
-    is_same_size = orientation <= 4 or image.width == image.height
-    is_unclear = orientation != 1 and (is_same_size or 0 in size)
+    is_unclear = is_turn_unclear(image, *size)
     stored = original
     if storage != "keep":
         stored = plan_size(*original, min_size=min_size, max_size=max_size)

@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from colab_utils.drive import Retries, guard_drive
 from colab_utils.files import has_size, hash_file
+from colab_utils.places import Place, open_place
 from colab_utils.progress import show_progress
-from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
 
 _MISSING = "is missing"
@@ -35,8 +34,10 @@ class VerifyReport:
         return f"{self.shards} shards, {self.images:,} images: {state}"
 
 
-def verify_shards(folder: str | Path) -> VerifyReport:
+def verify_shards(folder: str | Place) -> VerifyReport:
     """Read every file of a folder of shards and compare its size and checksum with the index.
+
+    The folder may lie at a URL that fsspec knows, such as ``s3://bucket/shards``.
 
     Raises:
         ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
@@ -47,13 +48,13 @@ def verify_shards(folder: str | Path) -> VerifyReport:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
-    folder = require_local_path(folder)
+    folder = open_place(folder)
     retries = Retries()
     index = read_index(folder, retries)
     bad = []
     with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
         for shard in index.shards:
-            look = partial(find_fault, folder, shard.files())
+            look = partial(find_fault, folder, shard.files(), retries)
             reason = retries.run(look)
             if reason.endswith(_MISSING):
                 retries.find_again([folder / name for name, _, _ in shard.files()])
@@ -65,7 +66,9 @@ def verify_shards(folder: str | Path) -> VerifyReport:
     return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 
-def find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
+def find_fault(
+    folder: Place, files: Iterable[tuple[str, int, str]], retries: Retries | None = None
+) -> str:
     """Name the first of these files that is not what was written, and why; "" if there is none."""
     for name, size, checksum in files:
         path = folder / name
@@ -75,7 +78,7 @@ def find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
                     count = path.stat().st_size
                     difference = f"{count:,} bytes where {size:,} were written"
                     return f"{name} has {difference}: it was cut short or changed"
-            if hash_file(path)[1] != checksum:
+            if hash_file(path, retries)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
         except FileNotFoundError:
             return f"{name} {_MISSING}"

@@ -9,19 +9,29 @@ from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any, Literal
 
-from colab_utils.data.coco import CocoDataset
+import numpy as np
+
+from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
+from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
-from colab_utils.require import require_count, require_local_path, require_number
+from colab_utils.require import require_count, require_number
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
-from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, remove_plan, save_plan
+from colab_utils.shards.job_plan import (
+    JobPlan,
+    describe_source,
+    make_plan,
+    read_plan,
+    remove_plan,
+    save_plan,
+)
 from colab_utils.shards.jobs import (
     ShardPart,
     are_still_bad,
@@ -33,15 +43,19 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import (
+    Annotations,
     complete_recipe,
     count_processes,
     make_recipe,
     open_annotations,
+    select_sample,
     split_images,
+    stamp_annotations,
     try_images,
 )
 from colab_utils.shards.records import MISSING
 from colab_utils.shards.running import Runs, run_elsewhere, run_here
+from colab_utils.shards.source import ShardSource, keep_source, list_changed, read_source
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes
@@ -85,10 +99,10 @@ class ShardReport:
 
 
 def write_shards(
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: Annotations,
     *,
-    shards: str | Path,
+    shards: str | Place,
     shard_mb: float = 128,
     min_size: int = 800,
     max_size: int = 1333,
@@ -102,6 +116,8 @@ def write_shards(
     """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat
     arrays.
 
+    Each of the three places is a path, or a URL that fsspec knows, such as ``s3://bucket/shards``.
+
     Images keep their bytes, unless they are larger than training needs: those are shrunk once. A
     bad image (missing, cut short, not an image, or with an annotation that has no usable mask) is
     skipped and reported. The images come in a random order, the same for all who write them, as
@@ -110,7 +126,7 @@ def write_shards(
 
     Args:
         images: the image folder.
-        annotations: COCO instance JSON.
+        annotations: COCO instance JSON, or what `open_annotations` made of it.
         shards: the folder to write to; made if need be. A finished folder of the same data is left
             as it is.
         shard_mb: size to aim at for each shard, in MB. The first ones are smaller, 4, 8, 16 and so
@@ -145,8 +161,8 @@ def write_shards(
         (3, 1, ())
     """
     started_s = perf_counter()
-    images = require_local_path(images)
-    folder = require_local_path(shards)
+    images = open_place(images)
+    folder = open_place(shards)
     processes = count_processes(workers)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     require_number("max_bad", max_bad, least=0, most=1)
@@ -157,8 +173,11 @@ def write_shards(
             f"executor is a {type(executor).__name__}, which is no concurrent.futures executor. Of "
             "Dask, pass client.get_executor(); for Ray, see the README."
         )
-    dataset = open_annotations(images, annotations)
     patience = Retries()
+    known = patience.write(folder, find_known, folder, images, annotations, recipe)
+    if known is not None:
+        return make_report(known[0], started_s, known[1])
+    dataset = open_annotations(images, annotations)
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
@@ -169,8 +188,7 @@ def write_shards(
                     cut_all = partial(cut_parts, folder, images, dataset, recipe, streams)
                     run = partial(_run_parts, cut_all, processes)
                 else:
-                    cut = partial(cut_datasets, dataset, recipe)
-                    plan = patience.write(folder, save_plan, plan, cut)
+                    plan = patience.write(folder, save_plan, plan, dataset)
                     run = partial(
                         run_elsewhere,
                         partial(write_shard, streams=streams),
@@ -180,15 +198,11 @@ def write_shards(
                         retries=retries,
                     )
                 done = write_all(plan, run, max_bad)
-            index = join_index(plan, done)
-            patience.write(folder, write_index, folder, index)
-            patience.write(folder, remove_plan, folder)
-    return make_report(index, started_s, annotations=len(dataset.ids), crowds=dataset.crowds)
+            index = finish_folder(folder, plan, done)
+    return make_report(index, started_s, describe_source(dataset))
 
 
-def make_report(
-    index: ShardIndex, started_s: float, *, annotations: int, crowds: int
-) -> ShardReport:
+def make_report(index: ShardIndex, started_s: float, source: ShardSource) -> ShardReport:
     """Return the report of the shards of an index."""
     return ShardReport(
         images=index.images,
@@ -197,13 +211,13 @@ def make_report(
         bytes=index.bytes,
         seconds=perf_counter() - started_s,
         storage=index.recipe["storage"],
-        annotations=annotations,
-        crowds=crowds,
+        annotations=source.annotations,
+        crowds=source.crowds,
         faults=index.faults,
     )
 
 
-def find_recipe(folder: str | Path) -> dict[str, Any] | None:
+def find_recipe(folder: str | Place) -> dict[str, Any] | None:
     """Return how the shards of a folder were made, finished or not; None if it holds none.
 
     Raises:
@@ -217,17 +231,17 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
     return None if index is None else index.recipe
 
 
-def find_index(folder: str | Path) -> ShardIndex | None:
+def find_index(folder: str | Place) -> ShardIndex | None:
     """Return what the shards of a folder are of, finished or not; None if it holds none.
 
     Raises:
         ColabUtilsError: as `find_recipe`.
     """
-    folder = require_local_path(folder)
+    folder = open_place(folder)
     return Retries().write(folder, _find_run, folder)
 
 
-def _find_run(folder: Path) -> ShardIndex | None:
+def _find_run(folder: Place) -> ShardIndex | None:
     """Return the index of the shards in a folder; of unfinished ones that of the first."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
@@ -235,7 +249,8 @@ def _find_run(folder: Path) -> ShardIndex | None:
     if plan is not None:
         return ShardIndex(plan.fingerprint, plan.recipe, (), (), partial=True)
     # Each shard knows its run.
-    for path in sorted(folder.glob("shard-*.arrays")):
+    arrays: list[Place] = [*folder.glob("shard-*.arrays")]
+    for path in sorted(arrays, key=str):
         index = read_shard_index(path)
         if index is not None:
             return index
@@ -244,13 +259,13 @@ def _find_run(folder: Path) -> ShardIndex | None:
     return None
 
 
-def _find_own_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
+def _find_own_run(folder: Place, dataset: SpooledCoco, recipe: dict[str, Any]) -> ShardIndex | None:
     """Like `_find_run`, and refuse shards of other data or settings."""
     index = _find_run(folder)
     if index is None:
         return None
     difference = ""
-    if index.fingerprint != dataset.fingerprint:
+    if index.fingerprint != dataset.images.fingerprint:
         difference = "of another dataset"
     elif not index.recipe.items() >= recipe.items():
         difference = "made with other settings"
@@ -262,7 +277,7 @@ def _find_own_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) ->
     return index
 
 
-def find_common_recipe(folders: Iterable[Path], dataset: CocoDataset) -> dict[str, Any]:
+def find_common_recipe(folders: Iterable[Place], dataset: SpooledCoco) -> dict[str, Any]:
     """Return the recipe of the shards of a dataset in these folders; an empty one without shards.
 
     Raises:
@@ -276,22 +291,55 @@ def find_common_recipe(folders: Iterable[Path], dataset: CocoDataset) -> dict[st
     return recipe
 
 
+def find_known(
+    folder: Place, images: Place, annotations: Annotations, recipe: dict[str, Any]
+) -> tuple[ShardIndex, ShardSource] | None:
+    """Return the index and the source where nothing is to be done, as far as that is seen without
+    reading a file of the dataset.
+
+    The JSON and the images that were bad are those that they were: their names, their sizes and
+    the times when they were changed are kept. None where that is not so, or not known.
+    """
+    if not (folder / INDEX_NAME).exists() or (folder / WRITER_NAME).exists():
+        return None
+    index = read_index(folder)
+    source = read_source(folder, index.fingerprint)
+    if source is None or index.partial or not index.recipe.items() >= recipe.items():
+        return None
+    if source.json != stamp_annotations(annotations):
+        return None
+    require_folder(images)
+    if list_changed(index, source, images) or not has_files(index, folder):
+        return None
+    return index, source
+
+
 def find_finished(
-    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
 ) -> ShardIndex | None:
     """Return the index where nothing is to be done.
 
     No file is lost, no bad image was repaired, and no writer is left.
     """
+    began_ns = time_ns()
     index = _find_own_run(folder, dataset, recipe)
     if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
-    is_complete = has_files(index, folder) and are_still_bad(index, images, dataset)
-    return index if is_complete else None
+    if not has_files(index, folder):
+        return None
+    changed = list_changed(index, read_source(folder, index.fingerprint), images)
+    if changed:
+        coco = dataset.images
+        places = [place for place in range(len(coco)) if coco.file_name(place) in changed]
+        sample = dataset.select(np.array(places, np.int64))
+        if not are_still_bad(index, images, sample):
+            return None
+    keep_source(folder, index, images, describe_source(dataset), began_ns)
+    return index
 
 
 def begin_folder(
-    folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]
+    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
 ) -> dict[str, Any]:
     """Mark the folder as unfinished; return the recipe with what divides the images.
 
@@ -301,34 +349,30 @@ def begin_folder(
     if index is not None:
         recipe = index.recipe
     elif "images_per_shard" not in recipe:
-        costs = try_images(images, dataset, recipe)
+        costs = try_images(images, select_sample(dataset), recipe)
         mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
         cure = "name another folder, or store smaller images (--min-size)"
-        require_space(folder, mean * len(dataset), cure)
+        if not isinstance(folder, UrlPath):
+            require_space(folder, mean * len(dataset), cure)
         recipe = complete_recipe(recipe, mean)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
 
-def cut_datasets(dataset: CocoDataset, recipe: dict[str, Any]) -> Iterator[CocoDataset]:
-    """Yield the annotations of each shard."""
-    for indices in split_images(recipe, len(dataset)):
-        yield dataset.select(indices)
-
-
 def cut_parts(
-    folder: Path,
-    images: Path,
-    dataset: CocoDataset,
+    folder: Place,
+    images: Place,
+    dataset: SpooledCoco,
     recipe: dict[str, Any],
     streams: int | str,
-    drive: Path | None = None,
+    drive: Place | None = None,
 ) -> Iterator[ShardPart]:
     """Yield the part of each shard.
 
     Finished shards of an earlier session are copied from ``drive``.
     """
-    for number, part in enumerate(cut_datasets(dataset, recipe)):
+    parts = split_images(recipe, len(dataset))
+    for number, part in enumerate(dataset.cut(parts)):
         path = name_shard(folder.absolute(), number)
         yield ShardPart(path, part, images.absolute(), recipe, streams, drive)
 
@@ -351,7 +395,7 @@ def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[Sh
     """
     done = _watch(plan, run(), max_bad)
     missing = [
-        Path(plan.image_folder, image.file_name)
+        open_place(plan.image_folder) / image.file_name
         for image in _join_skipped(done)
         if image.reason == MISSING
     ]
@@ -366,7 +410,7 @@ def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
     """Return an index of each shard that is written, with a progress bar meanwhile."""
     done: list[ShardIndex] = []
     # What Drive does not show is looked for again at the end.
-    is_patient = is_on_drive(plan.image_folder)
+    is_patient = is_on_drive(open_place(plan.image_folder))
     with show_progress("preprocess", total=plan.images, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
@@ -375,6 +419,16 @@ def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
             bar.update(max(count, images_done) - bar.n)
             check_bad(plan, done, max_bad, is_patient=is_patient)
     return done
+
+
+def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
+    """Write the index of a folder whose shards are all there, and remove the plan."""
+    patience = Retries()
+    index = join_index(plan, done)
+    patience.write(folder, write_index, folder, index)
+    keep_source(folder, index, open_place(plan.image_folder), plan.source, plan.planned_ns)
+    patience.write(folder, remove_plan, folder)
+    return index
 
 
 def join_index(plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:

@@ -6,7 +6,6 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -25,6 +24,7 @@ from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
+from colab_utils.places import Place, open_place
 
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
@@ -137,7 +137,7 @@ def draw_predictions(
 
 
 def draw_annotations(
-    images: str | Path,
+    images: str | Place,
     panels: Sequence[tuple[str, CocoDataset, int]],
     *,
     title: str,
@@ -155,7 +155,7 @@ def draw_annotations(
     drawn: list[_Panel] = []
     names: dict[int, str] = {}
     for heading, dataset, i in panels:
-        drawn.append((heading, *_read_annotated(Path(images), dataset, i)))
+        drawn.append((heading, *_read_annotated(open_place(images), dataset, i)))
         names.update((category["id"], category["name"]) for category in dataset.categories)
     return _draw_grid(
         title,
@@ -166,7 +166,7 @@ def draw_annotations(
     )
 
 
-def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
+def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
     """Read a small copy of an image, and its annotations at the same scale."""
     height, width = dataset.sizes[i].tolist()
     if height <= 0:

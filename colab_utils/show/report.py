@@ -17,6 +17,7 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import escape
 from colab_utils.files import require_new, write_file
 from colab_utils.machine import Machine
+from colab_utils.places import Place
 from colab_utils.require import require_local_path
 from colab_utils.show import render
 from colab_utils.show.charts import plot_first_seconds, plot_statistics
@@ -110,8 +111,8 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
 
 def write_check(
     report: DatasetReport,
-    images: str | Path,
-    annotations: str | Path,
+    images: str | Place,
+    annotations: str | Place | CocoDataset,
     path: str | Path,
     *,
     repaired: str | Path = "",
@@ -122,7 +123,8 @@ def write_check(
     Args:
         report: from `check_dataset`, or from ``repair_annotations``.
         images: the image folder.
-        annotations: the COCO JSON that was checked; of a repair, the original.
+        annotations: the COCO JSON that was checked, or what `read_coco` gave; of a repair, the
+            original.
         path: of the page; an earlier page there is replaced.
         repaired: of a repair, the new JSON: images are drawn before and after.
 

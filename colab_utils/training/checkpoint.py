@@ -13,6 +13,7 @@ import torch
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_whole
+from colab_utils.places import Place
 
 TORN = "is torn (cut short or damaged)"
 # The number is the version of the format; a checksum follows.
@@ -46,7 +47,7 @@ def _make_seal(content: bytes | memoryview) -> bytes:
     return _SEAL + hash_bytes(content).encode()
 
 
-def read_sealed(path: Path) -> bytes:
+def read_sealed(path: Place) -> bytes:
     """Return the content of a checkpoint, with its seal.
 
     Raises:
@@ -60,7 +61,7 @@ def read_sealed(path: Path) -> bytes:
         return parse_file(path, lambda: Retries().run(read), partial(_check_seal, path))
 
 
-def _check_seal(path: Path, content: bytes) -> bytes:
+def _check_seal(path: Place, content: bytes) -> bytes:
     """Return ``content`` if its seal is right; raise what `read_sealed` raises."""
     length = len(_make_seal(b""))
     if content.endswith(_make_seal(memoryview(content)[:-length])):
@@ -101,7 +102,7 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         # What fails for want of memory is the machine's fault, and not the checkpoint's.
         if state is None or "memory" in str(error) or "CUDA" in str(error):
             raise
-        raise _refuse(Path(state["path"])) from error
+        raise _refuse(state["path"]) from error
 
 
 def choose_weights(state: Mapping[str, Any]) -> Any:
@@ -131,14 +132,14 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
             )
 
 
-def _refuse(path: Path) -> ColabUtilsError:
+def _refuse(path: str | Place) -> ColabUtilsError:
     return ColabUtilsError(
         f"{path} is no checkpoint as this version of colab_utils writes it: it was changed or "
         f"renamed, or is of another program or version. {_CURE} Or update colab_utils."
     )
 
 
-def load_content(path: Path, content: bytes) -> dict[str, Any]:
+def load_content(path: Place, content: bytes) -> dict[str, Any]:
     """Return the state that a file holds; what fails is no reason to rename the file."""
     try:
         state: dict[str, Any] = torch.load(
@@ -150,13 +151,13 @@ def load_content(path: Path, content: bytes) -> dict[str, Any]:
             f"{path} cannot be loaded, though the file is complete: {first_line} Free memory and "
             f"start again. Or: {_CURE}"
         ) from error
-    if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
+    if f"{state['step']:08d}" != Path(path.name).stem.rpartition("-")[2]:
         raise _refuse(path)
     return state
 
 
 @contextmanager
-def explain_read(path: Path) -> Iterator[None]:
+def explain_read(path: Place) -> Iterator[None]:
     """Say what to do where the block cannot read a checkpoint, or the folder of them."""
     try:
         yield

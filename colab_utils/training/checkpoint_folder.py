@@ -3,6 +3,7 @@ Drive is lost.
 """
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,14 @@ from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes, read_whole, write_file
 from colab_utils.machine import COLAB_ROOT
-from colab_utils.require import require_local_path
+from colab_utils.places import (
+    Place,
+    RefusedError,
+    ServerLostError,
+    UrlPath,
+    find_reason,
+    open_place,
+)
 from colab_utils.training.checkpoint import (
     TORN,
     TornError,
@@ -51,14 +59,14 @@ class CheckpointFolder:
 
     Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each
     file ends with a checksum, as the comment of the zip that ``torch.save`` writes: what was
-    changed since is never trained on. While Drive does not answer, or its disk takes no more,
+    changed since is never trained on. While Drive or a server does not answer, or takes no more,
     checkpoints wait on this machine's disk, in ``waiting``; the next one that it takes replaces
     them. They belong to this run alone, which a random word in ``run/run-id`` tells from another
     one at the same place. Who writes checkpoints holds the folder meanwhile: see `hold_folder`.
 
     Args:
-        run: The folder, on any disk. On Google Drive each checkpoint is written once, from its
-            first byte to its last.
+        run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``. On
+            Google Drive each checkpoint is written once, from its first byte to its last.
 
     Example:
         >>> import tempfile
@@ -69,8 +77,8 @@ class CheckpointFolder:
         [1.5, 0.5]
     """
 
-    def __init__(self, run: str | Path) -> None:
-        self.run = require_local_path(run)
+    def __init__(self, run: str | Place) -> None:
+        self.run = open_place(run)
         self._identity = b""
 
     @property
@@ -92,9 +100,9 @@ class CheckpointFolder:
         return self._identity
 
     @property
-    def newest(self) -> Path | None:
+    def newest(self) -> Place | None:
         """Return the newest checkpoint that can be seen now, if there is one."""
-        with suppress(DriveLostError):
+        with suppress(DriveLostError, RefusedError):
             return next(reversed(self._list()), None)
         return next(reversed(_list_files(self.waiting, "newest")), None)
 
@@ -107,16 +115,16 @@ class CheckpointFolder:
         """
         with explain_write(self.run):
             self.run.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.run, os.W_OK):
+            if isinstance(self.run, Path) and not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
             if not self._identify():
                 self._identity = token_bytes(16)
                 write_file(self.run / _IDENTITY_NAME, self._identity)
             if anew:
-                target = _find_free_name(f"{self.run}/previous-")
+                target = _find_free_name(self.run, "previous-")
                 for path in [*self._list("newest"), *self._list("best")]:
                     target.mkdir(exist_ok=True)
-                    shutil.move(path, target / path.name)
+                    _move(path, target / path.name)
 
     def save(
         self,
@@ -125,7 +133,7 @@ class CheckpointFolder:
         step: int,
         which: Which = "newest",
         is_last: bool = False,
-    ) -> Path:
+    ) -> Place:
         """Write one checkpoint; then the oldest of three goes, or the one that was best before.
 
         Where Drive does not answer, the checkpoint waits on this machine, with a warning:
@@ -136,7 +144,7 @@ class CheckpointFolder:
             ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints
                 stay as they are.
         """
-        path = self.run / f"{_PREFIXES[which]}-{step:08d}.pt"
+        path: Place = self.run / f"{_PREFIXES[which]}-{step:08d}.pt"
         parts = pack_state({**state, "step": step})
         try:
             self._write(path, which, *parts)
@@ -158,6 +166,8 @@ class CheckpointFolder:
     def _name_trouble(self, error: DriveLostError) -> str:
         if isinstance(error, FullDiskError):
             return f"{self.run} takes no more files ({error})"
+        if isinstance(self.run, UrlPath):
+            return f"{self.run} takes no checkpoint now ({find_reason(error)})"
         return "Drive does not answer"
 
     def send_waiting(self) -> None:
@@ -174,7 +184,7 @@ class CheckpointFolder:
                 # Once the newest has arrived, the older ones that wait go.
                 self._send(waiting[-1], which, read_sealed(waiting[-1]))
 
-    def _send(self, waiting: Path, which: Which, content: bytes) -> Path:
+    def _send(self, waiting: Place, which: Which, content: bytes) -> Place:
         """Write a checkpoint that waits into the run's folder, and return its path there."""
         path = self.run / waiting.name
         try:
@@ -184,6 +194,8 @@ class CheckpointFolder:
             cure = f"Remount Drive with drive.mount('{mount}', force_remount=True)"
             if isinstance(error, FullDiskError):
                 cure = "Free space there"
+            elif isinstance(self.run, UrlPath):
+                cure = "Look at the server and your credentials"
             raise DriveLostError(
                 f"{self._name_trouble(error)}: checkpoint {path.name} is not in {self.run}, and "
                 f"lies in {waiting.parent} of this machine alone. {cure}, then run the same "
@@ -205,7 +217,7 @@ class CheckpointFolder:
                 changed by another program, or the disk does not answer, or all checkpoints of the
                 run are torn; no file is changed then.
         """
-        torn: list[Path] = []
+        torn: list[Place] = []
         for path in reversed(Retries().run(lambda: self._list(which))):
             try:
                 content = read_sealed(path)
@@ -233,14 +245,14 @@ class CheckpointFolder:
         _set_aside(torn, repair=repair)
         return None
 
-    def _list(self, which: Which = "newest") -> list[Path]:
+    def _list(self, which: Which = "newest") -> list[Place]:
         """Return the checkpoints of Drive and of this machine in the order of their steps."""
         with explain_read(self.run), guard_drive(self.run):
             paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
         return sorted(paths, key=lambda path: path.name)
 
     def _write(
-        self, path: Path, which: Which, *parts: bytes | memoryview, patiently: bool = False
+        self, path: Place, which: Which, *parts: bytes | memoryview, patiently: bool = False
     ) -> None:
         def write() -> None:
             with guard_drive(path), _guard_disk():
@@ -255,33 +267,38 @@ class CheckpointFolder:
         except OSError as error:
             raise self._refuse_write(path, error) from error
         # One file too many does no harm.
-        with suppress(OSError):
+        with suppress(OSError, ColabUtilsError):
             self._remove_others(path, which)
 
-    def _refuse_write(self, path: Path, error: Any) -> ColabUtilsError:
+    def _refuse_write(self, path: Place, error: Any) -> ColabUtilsError:
         return ColabUtilsError(
             f"The checkpoint {path} cannot be written: {error.strerror or error}. The newest "
             f"complete one is {self.newest}. Free disk space or choose another run folder, then "
             "start again: training resumes."
         )
 
-    def _remove_others(self, path: Path, which: Which) -> None:
+    def _remove_others(self, path: Place, which: Which) -> None:
         """Remove the checkpoints that the one that was just written replaces."""
         others = [other for other in _list_files(path.parent, which) if other != path]
         old = others[: len(others) - _OTHERS_KEPT[which]]
         if path.parent != self.waiting:
             old += _list_files(self.waiting, which)
         for file in old:
-            # Drive keeps what is deleted in its bin, on the user's quota.
-            os.truncate(file, 0)
+            if isinstance(file, Path):
+                # Drive keeps what is deleted in its bin, on the user's quota.
+                os.truncate(file, 0)
             file.unlink()
 
 
 @contextmanager
 def _guard_disk() -> Iterator[None]:
-    """Raise a `FullDiskError` where the block cannot write for want of room."""
+    """Raise a `FullDiskError` where the block cannot write for want of room, and a
+    `ServerLostError` where a server refuses: credentials that expired may come again.
+    """
     try:
         yield
+    except RefusedError as error:
+        raise ServerLostError(str(error)) from error
     except OSError as error:
         if error.errno not in _TAKES_NO_MORE:
             raise
@@ -303,33 +320,44 @@ def _find_own_folder() -> Path:
     return folder
 
 
-def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:
+def _set_aside(torn: Iterable[Place], *, repair: bool) -> None:
     """Warn of torn checkpoints, and with ``repair`` rename them."""
     for path in torn:
         text = f"{path} {TORN}: the one before it is taken"
         if repair:
-            aside = _find_free_name(f"{path}.torn-")
             # The folder may be one that is only read.
-            with suppress(OSError):
-                os.replace(path, aside)
+            with suppress(OSError, ColabUtilsError):
+                aside = _find_free_name(path.parent, f"{path.name}.torn-")
+                _move(path, aside)
                 text += f", and this one was renamed to {aside.name}"
         warnings.warn(text, ColabUtilsWarning, stacklevel=4)
 
 
-def _list_files(folder: Path, which: Which) -> list[Path]:
+def _list_files(folder: Place, which: Which) -> list[Place]:
     """Return the checkpoints in the order of their steps. A Drive that is lost is an error, and
     never an empty folder.
     """
     try:
-        names = os.listdir(folder)
+        names = [*folder.list_sizes()] if isinstance(folder, UrlPath) else os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
     name_of_a_checkpoint = re.compile(rf"{_PREFIXES[which]}-[0-9]{{8}}\.pt")
-    return sorted(folder / name for name in names if name_of_a_checkpoint.fullmatch(name))
+    return [folder / name for name in sorted(names) if name_of_a_checkpoint.fullmatch(name)]
 
 
-def _find_free_name(prefix: str) -> Path:
+def _find_free_name(folder: Place, prefix: str) -> Place:
     number = 1
-    while os.path.exists(f"{prefix}{number}"):
+    while (folder / f"{prefix}{number}").exists():
         number += 1
-    return Path(f"{prefix}{number}")
+    return folder / f"{prefix}{number}"
+
+
+def _move(path: Place, target: Place) -> None:
+    """Move a checkpoint; one that waits here goes to a server."""
+    if isinstance(path, UrlPath) and isinstance(target, UrlPath):
+        path.replace(target)
+    elif isinstance(path, Path) and isinstance(target, Path):
+        shutil.move(path, target)
+    else:
+        write_file(target, read_whole(path, most_bytes=math.inf))
+        path.unlink()

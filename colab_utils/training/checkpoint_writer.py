@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 from colab_utils.training.checkpoint_folder import CheckpointFolder, Which
 
@@ -37,7 +37,7 @@ class CheckpointWriter:
         self._every_steps = every_steps
         self._saved_s = perf_counter()
         self._thread = ThreadPool(1, "checkpoint")
-        self._jobs: list[Future[Path]] = []
+        self._jobs: list[Future[Place]] = []
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:
         """Return whether a checkpoint is due after this step. None is due while the last one is

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.opening import open_dataset
+from colab_utils.places import Place, open_place
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class OpenData:
 
     dataset: ShardDataset | CocoFolder
     """All images, with labels from 1 on."""
-    rows: list[int]
+    rows: NDArray[np.int64]
     """Those of the images that have objects: they are trained on."""
     validation: ShardDataset | None
     """The images that the average precision is measured on."""
@@ -56,8 +58,10 @@ class OpenData:
         if not difference:
             return state
         warnings.warn(f"{difference}: its epoch begins anew", ColabUtilsWarning, stacklevel=3)
-        images = {"images": len(self.rows), "batch": 0, "joined": [], "left": []}
-        return {**state, **images}
+        anew: dict[str, Any] = {"images": len(self.rows), "batch": 0}
+        for name in ("joined", "left", "moved", "earlier"):
+            anew[name] = []
+        return {**state, **anew}
 
     def describe(self) -> dict[str, Any]:
         """Return what must be the same in all processes, or they would share no batches."""
@@ -81,10 +85,10 @@ class OpenData:
 class DataSource:
     """Where the images of a run lie: shards, or loose files that become shards meanwhile."""
 
-    shards: str | Path | None = None
-    images: str | Path | None = None
-    annotations: str | Path | None = None
-    drive: str | Path | None = None
+    shards: str | Place | None = None
+    images: str | Place | None = None
+    annotations: str | Place | None = None
+    drive: str | Place | None = None
     """Folder for the shards of loose files, on Drive."""
     ssd: str | Path | None = None
     """Folder for the shards, on this machine's disk."""
@@ -115,7 +119,7 @@ class DataSource:
                 seed=seed,
                 contiguous_labels=True,
             )
-        shards = str(self.shards)
+        shards = open_place(self.shards or "")
         if self.ssd is None:
             return ShardDataset(shards, contiguous_labels=True)
         return ArrivingShards(
@@ -127,7 +131,7 @@ class DataSource:
 def open_data(
     source: DataSource,
     *,
-    val_shards: str | Path | None,
+    val_shards: str | Place | None,
     seed: int,
 ) -> Iterator[OpenData]:
     """Open the images of a run; end what is copied or written meanwhile afterwards.
@@ -145,7 +149,7 @@ def open_data(
 def _find_images(
     dataset: ShardDataset | CocoFolder,
     source: DataSource,
-    val_shards: str | Path | None,
+    val_shards: str | Place | None,
 ) -> OpenData:
     """Return the dataset with the rows of its images with objects, and the validation images."""
     place = source.shards or source.images
@@ -158,8 +162,8 @@ def _find_images(
                 f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
                 "Make both from annotations with the same categories."
             )
-    rows = np.flatnonzero(dataset.has_objects).tolist()
-    if not rows:
+    rows = np.flatnonzero(dataset.has_objects)
+    if not len(rows):
         raise ColabUtilsError(
             f"None of the {len(dataset)} images in {place} has objects. "
             "Check the annotations that the shards were made from."

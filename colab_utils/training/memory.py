@@ -43,7 +43,7 @@ class MemoryPlan:
 def plan_memory(
     step: TrainingStep,
     dataset: ShardDataset | CocoFolder,
-    rows: list[int],
+    rows: NDArray[np.int64],
     *,
     batch_size: int | None,
 ) -> MemoryPlan:
@@ -75,7 +75,7 @@ def plan_memory(
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
-            indices = [rows[i] for i in heaviest[:images]]
+            indices = rows[heaviest[:images]].tolist()
             batch = _make_batch(dataset, indices).to(step.device)
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None

@@ -9,7 +9,6 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.places import Place
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
 from colab_utils.training.checkpoint import choose_weights, explain_state, load_weights
@@ -57,7 +57,7 @@ def build_mask_rcnn(
     name: str = GPU_MODEL,
     *,
     num_classes: int,
-    weights: str | Path | None = "coco",
+    weights: str | Place | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
     norms: Norms = "frozen",
@@ -160,7 +160,9 @@ def assemble_mask_rcnn(
 
 
 @use_cpu()
-def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
+def load_trained_model(
+    run: str | Place, *, which: Literal["best", "newest"] = "newest"
+) -> MaskRCNN:
     """Load the model of a run's newest checkpoint, on the CPU, in evaluation mode; no file is
     changed.
 
@@ -254,7 +256,7 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         socket.setdefaulttimeout(timeout)
 
 
-def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
+def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]:
     """Load the model of a run's best checkpoint, or else of its newest, and its class names."""
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:

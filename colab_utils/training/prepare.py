@@ -2,13 +2,13 @@
 
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from colab_utils.errors import ColabUtilsWarning
 from colab_utils.loading.ranks import Ranks
+from colab_utils.places import Place
 from colab_utils.training.agreement import share_errors
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.data import OpenData
@@ -40,7 +40,7 @@ def prepare_step(
     device: torch.device,
     ranks: Ranks,
     seed: int,
-    weights: str | Path | None,
+    weights: str | Place | None,
     state: dict[str, Any] | None,
 ) -> PreparedStep:
     """Build the model on its device, the same in every process, and decide its batch size.
@@ -85,7 +85,7 @@ def _build_network(
     settings: Settings,
     data: OpenData,
     ranks: Ranks,
-    weights: str | Path | None,
+    weights: str | Place | None,
     state: dict[str, Any] | None,
 ) -> Any:
     """Return the layers that a checkpoint needs, or the model that a new run starts from."""

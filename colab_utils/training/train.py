@@ -2,11 +2,11 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import Subset
@@ -17,6 +17,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
+from colab_utils.places import Place, open_place
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
@@ -48,20 +49,20 @@ _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
 
 def train(
-    shards: str | Path | None = None,
-    run: str | Path | None = None,
+    shards: str | Place | None = None,
+    run: str | Place | None = None,
     *,
-    images: str | Path | None = None,
-    annotations: str | Path | None = None,
-    drive: str | Path | None = None,
+    images: str | Place | None = None,
+    annotations: str | Place | None = None,
+    drive: str | Place | None = None,
     ssd: str | Path | None = None,
     local: str | Path | None = None,
     limit_gb: float | None = None,
-    val_shards: str | Path | None = None,
+    val_shards: str | Place | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     model: str | None = None,
-    weights: str | Path | None = "coco",
+    weights: str | Place | None = "coco",
     batch_size: int | Literal["auto"] = "auto",
     resume: Literal["auto", "never"] = "auto",
     seed: int = 0,
@@ -89,12 +90,12 @@ def train(
     compare their data and settings: where these differ, all of them end with one message.
 
     Args:
-        shards: Folder of shards; images without objects are left out, as in torchvision's
-            references.
-        run: Folder for the checkpoints, which one ``train`` at a time writes into. While Drive does
-            not answer they wait on this machine's disk, and are sent at the end of the run at the
-            latest.
-        images: Image folder, in place of ``shards``: training begins at once, see
+        shards: Folder of shards, or its URL, such as ``s3://bucket/shards``; images without objects
+            are left out, as in torchvision's references.
+        run: Folder for the checkpoints, which one ``train`` at a time writes into; or a URL that
+            fsspec knows, such as ``s3://bucket/run``. While Drive or the server does not answer
+            they wait on this machine's disk, and are sent at the end of the run at the latest.
+        images: Image folder, or its URL, in place of ``shards``: training begins at once, see
             ``open_dataset``.
         annotations: COCO instance JSON of ``images``.
         drive: Folder on Drive for the shards that are made of ``images``; the next session begins
@@ -223,7 +224,8 @@ def train(
             state=state,
         )
         loader = make_loader(
-            Subset(data.dataset, data.rows),
+            # An array is a quarter of a list.
+            Subset(data.dataset, cast(Sequence[int], data.rows)),
             batch_size=prepared.batch_size,
             device=device,
             seed=seed,
@@ -284,16 +286,18 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
 
 
-def _check_paths(source: DataSource, val_shards: Any, *others: str | Path | None) -> None:
-    """Refuse what is no path, folders that are not on this machine, and data named twice."""
+def _check_paths(source: DataSource, val_shards: Any, *others: str | Place | None) -> None:
+    """Refuse what is no path, a URL where none is read, and data named twice."""
     source.check()
     named = {"shards": source.shards, "val_shards": val_shards, "images": source.images}
     for name, value in named.items():
         if value is not None:
             require_path(name, value)
-    for path in (*named.values(), source.annotations, source.drive, source.ssd, *others):
-        if path is not None:
-            require_local_path(path)
+    for place in (*named.values(), source.annotations, source.drive, *others):
+        if place is not None:
+            open_place(place)
+    if source.ssd is not None:
+        require_local_path(source.ssd)
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

@@ -681,3 +681,20 @@ def test_a_tiff_that_pillow_turns_has_its_size_as_turned(tmp_path, orientation, 
     else:
         with pytest.raises(ColabUtilsError, match="the annotations say 48 x 32"):
             dataset[0]
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("white", [0, 1])
+def test_a_tiff_in_which_zero_is_white_is_no_negative(bits, white):
+    values = (np.arange(64 * 96) % 60000 * 10).astype(np.uint16).reshape(64, 96)
+    stored = values if bits == 16 else (values >> 8).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(stored).save(file, "TIFF")
+    data = bytearray(file.getvalue())
+    # The tag 262 says whether 0 is white (0) or black (1).
+    place = data.index(struct.pack("<HHI", 262, 3, 1))
+    data[place + 8] = white
+    expected = (values >> 8).astype(np.uint8)
+    if white == 0:
+        expected = 255 - expected
+    assert np.array_equal(decode_pixels(data)[..., 0], expected)

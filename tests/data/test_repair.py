@@ -1,4 +1,5 @@
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -449,12 +450,17 @@ def test_outlines_of_smaller_images_are_told(export):
 
 
 @pytest.mark.parametrize("orientation", [1, 2, 3, 6, 8])
-def test_a_photo_that_exif_may_turn_is_told_when_shards_are_written(export, orientation):
+def test_a_photo_that_exif_may_turn_is_told(export, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     export.save_photo(0, WIDTH, HEIGHT, exif=exif)
-    expected = {"EXIF rotation, unclear": 1} if orientation in (2, 3) else {}
-    assert export.write().faults == expected
+    is_unclear = orientation in (2, 3)
+    assert export.write().faults == ({"EXIF rotation, unclear": 1} if is_unclear else {})
+    dataset = CocoFolder(export.images, export.annotations)
+    dataset[1]
+    warned = pytest.warns(match="taken as stored") if is_unclear else nullcontext()
+    with warned:
+        dataset[0]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in diagnosis.verdict
     assert "emulated 10 ms step" in diagnosis.verdict
-    assert set(by_id) == {"shards", "local_files", "workers", "prefetch"}
+    assert set(by_id) == {"shards", "workers", "prefetch"}
     assert [*diagnosis.fixes] == rank_fixes(diagnosis.fixes)
     assert by_id["shards"].forecast_images_per_second > 1.5 * diagnosis.images_per_second
     json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)

@@ -1,12 +1,10 @@
 """The fixes: each is tried on a small loader; one that cannot be tried keeps the others."""
 
-import json
 import time
 from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -24,14 +22,13 @@ from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.fixes import (
     Fix,
     Situation,
-    _copy_files,
     find_fixes,
     open_like,
     rank_fixes,
 )
 from colab_utils.diagnosis.stages import time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.slow_drive import DriveProfile, slow_down
 
@@ -110,12 +107,12 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
     now = _look_at(loader, verify=True)
     fixes_by_id = _find(now)
     own = {"streams", "packed_masks"} if plain else {"streams"}
-    assert set(fixes_by_id) == {"shards", "resize", "local_files", "workers"} | own
-    for id in {"shards", "resize", "local_files", *own}:
+    assert set(fixes_by_id) == {"shards", "resize", "workers"} | own
+    for id in {"shards", "resize", *own}:
         assert fixes_by_id[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
         assert fixes_by_id[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
     assert "6% of the pixels" in fixes_by_id["resize"].sentence
-    assert fixes_by_id["local_files"].sentence.startswith("Copy the files: about ")
+    assert fixes_by_id["shards"].sentence.startswith("Run preprocess, then copy: about ")
 
 
 def test_files_that_are_read_ahead_already_need_no_streams(tiny_dataset):
@@ -199,8 +196,7 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
         assert fixes_by_id[id].forecast_images_per_second is None
         assert fixes_by_id[id].images_per_second == 0
         assert fixes_by_id[id].sentence.endswith("Not tried: There is no room in /tmp. Make some.")
-    for id in ("local_files", "workers"):
-        assert fixes_by_id[id].forecast_images_per_second > 0
+    assert fixes_by_id["workers"].forecast_images_per_second > 0
 
 
 def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
@@ -208,10 +204,11 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
     monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
     fixes_by_id = _find(now)
-    assert len(fixes_by_id) == 7
+    assert len(fixes_by_id) == 6
     assert all(fix.forecast_images_per_second is None for fix in fixes_by_id.values())
-    assert fixes_by_id["local_files"].sentence == (
-        "Copy the files. Not tried: there is no time left, it takes about 1 s more. Raise seconds."
+    assert fixes_by_id["shards"].sentence == (
+        "Run preprocess, then copy. Not tried: there is no time left, it takes about 1 s more. "
+        "Raise seconds."
     )
 
 
@@ -280,27 +277,6 @@ def test_workers_are_chosen_for_the_limit(monkeypatch, load_ms, cpu_ms, step_ms,
     assert situation.choose_workers(load_ms, cpu_ms) == tried
 
 
-def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, tmp_path):
-    """Such a name finds its image by the base name; its copy must not go where the name says."""
-    coco = json.loads(tiny_dataset.annotations.read_text())
-    outside = tmp_path / "outside"
-    for image in coco["images"]:
-        image["file_name"] = f"{outside}/{image['file_name']}"
-    annotations = tmp_path / "annotations.json"
-    annotations.write_text(json.dumps(coco))
-    with pytest.warns(ColabUtilsWarning, match="do not lie where"):
-        dataset = CocoFolder(tiny_dataset.images, annotations)
-    loader = DataLoader(dataset)
-    with pytest.warns(ColabUtilsWarning, match="do not lie where"):
-        options = _copy_files(
-            Situation(loader, None, None, None, [0, 3], 1, False, 0.0), tmp_path / "files"
-        )
-    assert not outside.exists()
-    copied = options["dataset"]
-    assert [copied.find_path(i).parent for i in range(2)] == [tmp_path / "files"] * 2
-    assert np.array_equal(copied[1][0], dataset[3][0])
-
-
 def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
     rates = {
         "resize": 100.0,
@@ -308,7 +284,7 @@ def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
         "packed_masks": 97.0,
         "shards": 60.0,
         "prefetch": 59.0,
-        "local_files": 0,
+        "streams": 0,
     }
     candidates = [Fix(id, id, "", rate or None) for id, rate in rates.items()]
     assert [fix.id for fix in rank_fixes(candidates)] == [
@@ -317,5 +293,5 @@ def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
         "resize",
         "shards",
         "prefetch",
-        "local_files",
+        "streams",
     ]

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +263,14 @@ def test_a_state_of_another_order_is_refused(make):
         {"left": ["x"]},
         {"left": [12]},
         {"left": [1 << 80]},
+        {"earlier": 5},
+        {"earlier": [5]},
+        {"earlier": [[2]]},
+        {"earlier": [[0, 1]]},
+        {"earlier": [[2, "x"]]},
+        {"earlier": [[2, 3, 3]]},
+        {"earlier": [[2, 3, 1, 1]]},
+        {"earlier": [[2, -1]]},
         {"batch_size": 0},
         {"batch_size": "x"},
         {"batch_size": None},
@@ -323,6 +331,38 @@ def test_another_batch_size_goes_on_with_what_the_epoch_has_left(make, done, siz
     every = sorted(seen[:11])
     assert len(set(every)) == min(11, len(every))
     assert all(sorted(seen[n : n + 11]) == every for n in range(0, len(seen), 11))
+
+
+def test_the_state_of_an_epoch_with_several_batch_sizes_lists_no_images(make):
+    state = {}
+    seen = []
+    for batch_size in (2, 5, 3, 7):
+        options = {"batch_size": batch_size, "workers": 0, "deliver": "packed"}
+        loader = make(Numbers(20_000), **options)
+        if state:
+            loader.load_state_dict(json.loads(state))
+        seen += chain.from_iterable(
+            batch.image_ids.tolist() for batch in islice(loader, batch_size)
+        )
+        state = json.dumps(loader.state_dict())
+    assert len(state) < 300
+    assert len(set(seen)) == len(seen) == 4 + 25 + 9 + 49
+
+
+def test_a_state_of_an_older_version_lists_the_images_that_are_left(make):
+    options = {"workers": 0, "deliver": "packed"}
+    loader = make(Numbers(12), batch_size=2, **options)
+    state = loader.state_dict()
+    del state["earlier"]
+    left = [11, 1, 4, 7, 8]
+    loader.load_state_dict({**state, "left": left})
+    first = next(iter(loader)).image_ids.tolist()
+    assert loader.state_dict()["left"] == left
+    # Its batch size changes once more.
+    other = make(Numbers(12), batch_size=3, **options)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    rest = [number for batch in other for number in batch.image_ids.tolist()]
+    assert sorted(first + rest) == sorted(left)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils import make_loader, open_dataset
 from colab_utils.data.coco import read_coco
+from colab_utils.data.coco_spool import spool_coco
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import writing
@@ -188,7 +189,7 @@ def write_old_shards(dataset, folder):
     """Write shards by a recipe of before there was a ramp, in the order of the annotations."""
     recipe = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=SHARD_MB)
     recipe["images_per_shard"] = 2
-    coco = read_coco(dataset.annotations)
+    coco = spool_coco(dataset.images, dataset.annotations)
     folder.mkdir()
     plan = make_plan(folder, dataset.images, coco, recipe)
     parts = write.cut_parts(folder, dataset.images, coco, recipe, 1)

@@ -19,6 +19,7 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
+from colab_utils.shards.source import SOURCE_NAME
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
 
@@ -54,7 +55,8 @@ def write(photos, folder, **options):
 
 
 def snapshot(folder):
-    paths = [path for path in folder.rglob("*") if path.is_file()]
+    """Return the content of each file, but the note of when the data were changed."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SOURCE_NAME]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 

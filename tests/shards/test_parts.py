@@ -23,6 +23,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import finish, job_plan, jobs, plan_jobs, running, write_shard
 from colab_utils.shards.job_plan import read_plan
+from colab_utils.shards.source import SOURCE_NAME
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
@@ -42,7 +43,8 @@ def plan(dataset, folder, **options):
 
 
 def snapshot(folder):
-    paths = [path for path in folder.rglob("*") if path.is_file()]
+    """Return the content of each file, but the note of when the data were changed."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SOURCE_NAME]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 

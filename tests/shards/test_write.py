@@ -43,6 +43,7 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import plan_shards, split_images
 from colab_utils.shards.records import Sample, read_image, try_sample
+from colab_utils.shards.source import SOURCE_NAME
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 from tests.bad_reads import BadReads, cut
@@ -64,10 +65,11 @@ def run(dataset, folder, **options: Any):
 
 
 def snapshot(folder) -> dict[str, bytes]:
+    """Return the content of each file, but the note of when the data were changed."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != SOURCE_NAME
     }
 
 

@@ -1,0 +1,211 @@
+"""A COCO dataset whose annotations wait on this machine's disk, while memory holds its images.
+
+The JSON is read once: block by block, its annotations go into a temporary file, in their order.
+When the images of each shard are known, each block is sorted by shard into a second one, from which
+a shard takes its piece of each block. The files have no names, so that nothing is left behind.
+"""
+
+import os
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colab_utils.data.coco import (
+    ROW,
+    CocoDataset,
+    Strangers,
+    find_repeated_names,
+    make_images,
+    refuse_strangers,
+    warn_of_divided,
+    warn_of_place,
+)
+from colab_utils.data.coco_json import Columns, read_columns
+from colab_utils.data.image_paths import require_folder
+from colab_utils.drive import Retries, ShortReadError, explain_write
+from colab_utils.files import FileStamp, stamp_file
+from colab_utils.machine import require_space
+from colab_utils.places import Place, open_place
+
+# The numbers of an annotation, and where its text starts among those of its block.
+_ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
+# Annotations of so many bytes stay in memory.
+_MEMORY_BYTES = 1 << 25
+
+
+class _Block(NamedTuple):
+    """Where rows lie in a file, with their texts behind them."""
+
+    start: int
+    rows: int
+
+
+class _Spool:
+    """Keep rows and texts in a temporary file, block by block."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
+        # The last one that needs it ends it.
+        weakref.finalize(self, self._file.close)
+        self.blocks: list[_Block] = []
+
+    def add(self, table: NDArray[Any], texts: bytes | bytearray) -> None:
+        rows = np.empty(len(table), _ROW)
+        for name in ROW.names or ():
+            rows[name] = table[name]
+        rows["text_start"] = np.append(0, table["text_end"])[:-1]
+        with explain_write(Path(tempfile.gettempdir())):
+            start = self._file.seek(0, os.SEEK_END)
+            self._file.write(rows.tobytes())
+            self._file.write(texts)
+            # Nothing is left to be written by a process that is forked.
+            self._file.flush()
+        self.blocks.append(_Block(start, len(rows)))
+
+    def read_rows(self, block: _Block, first: int, stop: int) -> NDArray[Any]:
+        self._file.seek(block.start + first * _ROW.itemsize)
+        return np.frombuffer(self._file.read((stop - first) * _ROW.itemsize), _ROW)
+
+    def read_texts(self, block: _Block, rows: NDArray[Any]) -> bytes:
+        """Return the texts of rows that follow one another."""
+        if not len(rows):
+            return b""
+        start = int(rows["text_start"][0])
+        self._file.seek(block.start + block.rows * _ROW.itemsize + start)
+        return self._file.read(int(rows["text_end"][-1]) - start)
+
+
+@dataclass(frozen=True, eq=False)
+class SpooledCoco:
+    """Hold the images of a COCO dataset; its annotations lie in a temporary file.
+
+    Make one with `spool_coco`. It stays in its process: send the datasets that it gives.
+    """
+
+    images: CocoDataset
+    """The images and categories, without an annotation."""
+    annotations: int
+    crowds: int
+    stamp: FileStamp
+    """Of the JSON, as it was when it was read."""
+    _spool: _Spool
+    _strangers: Strangers
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def select(self, indices: NDArray[np.int64]) -> CocoDataset:
+        """Return these images alone, with their annotations, in this order."""
+        return next(self.cut([indices]))
+
+    def cut(self, parts: Sequence[NDArray[np.int64]]) -> Iterator[CocoDataset]:
+        """Yield the images of each part, with their annotations; no image is in two parts."""
+        part_of = np.full(len(self), -1, np.int32)
+        place_of = np.zeros(len(self), np.int32)
+        for number, indices in enumerate(parts):
+            part_of[indices] = number
+            place_of[indices] = np.arange(len(indices))
+        dealt = _Spool()
+        # Where the piece of each part starts in each block, and where the last one ends.
+        bounds = []
+        for block in self._spool.blocks:
+            rows = self._spool.read_rows(block, 0, block.rows)
+            image_of = self._strangers.find_images(rows)
+            chosen = part_of[image_of]
+            # Those of no part come first.
+            order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]
+            bounds.append(np.searchsorted(chosen[order], np.arange(len(parts) + 1)))
+            texts = self._spool.read_texts(block, rows) if len(order) else b""
+            dealt.add(*_sort(rows[order], place_of[image_of[order]], texts))
+        for number, indices in enumerate(parts):
+            pieces = [
+                _read_piece(dealt, block, ends[number : number + 2].tolist())
+                for block, ends in zip(dealt.blocks, bounds, strict=True)
+            ]
+            yield _join(self.images.select(indices), pieces)
+
+
+def _sort(
+    rows: NDArray[Any], places: NDArray[np.int32], texts: bytes
+) -> tuple[NDArray[Any], bytes]:
+    """Return rows with the places of their images in their parts, and their texts in this order."""
+    spans = zip(rows["text_start"].tolist(), rows["text_end"].tolist(), strict=True)
+    pieces = [texts[start:end] for start, end in spans]
+    rows["text_end"] = np.cumsum(rows["text_end"] - rows["text_start"])
+    rows["image_id"] = places
+    return rows, b"".join(pieces)
+
+
+def _read_piece(dealt: _Spool, block: _Block, bounds: list[int]) -> tuple[NDArray[Any], bytes]:
+    rows = dealt.read_rows(block, *bounds)
+    return rows, dealt.read_texts(block, rows)
+
+
+def _join(images: CocoDataset, pieces: list[tuple[NDArray[Any], bytes]]) -> CocoDataset:
+    """Return the dataset of a part's images, with its rows and texts from all blocks."""
+    rows = np.concatenate([rows for rows, _ in pieces])
+    order = np.argsort(rows["image_id"], kind="stable")
+    counts = np.bincount(rows["image_id"], minlength=len(images))
+    lengths = rows["text_end"] - rows["text_start"]
+    ends = np.cumsum(lengths)
+    return replace(
+        images,
+        first=np.append(0, np.cumsum(counts)),
+        ids=rows["id"][order],
+        is_crowd=rows["is_crowd"][order].astype(np.bool_),
+        texts=b"".join([texts for _, texts in pieces]),
+        text_spans=np.stack([ends - lengths, ends], axis=1)[order],
+    )
+
+
+def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
+    """Read annotations as `open_coco`, with memory for the images alone.
+
+    Raises:
+        ColabUtilsError: as `open_coco`; or this machine's disk is too small.
+        DriveLostError: Drive went away.
+    """
+    require_folder(images)
+    path = open_place(annotations)
+    stamp = stamp_file(path)
+    if stamp.bytes > _MEMORY_BYTES:
+        # The annotations, once in the order of the file and once in that of the shards.
+        cure = "or name a folder of another disk in the variable TMPDIR"
+        require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
+    try:
+        dataset = _spool(path, stamp)
+    except ShortReadError:
+        dataset = Retries().run(partial(_spool, path, stamp))
+    repeated = find_repeated_names(dataset.images)
+    if repeated.size:
+        warn_of_divided(annotations, dataset.select(repeated))
+    warn_of_place(images, dataset.images)
+    return dataset
+
+
+def _spool(path: Place, stamp: FileStamp) -> SpooledCoco:
+    spool = _Spool()
+
+    def keep(rows: "array[int]", texts: bytearray) -> None:
+        spool.add(np.frombuffer(rows, ROW), texts)
+
+    columns = Columns(keep)
+    fingerprint = read_columns(path, columns)
+    keep(columns.rows, columns.texts)
+    images = make_images(columns, fingerprint)
+    strangers = Strangers(images)
+    crowds = 0
+    for block in spool.blocks:
+        rows = spool.read_rows(block, 0, block.rows)
+        strangers.find_images(rows)
+        crowds += int(rows["is_crowd"].sum())
+    refuse_strangers(path, strangers.add_to(images))
+    return SpooledCoco(images, columns.annotations, crowds, stamp, spool, strangers)

@@ -1,0 +1,152 @@
+"""Read the text of a JSON file value by value through a window, so that memory holds a part of it
+at a time.
+"""
+
+import codecs
+import json
+import re
+from typing import Any, Protocol
+
+import xxhash
+
+_MARK = re.compile(r"[ \t\n\r]*([][{},:])?[ \t\n\r]*")
+# So much of the file is read at once.
+_PIECE_BYTES = 1 << 22
+_HEAD_BYTES = 1 << 12
+# Characters of the longest value that is read as a whole.
+_LONGEST_VALUE = 1 << 30
+# Characters behind a number that may belong to it, as in 1.5e+7, and those of -Infinity.
+_TAIL = 16
+_decode = json.JSONDecoder().raw_decode
+
+
+class Readable(Protocol):
+    """A binary file that is open, of any kind."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to this many bytes, none at the end."""
+
+
+class JsonWindow:
+    """Hold the part of a JSON file that is being read: text in UTF-8, UTF-16 or UTF-32.
+
+    Args:
+        file: an open binary file, read from where it stands.
+
+    Attributes:
+        head: the first bytes of the file, which show its kind.
+
+    Raises:
+        UnicodeDecodeError: at any time, if the bytes are no text.
+
+    Example:
+        >>> import io
+        >>> window = JsonWindow(io.BytesIO(b'[1, "a"]'))
+        >>> window.read_mark("["), window.read_value(), window.read_mark(",")
+        ('[', (1, '1'), ',')
+    """
+
+    def __init__(self, file: Readable) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+        self._text = ""
+        self._position = 0
+        # Characters that were dropped before the text.
+        self._dropped = 0
+        self._is_complete = False
+        # What was read and is no text yet.
+        self._pending = file.read(_PIECE_BYTES)
+        self.head = self._pending[:_HEAD_BYTES]
+        make_decoder = codecs.getincrementaldecoder(json.detect_encoding(self.head))
+        self._decoder = make_decoder()
+
+    @property
+    def position(self) -> int:
+        """Return the place of the next character in the whole text."""
+        return self._dropped + self._position
+
+    @property
+    def length(self) -> int:
+        """Return the characters of the text that were read so far."""
+        return self._dropped + len(self._text)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the XXH3-128 of the bytes that were read so far, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def peek(self) -> str:
+        """Return the next character.
+
+        Raises:
+            IndexError: the text has ended.
+        """
+        return self._text[self._position]
+
+    def read_mark(self, expected: str) -> str:
+        """Read one of the expected marks, and the space around it.
+
+        Raises:
+            json.JSONDecodeError: something else comes.
+        """
+        match = _MARK.match(self._text, self._position)
+        while match and match.end() == len(self._text) and self._fill():
+            match = _MARK.match(self._text, self._position)
+        if match is None or match[1] is None or match[1] not in expected:
+            raise json.JSONDecodeError(f"expected {expected}", "", self.position)
+        self._position = match.end()
+        return match[1]
+
+    def read_value(self) -> tuple[Any, str]:
+        """Read a value; return it and its text.
+
+        Raises:
+            json.JSONDecodeError: the text is no JSON.
+            ValueError: the value cannot be held.
+            RecursionError: it is nested too deeply.
+        """
+        while True:
+            try:
+                value, end = _decode(self._text, self._position)
+            except json.JSONDecodeError as error:
+                if self._is_fault(error) or not self._fill():
+                    raise json.JSONDecodeError(error.msg, "", self._dropped + error.pos) from None
+                continue
+            if len(self._text) - end >= _TAIL or not self._fill():
+                text = self._text[self._position : end]
+                self._position = end
+                return value, text
+
+    def read_rest(self) -> None:
+        """Read to the end of the file, and forget what comes."""
+        self._position = len(self._text)
+        while self._fill():
+            self._position = len(self._text)
+
+    def is_at_end(self) -> bool:
+        """Return whether nothing more comes."""
+        return self._position == len(self._text) and not self._fill()
+
+    def _is_fault(self, error: json.JSONDecodeError) -> bool:
+        """Return whether more text would not mend an error."""
+        if error.msg.startswith("Unterminated string"):
+            return False
+        return error.pos < len(self._text) - _TAIL
+
+    def _fill(self) -> bool:
+        """Read on; return whether the text had not ended. A value that is longer than the window
+        doubles it.
+        """
+        if self._is_complete:
+            return False
+        rest = self._text[self._position :]
+        if len(rest) > _LONGEST_VALUE:
+            raise ValueError("a value that is too long")
+        self._dropped += self._position
+        self._position = 0
+        piece = self._pending or self._file.read(max(_PIECE_BYTES, len(rest)))
+        self._pending = b""
+        self._digest.update(piece)
+        self._is_complete = not piece
+        self._text = rest + self._decoder.decode(piece, final=not piece)
+        return True

@@ -1,0 +1,660 @@
+"""Places where data lies: folders, and URLs that fsspec knows, such as buckets and web servers.
+
+fsspec has the protocols and the credentials; see its documentation for how to set them. Here are
+the words for what goes wrong there, and files that are either complete or not there.
+"""
+
+import errno
+import hashlib
+import io
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from fnmatch import fnmatch
+from functools import lru_cache, partial
+from pathlib import Path, PurePosixPath
+from secrets import token_hex
+from time import time
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote, unquote
+
+from colab_utils.drive import DriveLostError, Retries
+from colab_utils.errors import ColabUtilsError
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
+_CHAIN = re.compile(r"[a-z][a-z0-9+.-]+::", re.IGNORECASE)
+_LOCAL = ("file", "local")
+WEB = ("http", "https")
+"""Protocols of web servers, which give files by their names alone, and take none."""
+# A file that is written there has its name when it is complete, and not before.
+_STORES = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "abfss",
+    "oss",
+    "oci",
+    "tos",
+    "hf",
+    "memory",
+)
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "adl": "adlfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "smb": "smbprotocol",
+    "webdav": "webdav4",
+}
+# Errors that asking again does not mend.
+_LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
+_LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
+_LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
+# Of the answers 400 to 499, those that ask to come again.
+_PASSING_STATUS = (408, 425, 429)
+_SILENT_S = 60.0
+# s3fs sends a large file in parts of so many bytes.
+_SENT_BYTES = 50 << 20
+_Result = TypeVar("_Result")
+# Servers that give a whole file where a part was asked for.
+_WITHOUT_RANGES: set[str] = set()
+
+
+class ServerLostError(DriveLostError):
+    """A server did not answer, or not as it should; what was finished before is safe."""
+
+    place = "the server"
+
+
+class RefusedError(ColabUtilsError):
+    """A server refused, and would do so again: look at the address, credentials and rights."""
+
+
+class UrlStatus(NamedTuple):
+    """What a server tells of a file, by the names of ``os.stat``."""
+
+    st_size: int
+    """Bytes."""
+    st_mtime: float
+    """Seconds since 1970; now, where the server does not tell."""
+
+
+@dataclass(frozen=True, order=True)
+class UrlPath:
+    """A file or a folder at a URL, with what `pathlib.Path` gives of those of this machine.
+
+    It is no ``os.PathLike``: nothing takes it for a path of this machine by mistake.
+
+    Args:
+        url: the URL, without a query.
+        query: what a web server wants after each name, such as a signature; never shown.
+
+    Example:
+        >>> folder = UrlPath("s3://bucket/shards")
+        >>> print(folder / "index.json")
+        s3://bucket/shards/index.json
+        >>> (folder / "index.json").parent == folder
+        True
+    """
+
+    url: str
+    query: str = ""
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str | Path) -> "UrlPath":
+        text = PurePosixPath(name).as_posix()
+        if self.protocol in WEB:
+            text = quote(text)
+        return replace(self, url=f"{self.url.rstrip('/')}/{text}")
+
+    @property
+    def protocol(self) -> str:
+        """Return what the URL begins with, such as ``s3``."""
+        return self.url.partition(":")[0].lower()
+
+    @property
+    def name(self) -> str:
+        """Return the last part."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> "UrlPath":
+        """Return the folder that it lies in."""
+        return replace(self, url=self.url.rstrip("/").rpartition("/")[0])
+
+    def with_suffix(self, suffix: str) -> "UrlPath":
+        """Return the file beside it whose name ends otherwise."""
+        return self.parent / PurePosixPath(self.name).with_suffix(suffix).name
+
+    def absolute(self) -> "UrlPath":
+        """Return itself."""
+        return self
+
+    def stat(self) -> UrlStatus:
+        """Return size and time of a file.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        info = self._find_info()
+        changed_s = time()
+        for key in ("created", "modified", "mtime", "LastModified"):
+            if isinstance(info.get(key), datetime):
+                changed_s = info[key].timestamp()
+        return UrlStatus(info.get("size") or 0, changed_s)
+
+    def exists(self) -> bool:
+        """Return whether there is a file, or a folder with files.
+
+        Raises:
+            ServerLostError: nobody can tell.
+        """
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._find_info()
+            return True
+        return False
+
+    def is_file(self) -> bool:
+        """Return whether there is a file."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return bool(self._find_info()["type"] == "file")
+        return False
+
+    def is_dir(self) -> bool:
+        """Return whether there is a folder with files."""
+        return self.exists() and not self.is_file()
+
+    def read_bytes(self) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        with guard_server(self):
+            system, path = self._locate()
+            return bytes(system.cat_file(path))
+
+    def read_range(self, start: int, count: int) -> bytes:
+        """Return so many bytes of a file; fewer may come, and past its end none."""
+        with guard_server(self):
+            system, path = self._locate()
+            content = bytes(system.cat_file(path, start, start + count))
+        if len(content) <= count:
+            return content
+        _WITHOUT_RANGES.add(self.server)
+        return content[start : start + count]
+
+    @property
+    def server(self) -> str:
+        """Return what comes before the path: the protocol, and the server or bucket."""
+        return "/".join(self.url.split("/")[:3])
+
+    @property
+    def has_ranges(self) -> bool:
+        """Return whether the server gives parts of files, as far as it was asked for some."""
+        return self.server not in _WITHOUT_RANGES
+
+    def open_stream(self) -> Any:
+        """Open a file that is read from its start on, of a server without ranges."""
+        with guard_server(self):
+            system, path = self._locate()
+            return system.open(path, "rb", block_size=0)
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        """Write a file, which has its name when it is complete and not before.
+
+        It is compared with what the server says of it, or else read back.
+
+        Raises:
+            OSError: EIO where the file reads back differently.
+        """
+        if self.protocol in WEB:
+            raise ColabUtilsError(
+                f"{self} lies on a web server, which can only be read. Name a folder or a bucket "
+                "to write to."
+            )
+        content = b"".join(parts)
+        try:
+            with guard_server(self):
+                self._send(content)
+        except FileNotFoundError as error:
+            raise RefusedError(
+                f"{self} cannot be written: its bucket or folder is not there. Look at the "
+                "address, or make the bucket."
+            ) from error
+        if not self.holds(content):
+            raise OSError(errno.EIO, "what was written reads back differently")
+
+    def _send(self, content: bytes) -> None:
+        system, path = self._locate()
+        if self.protocol in _STORES:
+            system.pipe_file(path, content)
+            return
+        temporary = f"{path}.{token_hex(4)}.part"
+        system.pipe_file(temporary, content)
+        system.mv(temporary, path)
+
+    def holds(self, content: bytes) -> bool:
+        """Return whether a file has this content: by the server's MD5, or else read back."""
+        try:
+            info = self._find_info()
+        except FileNotFoundError:
+            return False
+        if info.get("size") != len(content):
+            return False
+        tag = str(info.get("ETag", "")).strip('"')
+        # A store that encrypts, or was given other parts, has another one.
+        return tag == _make_tag(content, "-" in tag) or self.read_bytes() == content
+
+    def replace(self, target: "UrlPath") -> None:
+        """Move a file, over what is there."""
+        with guard_server(self):
+            system, path = self._locate()
+            system.mv(path, target._locate()[1])
+
+    def touch(self) -> None:
+        """Give a file the time of now, or make it empty; others may look at its time alone."""
+        self.write(self.read_bytes() if self.exists() else b"")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove a file."""
+        # Servers do not agree on what removing nothing is.
+        if not self.exists():
+            if missing_ok:
+                return
+            raise FileNotFoundError(errno.ENOENT, "No such file", str(self))
+        with guard_server(self):
+            system, path = self._locate()
+            system.rm_file(path)
+
+    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
+        """Make a folder where the server has such; a bucket is never made."""
+        if self.protocol not in (*_STORES, *WEB):
+            with guard_server(self):
+                system, path = self._locate()
+                system.makedirs(path, exist_ok=exist_ok)
+
+    def rmdir(self) -> None:
+        """Do nothing: an empty folder in a store is not there."""
+
+    def remove_all(self) -> None:
+        """Remove all files of a folder."""
+        with suppress(FileNotFoundError), guard_server(self):
+            system, path = self._locate()
+            system.rm(path, recursive=True)
+
+    def list_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file of a folder by its name, from one listing."""
+        entries = self._list().items()
+        return {name: info.get("size") or 0 for name, info in entries if info["type"] == "file"}
+
+    def glob(self, pattern: str) -> "Iterator[UrlPath]":
+        """Yield the files and folders of a folder whose names match."""
+        for name in self._list():
+            if fnmatch(name, pattern):
+                yield self / name
+
+    def _list(self) -> dict[str, dict[str, Any]]:
+        """Return what fsspec tells of each name in a folder; nothing where there is none."""
+        with suppress(FileNotFoundError, NotADirectoryError), guard_server(self):
+            system, path = self._locate()
+            system.invalidate_cache()
+            return {PurePosixPath(info["name"]).name: info for info in system.ls(path, detail=True)}
+        return {}
+
+    def _find_info(self) -> dict[str, Any]:
+        with guard_server(self):
+            system, path = self._locate()
+            system.invalidate_cache()
+            return dict(system.info(path))
+
+    def _locate(self) -> tuple[Any, str]:
+        """Return fsspec's file system of this process, and what it calls the file."""
+        system = _open_system(self.server, os.getpid())
+        return system, system._strip_protocol(self.url) + self.query
+
+
+Place = Path | UrlPath
+
+
+def _make_tag(content: bytes, is_in_parts: bool) -> str:
+    """Return what S3 calls the ETag of a file that was sent as a whole, or in s3fs's parts."""
+    if not is_in_parts:
+        return hashlib.md5(content, usedforsecurity=False).hexdigest()
+    view = memoryview(content)
+    total = hashlib.md5(usedforsecurity=False)
+    starts = range(0, len(view), _SENT_BYTES)
+    for start in starts:
+        part = view[start : start + _SENT_BYTES]
+        total.update(hashlib.md5(part, usedforsecurity=False).digest())
+    return f"{total.hexdigest()}-{len(starts)}"
+
+
+@lru_cache
+def _open_system(server: str, process: int) -> Any:
+    """Open fsspec's file system of a server; each process needs its own."""
+    from fsspec.core import url_to_fs
+
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    protocol = server.partition(":")[0]
+    if protocol in WEB:
+        from aiohttp import ClientTimeout
+
+        # A large file may take long; a server that is silent is lost.
+        silence = ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
+        options["client_kwargs"] = {"timeout": silence}
+    return url_to_fs(server, **options)[0]
+
+
+def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
+    """Return a folder or file of this machine, or one at a URL.
+
+    Raises:
+        ColabUtilsError: fsspec does not know the protocol, or lacks a package for it; or it is a
+            chain of URLs.
+
+    Example:
+        >>> open_place("data/shards"), open_place("file:///data/shards")
+        (PosixPath('data/shards'), PosixPath('/data/shards'))
+        >>> print(open_place("memory://shards/"))
+        memory://shards
+    """
+    if isinstance(path, UrlPath):
+        return path
+    text = os.fspath(path)
+    if _CHAIN.match(text):
+        raise ColabUtilsError(
+            f"{text} is a chain of URLs, which is not read here. Name the last place alone."
+        )
+    match = _URL.fullmatch(text)
+    if match is None:
+        return Path(path)
+    protocol = match[1].lower()
+    rest = match[2].rstrip("/")
+    if protocol in _LOCAL:
+        return Path("/", rest)
+    _require_protocol(f"{protocol}://{rest}", protocol)
+    query = ""
+    if protocol in WEB:
+        rest, mark, query = rest.partition("?")
+        query = mark + query
+    return UrlPath(f"{protocol}://{rest.rstrip('/')}", query)
+
+
+def name_below(path: Place, folder: Place) -> str:
+    """Return the name of a file below a folder, with slashes.
+
+    Example:
+        >>> name_below(UrlPath("s3://bucket/a/b.jpg"), UrlPath("s3://bucket"))
+        'a/b.jpg'
+    """
+    name = str(path).removeprefix(str(folder)).strip("/")
+    is_quoted = isinstance(path, UrlPath) and path.protocol in WEB
+    return unquote(name) if is_quoted else name
+
+
+def is_same_place(first: Place, second: Place) -> bool:
+    """Return whether two places are one folder, or one URL.
+
+    Example:
+        >>> is_same_place(Path("shards"), Path("shards/."))
+        True
+    """
+    if isinstance(first, UrlPath) or isinstance(second, UrlPath):
+        return first == second
+    return os.path.realpath(first) == os.path.realpath(second)
+
+
+def _require_protocol(url: str, protocol: str) -> None:
+    """Refuse a URL that nothing here can read, before any work."""
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        package = _PACKAGES.get(protocol)
+        install = f"Run: pip install {package}" if package else "Install it."
+        raise ColabUtilsError(
+            f"{url} needs a package that is not installed ({_describe_cause(error)}). {install}"
+        ) from None
+    except ValueError:
+        raise ColabUtilsError(
+            f"{url} has a protocol that fsspec does not know. Look at its name, or copy the data "
+            "to a folder."
+        ) from None
+
+
+@contextmanager
+def guard_server(path: UrlPath) -> Iterator[None]:
+    """Turn what fsspec and its packages raise into errors with a cure.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such file, folder or bucket.
+        ServerLostError: the server did not answer, or asked to come again.
+        RefusedError: it refused.
+    """
+    try:
+        yield
+    except ColabUtilsError:
+        raise
+    except Exception as error:
+        cause = _find_cause(error)
+        if isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            raise
+        reason = _describe_cause(cause)
+        if not _is_lasting(cause):
+            raise ServerLostError(
+                f"{path} cannot be reached: the server failed ({reason}). Run the same again "
+                "later: what is done is safe."
+            ) from error
+        raise RefusedError(
+            f"{path} cannot be reached: the server refused ({reason}). Look at the address, and "
+            "at your credentials and rights there; they may have expired. Then run the same "
+            "again: what is done is safe."
+        ) from error
+
+
+def _find_cause(error: Exception) -> Exception:
+    """Return what was wrong: fsspec says "not found" of a web server that fails, too."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    status = _find_status(cause)
+    is_silence = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    is_failure = type(cause).__module__.startswith("aiohttp") or status != 0
+    is_absence = status in (404, 410)
+    return cause if (is_silence or is_failure) and not is_absence else error
+
+
+def find_reason(error: BaseException) -> str:
+    """Return in a few words what a server, or its package, said when this error was raised."""
+    while isinstance(error, ColabUtilsError) and error.__cause__ is not None:
+        error = error.__cause__
+    return _describe_cause(error)
+
+
+def _describe_cause(error: BaseException) -> str:
+    """Return an error in one line, without the address, which may hold a signature."""
+    status = _find_status(error)
+    text = getattr(error, "message", "") if status else ""
+    text = " ".join(str(text or (status or error)).split())
+    if status:
+        return f"{status} {text}"[:200]
+    return f"{type(error).__name__}: {text}"[:200]
+
+
+def _find_status(error: BaseException) -> int:
+    """Return the number with which a web server answered; 0 where there is none."""
+    for name in ("status", "code"):
+        value = getattr(error, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Return whether an error would come again, however often the server is asked."""
+    status = _find_status(error)
+    if status:
+        return 300 <= status < 500 and status not in _PASSING_STATUS
+    if isinstance(error, _LASTING_KINDS):
+        return True
+    if getattr(error, "errno", None) in _LASTING_NUMBERS:
+        return True
+    return any(word in type(error).__name__ for word in _LASTING_WORDS)
+
+
+class UrlFile(io.RawIOBase):
+    """A file at a URL, read in pieces; threads may share it.
+
+    Args:
+        path: the file.
+        retries: those of each read; without them the first error is raised.
+        block_bytes: bytes that one request brings at least, for those who read on.
+
+    Example:
+        >>> from fsspec import filesystem
+        >>> filesystem("memory").pipe_file("/letters.txt", b"abcdef")
+        >>> with UrlFile(UrlPath("memory://letters.txt")) as file:
+        ...     file.pread(3, 2)
+        b'cde'
+    """
+
+    def __init__(
+        self, path: UrlPath, retries: Retries | None = None, *, block_bytes: int = 0
+    ) -> None:
+        self.path = path
+        self._retries = retries
+        self._block_bytes = block_bytes
+        # Replaced as a whole: other threads may look at it.
+        self._block = (0, b"")
+        self._size: int | None = None
+        self._place = 0
+        self._lock = threading.Lock()
+        self._stream: Any = None
+        self._stream_place = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return where the next `readinto` without an offset begins."""
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a byte from the start, from here or from the end; return which one it is."""
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}
+        start = starts[whence] if whence in starts else self.find_size()
+        self._place = start + offset
+        return self._place
+
+    def pread(self, n: int, offset: int) -> bytes:
+        """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
+        content = bytearray(n)
+        return bytes(memoryview(content)[: self.readinto(content, offset)])
+
+    def readinto(self, buffer: Any, offset: int | None = None) -> int:
+        """Fill a writable buffer of bytes from ``offset``, or from where the last call ended;
+        return how many came.
+
+        Fewer come only at the end of the file.
+        """
+        view = memoryview(buffer).cast("B")
+        start = self._place if offset is None else offset
+        count = 0
+        while count < len(view):
+            piece = self._take(start + count, len(view) - count)
+            if not piece:
+                break
+            view[count : count + len(piece)] = piece
+            count += len(piece)
+        if offset is None:
+            self._place = start + count
+        return count
+
+    def find_size(self) -> int:
+        """Return the size of the file in bytes; 0 where the server does not tell."""
+        if self._size is None:
+            self._size = self._run(self.path.stat).st_size
+        return self._size
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        with suppress(Exception):
+            if self._stream is not None:
+                self._stream.close()
+        self._stream = None
+        super().close()
+
+    def _run(self, call: Callable[[], _Result]) -> _Result:
+        return self._retries.run(call) if self._retries else call()
+
+    def _take(self, start: int, count: int) -> memoryview:
+        """Return bytes from ``start`` on, at least one of them where the file has any."""
+        block_start, block = self._block
+        inside = start - block_start
+        if not 0 <= inside < len(block):
+            wanted = max(count, self._block_bytes)
+            block = self._run(partial(self._fetch, start, wanted))
+            inside = 0
+            self._block = (start, block)
+        return memoryview(block)[inside : inside + count]
+
+    def _fetch(self, start: int, count: int) -> bytes:
+        if self._size and start >= self._size:
+            return b""
+        if not self.path.has_ranges:
+            with self._lock:
+                return self._read_stream(start, count)
+        try:
+            content = self.path.read_range(start, count)
+        except RefusedError:
+            # Servers refuse a part that begins after the end.
+            if 0 < self.find_size() <= start:
+                return b""
+            raise
+        if len(content) < count:
+            self._size = start + len(content)
+        return content
+
+    def _read_stream(self, start: int, count: int) -> bytes:
+        """Read on in the whole file that the server gives, from its start where need be."""
+        stream = self._stream
+        # After an error another one is opened.
+        self._stream = None
+        if stream is None or self._stream_place > start:
+            stream = self.path.open_stream()
+            self._stream_place = 0
+        with guard_server(self.path):
+            while self._stream_place < start:
+                skipped = stream.read(min(start - self._stream_place, 1 << 20))
+                if not skipped:
+                    return b""
+                self._stream_place += len(skipped)
+            content = bytes(stream.read(count))
+        self._stream_place += len(content)
+        self._stream = stream
+        return content

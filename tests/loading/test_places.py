@@ -1,0 +1,166 @@
+"""Datasets at URLs: shards that arrive from there, that are sent there, and loose files there."""
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from colab_utils.data.checks import check_dataset
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.opening import open_dataset
+from colab_utils.loading.writing import WritingShards
+from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+
+URL = "faulty://bucket/shards"
+IMAGES = "faulty://bucket/images"
+JSON = "faulty://bucket/instances.json"
+
+
+@pytest.fixture(autouse=True)
+def bucket(tmp_path, tiny_dataset, tiny_shards):
+    """The folder of a server with shards, images and their JSON."""
+    root = tmp_path / "server"
+    FaultyFileSystem.reset(root)
+    shutil.copytree(tiny_shards, root / "bucket" / "shards")
+    shutil.copytree(tiny_dataset.images, root / "bucket" / "images")
+    shutil.copy(tiny_dataset.annotations, root / "bucket" / "instances.json")
+    yield root / "bucket"
+    FaultyFileSystem.reset("")
+
+
+def assert_same_samples(dataset, expected):
+    assert len(dataset) == len(expected)
+    for index in range(len(expected)):
+        image, target = dataset[index]
+        other, wanted = expected[index]
+        assert torch.equal(image, other)
+        assert all(
+            torch.equal(torch.as_tensor(target[key]), torch.as_tensor(wanted[key]))
+            for key in wanted
+        )
+
+
+def snapshot(folder):
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def test_shards_at_a_url_are_a_dataset(tiny_shards):
+    FaultyFileSystem.fault = fail_times(4, ConnectionResetError(), name="shard-")
+    assert_same_samples(ShardDataset(URL), ShardDataset(tiny_shards))
+
+
+def test_shards_arrive_from_a_url(tiny_shards, tmp_path):
+    FaultyFileSystem.fault = fail_times(4, ConnectionResetError(), name="shard-")
+    dataset = ArrivingShards(URL, tmp_path / "ssd")
+    dataset.wait()
+    assert_same_samples(dataset, ShardDataset(tiny_shards))
+    assert snapshot(tmp_path / "ssd") == snapshot(tiny_shards)
+
+
+def test_a_loader_reads_shards_that_arrive_from_a_url(tiny_shards, tmp_path):
+    dataset = ArrivingShards(URL, tmp_path / "ssd")
+    loader = make_loader(dataset, batch_size=4, device="cpu", workers=2)
+    seen = [target["image_id"] for _, targets in loader for target in targets]
+    assert sorted(map(int, seen)) == sorted(ShardDataset(tiny_shards).image_ids.tolist())
+
+
+def test_shards_take_turns_on_a_disk_that_is_smaller(tiny_shards, tmp_path):
+    whole = ShardDataset(tiny_shards)
+    largest = max(shard.bytes + shard.arrays_bytes for shard in whole.index.shards)
+    dataset = ArrivingShards(URL, tmp_path / "ssd", limit_gb=2 * largest / 1e9)
+    try:
+        loader = make_loader(dataset, batch_size=2, device="cpu", workers=1)
+        for _ in range(2):
+            seen = [int(target["image_id"]) for _, targets in loader for target in targets]
+            assert sorted(seen) == sorted(whole.image_ids.tolist())
+    finally:
+        dataset.stop()
+
+
+def test_a_server_that_goes_while_shards_arrive_is_told(tmp_path):
+    dataset = ArrivingShards(URL, tmp_path / "ssd")
+    dataset.stop()
+    shutil.rmtree(tmp_path / "ssd")
+    FaultyFileSystem.fault = fail_from(9, ConnectionResetError("gone"))
+    with pytest.raises(DriveLostError, match=r"the server failed .*gone"):
+        ArrivingShards(URL, tmp_path / "ssd").wait()
+
+
+def test_loose_files_at_a_url_are_a_dataset(tiny_dataset):
+    FaultyFileSystem.fault = fail_times(3, TimeoutError(), name=".jpg")
+    expected = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    dataset = CocoFolder(IMAGES, JSON)
+    assert_same_samples(dataset, expected)
+    batches = make_loader(dataset, batch_size=4, device="cpu", workers=2)
+    assert sum(len(targets) for _, targets in batches) == len(expected)
+
+
+def test_loose_files_at_a_url_are_checked(tiny_dataset, bucket):
+    expected = check_dataset(tiny_dataset.images, tiny_dataset.annotations)
+    assert check_dataset(IMAGES, JSON) == expected
+    names = sorted(path.name for path in (bucket / "images").iterdir())
+    (bucket / "images" / names[0]).unlink()
+    (bucket / "images" / names[1]).write_bytes(b"")
+    kinds = {problem.kind for problem in check_dataset(IMAGES, JSON).problems}
+    assert {"missing image", "empty file"} <= kinds
+    FaultyFileSystem.fault = fail_from(3, TimeoutError("silence"))
+    with pytest.raises(DriveLostError, match="silence"):
+        check_dataset(IMAGES, JSON)
+
+
+def test_the_nearest_form_of_a_dataset_may_lie_at_a_url(tiny_dataset, tiny_shards, tmp_path):
+    dataset = open_dataset(
+        tiny_dataset.images, tiny_dataset.annotations, drive=URL, ssd=tmp_path / "ssd"
+    )
+    assert isinstance(dataset, ArrivingShards)
+    dataset.wait()
+    assert snapshot(tmp_path / "ssd") == snapshot(tiny_shards)
+
+
+def test_shards_are_written_from_loose_files_at_a_url_and_sent_to_one(bucket, tmp_path):
+    places = {"drive": "faulty://bucket/new", "ssd": tmp_path / "ssd"}
+    dataset = open_dataset(IMAGES, JSON, **places)
+    assert isinstance(dataset, WritingShards)
+    dataset.wait()
+    assert snapshot(bucket / "new") == snapshot(tmp_path / "ssd")
+    shutil.rmtree(tmp_path / "ssd")
+    again = open_dataset(IMAGES, JSON, **places)
+    assert isinstance(again, ArrivingShards)
+    again.wait()
+    assert_same_samples(again, dataset)
+
+
+def test_shards_at_a_url_are_read_there_where_the_disk_is_too_small(
+    tiny_dataset, tmp_path, monkeypatch
+):
+    def refuse(*_, **__):
+        raise ColabUtilsError("The disk is full.")
+
+    monkeypatch.setattr("colab_utils.loading.arrival.check_space", refuse)
+    with pytest.warns(ColabUtilsWarning, match="training reads the shards in faulty://"):
+        dataset = open_dataset(
+            tiny_dataset.images, tiny_dataset.annotations, drive=URL, ssd=tmp_path / "ssd"
+        )
+    assert type(dataset) is ShardDataset
+    assert dataset[0][0].dtype == torch.uint8
+
+
+def test_a_url_without_data_is_told(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in (
+            lambda: ShardDataset("faulty://bucket/nothing"),
+            lambda: ArrivingShards("faulty://bucket/nothing", tmp_path / "ssd"),
+            lambda: CocoFolder("faulty://bucket/nothing", JSON),
+            lambda: CocoFolder(IMAGES, "faulty://bucket/nothing.json"),
+            lambda: check_dataset("faulty://bucket/nothing", JSON),
+        ):
+            with pytest.raises(ColabUtilsError, match=r"expected .* found"):
+                call()
+    assert not (tmp_path / "ssd").exists()

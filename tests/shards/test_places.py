@@ -1,0 +1,273 @@
+"""Shards at URLs: written, verified and copied, with servers that fail."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from colab_utils.__main__ import main
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError
+from colab_utils.places import open_place
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards import copy as copying
+from colab_utils.shards import finish, plan_jobs, write_shard
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.index import read_index
+from colab_utils.shards.lock import hold_folder
+from colab_utils.shards.parts import write_part
+from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.write import find_recipe, write_shards
+from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+
+URL = "faulty://bucket/shards"
+SETTINGS = {"shard_mb": 0.05, "storage": "keep"}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Thirty small pictures, which make eight shards."""
+    folder = tmp_path_factory.mktemp("photos")
+    return make_dataset(folder, n=30, width=160, height=128, objects=(1, 4), workers=1)
+
+
+@pytest.fixture(scope="module")
+def local(photos, tmp_path_factory):
+    """Their shards in a folder."""
+    folder = tmp_path_factory.mktemp("local") / "shards"
+    write_shards(photos.images, photos.annotations, shards=folder, workers=1, **SETTINGS)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def bucket(tmp_path):
+    """The folder in which the server keeps its shards."""
+    FaultyFileSystem.reset(tmp_path / "server")
+    yield tmp_path / "server" / "bucket" / "shards"
+    FaultyFileSystem.reset("")
+
+
+@pytest.fixture
+def filled(bucket, local):
+    """The same folder with the shards in it."""
+    shutil.copytree(local, bucket)
+    return bucket
+
+
+def snapshot(folder):
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def write(photos, **options):
+    settings = {**SETTINGS, "workers": 2, **options}
+    return write_shards(photos.images, photos.annotations, shards=URL, **settings)
+
+
+def test_shards_at_a_url_are_those_of_a_folder(photos, local, bucket):
+    report = write(photos)
+    assert report.images == 30
+    assert snapshot(bucket) == snapshot(local)
+    # a second call finds them finished
+    assert write(photos).shards == report.shards
+    assert find_recipe(URL) == read_index(local).recipe
+
+
+def test_writing_goes_on_after_a_server_that_was_lost(photos, local, bucket):
+    FaultyFileSystem.fault = fail_from(3, ConnectionResetError("gone"), call="write")
+    with pytest.raises(DriveLostError, match=r"the server failed .*gone"):
+        write(photos)
+    FaultyFileSystem.fault = None
+    assert not (bucket / "index.json").exists()
+    write(photos)
+    assert snapshot(bucket) == snapshot(local)
+
+
+def test_credentials_that_expire_in_the_middle_are_told(photos, local, bucket):
+    expired = PermissionError("The provided token has expired.")
+    FaultyFileSystem.fault = fail_from(3, expired, call="write")
+    with pytest.raises(ColabUtilsError, match=r"token has expired.*credentials"):
+        write(photos)
+    FaultyFileSystem.fault = None
+    write(photos)
+    assert snapshot(bucket) == snapshot(local)
+
+
+def test_images_and_annotations_may_lie_at_a_url(photos, local, tmp_path):
+    server = Path(FaultyFileSystem.root) / "data"
+    shutil.copytree(photos.images, server / "images")
+    shutil.copy(photos.annotations, server / "instances.json")
+    FaultyFileSystem.fault = fail_times(3, ConnectionResetError(), name=".jpg")
+    write_shards(
+        "faulty://data/images",
+        "faulty://data/instances.json",
+        shards=tmp_path / "shards",
+        workers=1,
+        **SETTINGS,
+    )
+    assert snapshot(tmp_path / "shards") == snapshot(local)
+
+
+def test_a_second_writer_at_a_url_is_refused(photos, bucket):
+    with hold_folder(open_place(URL)):
+        assert (bucket / "writer.txt").exists()
+        with pytest.raises(ColabUtilsError, match="expected no other writer"):
+            write(photos)
+    assert not (bucket / "writer.txt").exists()
+
+
+def test_parts_are_planned_written_and_finished_at_a_url(photos, local, bucket):
+    plan = plan_jobs(photos.images, photos.annotations, shards=URL, **SETTINGS)
+    assert plan.shards == URL
+    for job in plan.jobs[1:]:
+        write_shard(job)
+    with pytest.raises(ColabUtilsError, match=r"1 of . shards are missing in faulty://"):
+        finish(URL)
+    write_part(photos.images, photos.annotations, part=(1, 4), shards=URL, workers=1, **SETTINGS)
+    finish(URL)
+    assert snapshot(bucket) == snapshot(local)
+
+
+def test_verify_reads_every_file_at_a_url(filled):
+    assert verify_shards(URL).bad == ()
+    path = filled / "shard-000002.tar"
+    content = bytearray(path.read_bytes())
+    content[600] ^= 1
+    path.write_bytes(content)
+    (filled / "shard-000003.arrays").unlink()
+    reasons = {bad.shard: bad.reason for bad in verify_shards(URL).bad}
+    assert set(reasons) == {"shard-000002.tar", "shard-000003.tar"}
+    assert "another checksum" in reasons["shard-000002.tar"]
+    assert "is missing" in reasons["shard-000003.tar"]
+
+
+def test_verify_tries_again_and_never_calls_a_lost_server_a_damage(filled):
+    FaultyFileSystem.fault = fail_times(3, TimeoutError(), name=".tar")
+    assert verify_shards(URL).bad == ()
+    FaultyFileSystem.fault = fail_from(4, TimeoutError("silence"))
+    with pytest.raises(DriveLostError, match="silence"):
+        verify_shards(URL)
+
+
+@pytest.mark.parametrize("part_bytes", [1000, 1_000_000])
+def test_shards_are_copied_from_a_url(filled, local, tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(copying, "PART_BYTES", part_bytes)
+    FaultyFileSystem.fault = fail_times(5, ConnectionResetError(), name="shard-")
+    report = copy_shards(URL, tmp_path / "ssd")
+    assert report.shards == len(read_index(local).shards)
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+    assert copy_shards(URL, tmp_path / "ssd").bytes == 0
+
+
+def test_a_copy_from_a_url_goes_on_where_it_was(filled, local, tmp_path):
+    FaultyFileSystem.fault = fail_from(6, ConnectionResetError("gone"))
+    with pytest.raises(DriveLostError, match=r"the server failed .*gone"):
+        copy_shards(URL, tmp_path / "ssd", streams=1)
+    names = {path.name for path in (tmp_path / "ssd").iterdir()}
+    assert "index.json" not in names
+    assert not any(name.endswith(".part") for name in names)
+    FaultyFileSystem.fault = None
+    report = copy_shards(URL, tmp_path / "ssd")
+    assert report.skipped_shards > 0
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (PermissionError("ExpiredToken"), ColabUtilsError, "ExpiredToken"),
+        (OSError(errno.EBUSY, "SlowDown"), DriveLostError, "SlowDown"),
+        (FileNotFoundError("gone"), ColabUtilsError, "which index.json lists"),
+    ],
+    ids=repr,
+)
+def test_an_error_of_reading_is_never_one_of_space(filled, tmp_path, error, kind, words):
+    def fail(call, path):
+        if call == "read" and path.endswith(".tar"):
+            raise error
+
+    FaultyFileSystem.fault = fail
+    with pytest.raises(kind, match=words) as caught:
+        copy_shards(URL, tmp_path / "ssd")
+    assert "space" not in str(caught.value)
+    assert "write" not in str(caught.value)
+
+
+def test_a_server_without_parts_of_files_is_copied_from(filled, local, tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "PART_BYTES", 1000)
+    FaultyFileSystem.sends_whole_files = True
+    url = "faulty://whole/shards"
+    shutil.copytree(local, Path(FaultyFileSystem.root) / "whole" / "shards")
+    copy_shards(url, tmp_path / "ssd")
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+    # the index, its probe, and nothing of a shard more than once
+    assert FaultyFileSystem.calls["read"] <= 2
+
+
+def test_a_damaged_source_is_told(filled, tmp_path):
+    (filled / "shard-000001.tar").write_bytes(b"other")
+    with pytest.raises(ColabUtilsError, match="the source is damaged"):
+        copy_shards(URL, tmp_path / "ssd")
+    with pytest.raises(ColabUtilsError, match="the source is damaged"):
+        copy_shards(URL, "faulty://bucket/other")
+
+
+def test_shards_are_copied_to_a_url(local, bucket):
+    FaultyFileSystem.fault = fail_times(3, ConnectionResetError(), call="write")
+    report = copy_shards(local, URL)
+    assert snapshot(bucket) == snapshot(local)
+    assert report.skipped_shards == 0
+    FaultyFileSystem.calls.clear()
+    again = copy_shards(local, URL)
+    assert again.bytes == 0
+    assert again.skipped_shards == report.shards
+    # the index alone
+    assert FaultyFileSystem.calls["write"] == 1
+
+
+def test_a_copy_to_a_url_goes_on_where_it_was(local, bucket):
+    FaultyFileSystem.fault = fail_from(5, ConnectionResetError("gone"), call="write")
+    with pytest.raises(DriveLostError):
+        copy_shards(local, URL)
+    assert not (bucket / "index.json").exists()
+    FaultyFileSystem.fault = None
+    copy_shards(local, URL)
+    assert snapshot(bucket) == snapshot(local)
+
+
+def test_a_copy_from_a_url_to_another_one(filled, local):
+    copy_shards(URL, "faulty://bucket/other")
+    assert snapshot(filled.parent / "other") == snapshot(local)
+
+
+def test_a_copy_to_the_same_url_is_refused(filled):
+    with pytest.raises(ColabUtilsError, match="expected two folders"):
+        copy_shards(URL, URL)
+
+
+def test_nothing_of_others_is_overwritten_at_a_url(local, bucket):
+    bucket.mkdir(parents=True)
+    (bucket / "shard-000001.tar").write_bytes(b"mine")
+    with pytest.raises(ColabUtilsError, match=r"found another shard-000001.tar"):
+        copy_shards(local, URL)
+    assert (bucket / "shard-000001.tar").read_bytes() == b"mine"
+
+
+def test_a_url_without_shards_is_told(tmp_path):
+    for call in (read_index, verify_shards, lambda url: copy_shards(url, tmp_path / "ssd")):
+        with pytest.raises(ColabUtilsError, match="expected a folder of shards, found nothing at"):
+            call("faulty://bucket/nothing")
+    assert not (tmp_path / "ssd").exists()
+
+
+def test_the_command_line_takes_urls(photos, local, bucket, tmp_path, capsys):
+    data = ["--images", str(photos.images), "--annotations", str(photos.annotations)]
+    sizes = ["--shard-mb", "0.05", "--storage", "keep", "--workers", "1"]
+    assert main(["preprocess", *data, "--shards", URL, *sizes]) == 0
+    assert snapshot(bucket) == snapshot(local)
+    assert main(["verify", "--shards", URL]) == 0
+    assert main(["copy", "--shards", URL, "--to", str(tmp_path / "ssd")]) == 0
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+    (bucket / "index.json").unlink()
+    assert main(["verify", "--shards", URL]) == 2
+    assert capsys.readouterr().err.count("error: ") == 1

@@ -1,0 +1,171 @@
+"""Runs at URLs: checkpoints that wait on this machine while the server fails, and go on there."""
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from colab_utils.__main__ import main
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.model import load_trained_model
+from colab_utils.training.train import train
+from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+from tests.tiny_model import TINY_MODEL
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+URL = "faulty://bucket/run"
+TINY = {
+    "model": TINY_MODEL,
+    "weights": None,
+    "min_size": 64,
+    "max_size": 96,
+    "workers": 0,
+    "device": "cpu",
+    "batch_size": 2,
+    "checkpoint_steps": 2,
+}
+EXPIRED = PermissionError("The provided token has expired.")
+GONE = ConnectionResetError("gone")
+
+
+@pytest.fixture(autouse=True)
+def bucket(tmp_path):
+    """The folder in which the server keeps the run."""
+    FaultyFileSystem.reset(tmp_path / "server")
+    yield tmp_path / "server" / "bucket" / "run"
+    FaultyFileSystem.reset("")
+
+
+def make_state(value=1.0):
+    return {"model": {"weight": torch.full((5, 5), value)}, "losses": [value]}
+
+
+def list_names(folder):
+    return sorted(path.name for path in Path(folder).glob("*.pt*"))
+
+
+def test_what_was_saved_at_a_url_is_loaded_and_two_stay(bucket):
+    folder = CheckpointFolder(URL)
+    assert folder.read(repair=True) is None
+    folder.prepare(anew=False)
+    for step in (10, 20, 30):
+        folder.save(make_state(step), step=step)
+    folder.save(make_state(20), step=20, which="best")
+    state = CheckpointFolder(URL).read()
+    assert state["losses"] == [30]
+    assert state["path"] == f"{URL}/checkpoint-00000030.pt"
+    assert str(folder.newest) == state["path"]
+    names = ["best-00000020.pt", "checkpoint-00000020.pt", "checkpoint-00000030.pt"]
+    assert list_names(bucket) == names
+
+
+@pytest.mark.parametrize("error", [GONE, EXPIRED], ids=repr)
+def test_what_the_server_does_not_take_waits_here_and_is_sent_later(bucket, error):
+    folder = CheckpointFolder(URL)
+    folder.prepare(anew=False)
+    folder.save(make_state(10), step=10)
+    FaultyFileSystem.fault = fail_from(0, error, call="write")
+    with pytest.warns(ColabUtilsWarning, match=r"00000020.pt waits in .* training goes on"):
+        path = folder.save(make_state(20), step=20)
+    assert path.parent == folder.waiting
+    with pytest.raises(DriveLostError, match=r"lies in .* Look at the server and your credential"):
+        folder.send_waiting()
+    FaultyFileSystem.fault = None
+    # another session of this machine sends it
+    with pytest.warns(ColabUtilsWarning, match="waited in"):
+        assert CheckpointFolder(URL).read(repair=True)["losses"] == [20]
+    assert list_names(bucket) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
+    assert list_names(folder.waiting) == []
+
+
+def test_the_next_one_that_the_server_takes_replaces_those_that_wait(bucket):
+    folder = CheckpointFolder(URL)
+    folder.prepare(anew=False)
+    FaultyFileSystem.fault = fail_times(1, GONE, call="write")
+    with pytest.warns(ColabUtilsWarning, match="waits in"):
+        folder.save(make_state(10), step=10)
+    folder.save(make_state(20), step=20)
+    assert list_names(bucket) == ["checkpoint-00000020.pt"]
+    assert list_names(folder.waiting) == []
+
+
+def test_a_torn_checkpoint_at_a_url_is_set_aside(bucket):
+    folder = CheckpointFolder(URL)
+    folder.prepare(anew=False)
+    folder.save(make_state(10), step=10)
+    folder.save(make_state(20), step=20)
+    newest = bucket / "checkpoint-00000020.pt"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    with pytest.warns(ColabUtilsWarning, match=r"is torn .* renamed to"):
+        assert folder.read(repair=True)["losses"] == [10]
+    assert list_names(bucket) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt.torn-1"]
+
+
+def test_anew_moves_older_checkpoints_and_never_deletes(bucket):
+    for value in (1, 2):
+        folder = CheckpointFolder(URL)
+        folder.prepare(anew=True)
+        folder.save(make_state(value), step=value)
+    CheckpointFolder(URL).prepare(anew=True)
+    assert list_names(bucket) == []
+    assert list_names(bucket / "previous-1") == ["checkpoint-00000001.pt"]
+    assert list_names(bucket / "previous-2") == ["checkpoint-00000002.pt"]
+
+
+def test_a_server_that_fails_is_no_run_without_checkpoints():
+    folder = CheckpointFolder(URL)
+    folder.prepare(anew=False)
+    folder.save(make_state(), step=1)
+    FaultyFileSystem.fault = fail_from(0, GONE, call="ls")
+    with pytest.raises(DriveLostError, match="gone"):
+        CheckpointFolder(URL).read(repair=True)
+
+
+@pytest.fixture
+def few_shards(tiny_shards, bucket):
+    """Shards at the same server."""
+    shutil.copytree(tiny_shards, bucket.parent / "shards")
+    return "faulty://bucket/shards"
+
+
+def test_a_run_at_a_url_goes_on_there_as_in_a_folder(few_shards, tiny_shards, bucket, tmp_path):
+    whole = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
+    train(few_shards, URL, steps=2, **TINY)
+    report = train(few_shards, URL, steps=4, val_shards=few_shards, **TINY)
+    assert report.losses == whole.losses
+    assert report.checkpoint == f"{URL}/checkpoint-00000004.pt"
+    assert not (bucket / "writer.txt").exists()
+    assert load_trained_model(URL).class_names == load_trained_model(tmp_path / "run").class_names
+
+
+def test_credentials_that_expire_during_a_run_lose_nothing(few_shards, tiny_shards, tmp_path):
+    whole = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
+
+    def expire(call, path):
+        if call == "write" and "checkpoint-" in path:
+            raise EXPIRED
+
+    FaultyFileSystem.fault = expire
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ColabUtilsWarning)
+        with pytest.raises(DriveLostError, match=r"token has expired.* then run the same command"):
+            train(few_shards, URL, steps=2, **TINY)
+        FaultyFileSystem.fault = None
+        report = train(few_shards, URL, steps=4, **TINY)
+    assert report.losses == whole.losses
+
+
+def test_a_run_at_a_url_that_cannot_be_written_is_told_before_the_first_step(few_shards):
+    FaultyFileSystem.fault = fail_from(0, EXPIRED, call="write")
+    with pytest.raises(ColabUtilsError, match=r"token has expired.*credentials"):
+        train(few_shards, URL, steps=2, **TINY)
+
+
+def test_the_command_trains_at_urls(few_shards, bucket, capsys):
+    sizes = ["--model", TINY_MODEL, "--min-size", "64", "--max-size", "96", "--batch-size", "2"]
+    assert main(["train", "--shards", few_shards, "--run", URL, "--steps", "1", *sizes]) == 0
+    assert list_names(bucket) == ["checkpoint-00000001.pt"]
