@@ -276,7 +276,7 @@ def test_what_no_export_holds_is_refused_before_anything_is_written(
     tmp_path, tiny_dataset, ssd, more, why
 ):
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=more, kind=zipfile.ZIP_DEFLATED)
-    with pytest.raises(ColabUtilsError, match=f"{why}.*: nothing is unpacked") as error:
+    with pytest.raises(ColabUtilsError, match=f"{why}.*, so nothing is unpacked") as error:
         unpack_dataset(source, ssd)
     assert str(error.value).isprintable()
     assert not [path for path in ssd.rglob("*") if path.is_file()]
@@ -559,7 +559,7 @@ def test_names_that_no_code_page_explains_are_garbled(tmp_path, tiny_dataset, ss
         for name, data in content.items():
             # What the first program made of the names is marked as UTF-8.
             archive.writestr(name, data)
-    with pytest.raises(ColabUtilsError, match="the names in the zip are garbled"):
+    with pytest.raises(ColabUtilsError, match="The names in the zip are garbled"):
         unpack_dataset(str(path), ssd)
 
 
@@ -580,6 +580,6 @@ def test_backslashes_part_folders(tmp_path, tiny_dataset, ssd):
 )
 def test_backslashes_lead_nowhere_else(tmp_path, tiny_dataset, ssd, name):
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=[(name, b"")])
-    with pytest.raises(ColabUtilsError, match="leads out of it: nothing is unpacked"):
+    with pytest.raises(ColabUtilsError, match="leads out of it, so nothing is unpacked"):
         unpack_dataset(source, ssd)
     assert not list(tmp_path.rglob("out.jpg"))

@@ -111,24 +111,24 @@ def spoil_colours(folder):
 SPOILED = [
     (
         lambda folder: (folder / "PedMasks/Fudan1_mask.png").unlink(),
-        "1 files without the other, such as Fudan1_mask",
+        "1 files are without the other, such as Fudan1_mask",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.png").unlink(),
-        "1 files without the other, such as Fudan1_mask",
+        "1 files are without the other, such as Fudan1_mask",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.jpg").touch(),
-        "one file called Fudan1 .* found two",
+        "has two files called Fudan1",
     ),
     (
         lambda folder: (folder / "PedMasks/Fudan1_mask.png").write_bytes(b"no mask"),
-        "a mask at .*Fudan1_mask.png",
+        "its mask .*Fudan1_mask.png cannot be read",
     ),
     (lambda folder: (folder / "people.json").touch(), "Name a new file"),
     (spoil_size, "a mask of 60 x 40 pixels at .*, found 9 x 9"),
-    (spoil_kind, "keeps its values at .*, found a JPEG"),
-    (spoil_colours, "one colour an object at .*, found .* colours"),
+    (spoil_kind, "is a JPEG, which does not keep its values"),
+    (spoil_colours, "has .* colours, where each is to be one object"),
 ]
 
 
@@ -285,7 +285,7 @@ def test_a_threshold_makes_one_object_of_a_mask(tmp_path):
 
 def test_a_jpeg_is_a_mask_by_its_threshold(tmp_path):
     folders = save_masks(tmp_path, DISC.astype(np.uint8) * 255, ending=".jpg", quality=90)
-    with pytest.raises(ColabUtilsError, match=r"found a JPEG.*threshold=127"):
+    with pytest.raises(ColabUtilsError, match=r"is a JPEG.*threshold=127"):
         convert_masks(**folders)
     (area,) = list_areas(folders, threshold=127)
     assert abs(area - DISC.sum()) < 0.03 * DISC.sum()
@@ -297,7 +297,7 @@ def test_an_object_in_the_corners_may_be_the_background(tmp_path):
         IDS.astype(np.uint8),
         np.where(DISC, 0, 255).astype(np.uint8),
     )
-    with pytest.raises(ColabUtilsError, match=r"1\.png.*255 in its corners and in 89% of.*=255"):
+    with pytest.raises(ColabUtilsError, match=r"1\.png.*255 is in its corners and in 89% of.*=255"):
         convert_masks(**folders)
     assert list_areas(folders, background=0) == [DISC.sum(), OTHER.sum(), (~DISC).sum()]
 
@@ -353,13 +353,13 @@ def test_what_was_understood_is_printed(tmp_path, capsys):
 
 def test_masks_without_any_object_are_refused(tmp_path):
     folders = save_masks(tmp_path, np.zeros((64, 96), np.uint8))
-    with pytest.raises(ColabUtilsError, match="found only background"):
+    with pytest.raises(ColabUtilsError, match="hold only background"):
         convert_masks(**folders)
 
 
 def test_a_mask_file_an_object_is_another_layout(people):
     Image.new("L", (60, 40)).save(people / "PedMasks/Fudan1_mask2.png")
-    with pytest.raises(ColabUtilsError, match=r"files without the other.*FORMATS\.md"):
+    with pytest.raises(ColabUtilsError, match=r"files are without the other.*FORMATS\.md"):
         convert(people)
     with pytest.raises(ColabUtilsError, match=r"found none.*FORMATS\.md"):
         convert_masks(people, people, output=people / "people.json")
@@ -394,7 +394,9 @@ def test_regions_of_cityscapes_are_no_objects(tmp_path):
     Image.new("RGB", (24, 16)).save(tmp_path / "images" / "a.png")
     Image.fromarray(values).save(tmp_path / "masks" / "a.png")
     folders = tmp_path / "images", tmp_path / "masks"
-    with pytest.raises(ColabUtilsError, match=r"found 2 below 1,000 .*background=range\(1000\)"):
+    with pytest.raises(
+        ColabUtilsError, match=r"has 2 values below 1,000 .*background=range\(1000\)"
+    ):
         convert_masks(*folders, output=tmp_path / "coco.json")
     made = convert_masks(*folders, output=tmp_path / "coco.json", background=range(1000))
     areas = [annotation["area"] for annotation in json.loads(made.read_text())["annotations"]]
