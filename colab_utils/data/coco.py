@@ -294,8 +294,8 @@ def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
     for kind, ids in strangers.items():
         if ids.size:
             raise ColabUtilsError(
-                f"{annotations} has {ids.size} entries {kind}, such as id {ids[0]}. See `check`, which "
-                "repairs them (--repair OUT.json)."
+                f"{annotations} has {ids.size} entries {kind}, such as id {ids[0]}. See `check`, "
+                "which repairs them (--repair OUT.json)."
             )
 
 
