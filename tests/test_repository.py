@@ -249,6 +249,33 @@ def test_code_is_no_denser_than_before(tree):
     assert density.format_skips == 0
 
 
+def find_empty_names(code):
+    """Return the locals and parameters of some code whose names say nothing."""
+    empty = {"found", "told", "said", "one", "here", "there", "of"}
+    nodes = list(ast.walk(ast.parse(code)))
+    stored = [
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    parameters = [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return empty.intersection(stored + parameters)
+
+
+@pytest.mark.parametrize("tree", LIMITS)
+def test_names_say_what_they_hold(tree):
+    faults = {}
+    for path in sorted((ROOT / tree).rglob("*.py")):
+        names = find_empty_names(path.read_text(encoding="utf-8"))
+        if names:
+            faults[str(path.relative_to(ROOT))] = names
+    assert faults == {}
+
+
+def test_names_that_say_nothing_are_found():
+    assert find_empty_names("found = look()") == {"found"}
+    assert find_empty_names("def add(one, other): return one + other") == {"one"}
+    assert find_empty_names("annotation = read()") == set()
+
+
 @pytest.mark.parametrize(
     ("code", "packed"),
     [
