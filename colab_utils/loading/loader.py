@@ -77,7 +77,7 @@ def make_loader(
             torchvision's detection contract. Its ``__getitems__`` is used if it has one. A target
             needs ``boxes``, ``labels`` (from 1) and ``masks``; without objects it may lack these
             too. A missing ``image_id`` is the sample's index. A missing ``area`` is computed from
-            the mask.
+            the mask. A mask that lies beside its box, or has no pixel, is warned of once.
         batch_size: Images in a batch. The last batch of an epoch may hold fewer.
         device: Device on which the batches are delivered. Default: "cpu".
         workers: Processes that load. 0 loads in this process when a batch is requested. "auto"
