@@ -272,8 +272,6 @@ class ShardDataset(CocoSamples):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at ...
     """
 
-    # What brings the shards, where they have not all arrived on every machine that trains.
-    arrival: Arrival | None = None
     # The groups whose shards this host copies; None if it copies all.
     groups: CopiedGroups | None = None
 
@@ -305,6 +303,8 @@ class ShardDataset(CocoSamples):
         *,
         contiguous_labels: bool,
     ) -> None:
+        # What brings the shards, where they have not all arrived on every machine that trains.
+        self.arrival: Arrival | None = None
         self._files = files
         self.index = index
         self.transforms = transforms
