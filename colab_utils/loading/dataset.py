@@ -297,8 +297,6 @@ class ShardDataset(CocoSamples):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
 
-    # What brings the shards, where they have not all arrived on every machine that trains.
-    arrival: Arrival | None = None
     # The groups whose shards this host copies; None if it copies all.
     groups: CopiedGroups | None = None
 
@@ -330,6 +328,8 @@ class ShardDataset(CocoSamples):
         *,
         contiguous_labels: bool,
     ) -> None:
+        # What brings the shards, where they have not all arrived on every machine that trains.
+        self.arrival: Arrival | None = None
         self._files = files
         self.index = index
         self.transforms = transforms

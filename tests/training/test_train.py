@@ -35,7 +35,6 @@ from colab_utils.training.data import DataSource, open_data
 from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.plan import TrainingPlan
-from colab_utils.training.ranks import Ranks
 from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
 from colab_utils.training.step import TrainingStep
@@ -1372,7 +1371,7 @@ def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards):
     state = {"plan": dataclasses.asdict(undisturbed.plan), "path": "run/checkpoint-00000005.pt"}
     settings = choose_settings(AskedSettings(), read_settings(state["plan"]), on_gpu=True)
     with (
-        open_data(DataSource(tiny_shards), val_shards=None, seed=0, ranks=Ranks()) as data,
+        open_data(DataSource(tiny_shards), val_shards=None, seed=0) as data,
         pytest.warns(
             ColabUtilsWarning,
             match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",
