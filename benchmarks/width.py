@@ -29,7 +29,7 @@ __all__ = ["main", "measure_rate"]
 
 LIMITS = (8, 32, 128)
 OPEN_S = 0.2
-FILES = 40_000
+FILES = 80_000
 WARM_UP_S = 10.0
 
 

@@ -100,7 +100,7 @@ def test_files_that_are_needed_in_another_order_do_not_wait_for_ever(tmp_path):
     reader.close()
 
 
-def test_a_read_that_hangs_stops_no_other_once_it_is_dropped(tmp_path):
+def test_a_read_that_hangs_stops_no_other_once_it_is_forgotten(tmp_path):
     release = threading.Event()
 
     def read(name):
@@ -109,9 +109,9 @@ def test_a_read_that_hangs_stops_no_other_once_it_is_dropped(tmp_path):
         return name
 
     reader = Reader(read, place=tmp_path, streams=1)
-    stuck, *others = reader.ask(range(4))
-    stuck.drop()
-    assert [reading.take() for reading in others] == [1, 2, 3]
+    reader.prefetch(range(4))
+    reader.forget([0])
+    assert [reader.take(name) for name in (1, 2, 3)] == [1, 2, 3]
     release.set()
     reader.close()
 

@@ -53,6 +53,7 @@ from colab_utils.shards.write import (
     find_common_recipe,
     finish_folder,
 )
+from colab_utils.streams import is_remote
 
 _LOWEST_PRIORITY = 19
 
@@ -95,6 +96,9 @@ class Writing(Arrival):
         retries = Retries(multiprocessing.get_context("fork").Event())
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
+        if is_remote(images):
+            # The end of a shard waits for its slowest file, and needs no core: others are read.
+            workers *= 2
         with lock as stack:
             if self._drive is not None:
                 stack.enter_context(hold_folder(self._drive))
