@@ -53,10 +53,6 @@ class Reading:
         finally:
             self._reader._release(self)
 
-    def drop(self) -> None:
-        """Give up the file: what comes of it is forgotten."""
-        self._reader._drop([self])
-
 
 class Reader:
     """Keep many reads in flight for the files that come next, in the order in which they are asked.

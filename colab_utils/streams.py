@@ -10,6 +10,7 @@ import psutil
 import xxhash
 
 from colab_utils.drive import find_mount
+from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, UrlPath
 from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
@@ -20,7 +21,7 @@ MOST_STREAMS = 256
 # A local disk answers at once: more reads than these only take turns.
 _LOCAL_STREAMS = 2
 # The first guess for a folder behind a network.
-_REMOTE_STREAMS = 8
+_REMOTE_STREAMS = 16
 # File systems whose files come over a network, beside Drive and slowed folders.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
 # A wider try counts as better where files come faster by this factor.
@@ -29,7 +30,7 @@ _GAIN = 1.1
 _FACTOR = 2.0
 _FACTOR_AFTER_REFUSAL = 1.5
 # Files that a window counts, for each stream; the first one of each stream is left out.
-_FILES_A_STREAM = 3
+_FILES_A_STREAM = 2
 _LEAST_FILES = 16
 # Windows until a wider try, where the last one gained nothing.
 _PATIENCE = 3
@@ -184,13 +185,16 @@ def require_streams(streams: int | str) -> int | str:
     """
     if isinstance(streams, str) and streams == "auto":
         return streams
-    return require_count("streams", streams, most=MOST_STREAMS)
+    try:
+        return require_count("streams", streams, most=MOST_STREAMS)
+    except ColabUtilsError as error:
+        raise ColabUtilsError(f'{str(error).removesuffix(".")}, or "auto".') from None
 
 
 def guess_streams(place: str | Place) -> int:
     """Return how many files of a folder to read at once at first.
 
-    It is the number that was found last in this session for the same mount; else 8 for a folder
+    It is the number that was found last in this session for the same mount; else 16 for a folder
     behind a network, and 2 for a local disk.
 
     Example:

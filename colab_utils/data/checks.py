@@ -5,13 +5,13 @@ data in numbers.
 import math
 import multiprocessing
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -141,12 +141,17 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     starts = range(0, len(dataset), size)
     context = multiprocessing.get_context("fork")
     with explain_shared_memory():
-        progress = _Progress(context.Value("q", 0), context.Event())
-    with fork_pool(max(1, min(count_cores(), len(starts))), _join, progress) as pool:
+        images_done = context.Value("q", 0)
+        stop = context.Event()
+    with fork_pool(max(1, min(count_cores(), len(starts))), _join, images_done, stop) as pool:
         parts = (dataset.subset(start, min(start + size, len(dataset))) for start in starts)
-        inspect = partial(_inspect_for_check, images, deep)
-        inspected = [pool.submit(inspect, part) for part in parts]
-        _wait_for(inspected, progress, len(dataset))
+        inspected = [pool.submit(_inspect_part, images, deep, part) for part in parts]
+        try:
+            _wait_for(inspected, images_done, len(dataset))
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
     findings = [*chain.from_iterable(part.result() for part in inspected)]
     # On Drive, a file may be missing for a while.
     missing = [
@@ -158,66 +163,44 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     return findings
 
 
-class _Progress(NamedTuple):
-    """What the processes of one check share."""
-
-    images_done: Any
-    """Number of images, as shared memory."""
-    stop: Any
-    """Event that ends every process at its next image."""
-
-
-# Of the check that this process works for; it works for none in the beginning.
-_progress: _Progress | None = None
-
-
-def _join(progress: _Progress) -> None:
-    """Make this process, which was just forked, work for a check."""
-    global _progress
-    _progress = progress
-
-
-def _wait_for(inspected: Iterable[Future[list[Findings]]], progress: _Progress, total: int) -> None:
+def _wait_for(inspected: Iterable[Future[Any]], images_done: Any, total: int) -> None:
     """Wait for all parts, and show how many images are done."""
     pending = set(inspected)
     with show_progress("check", total=total, unit="image") as bar:
-        try:
-            while pending:
-                for part in pop_done(pending):
-                    part.result()
-                # It is read without its lock, which a worker that was killed may hold.
-                bar.update(progress.images_done.get_obj().value - bar.n)
-        finally:
-            progress.stop.set()
-            for part in pending:
-                part.cancel()
+        while pending:
+            for part in pop_done(pending):
+                part.result()
+            # It is read without its lock, which a worker that was killed may hold.
+            bar.update(images_done.get_obj().value - bar.n)
 
 
-def _inspect_for_check(images: Place, deep: bool, part: CocoDataset) -> list[Findings]:
-    """Inspect a part in a process that has joined a check."""
-    return _inspect_part(images, deep, part, _progress)
+# Counts an image that is done; only in the processes of a check.
+_count_image: Callable[[], object] = int
 
 
-def _inspect_part(
-    images: Place, deep: bool, part: CocoDataset, progress: _Progress | None = None
-) -> list[Findings]:
-    retries = Retries(progress.stop if progress else None)
+def _join(images_done: Any, stop: Any) -> None:
+    """Make this process, which was just forked, work for a check."""
+    global _count_image
+
+    def count() -> None:
+        if stop.is_set():
+            raise CancelledError
+        with images_done.get_lock():
+            images_done.value += 1
+
+    _count_image = count
+
+
+def _inspect_part(images: Place, deep: bool, part: CocoDataset) -> list[Findings]:
+    retries = Retries()
     read = partial(read_header, images, part, retries=retries, deep=deep)
     reader = Reader(read, place=images, retries=retries)
     findings = []
     with closing(reader):
         for i, reading in enumerate(reader.read_all(range(len(part)))):
             findings.append(check_image(part, i, reading.take()))
-            if progress is not None:
-                _count_image(progress)
+            _count_image()
     return findings
-
-
-def _count_image(progress: _Progress) -> None:
-    if progress.stop.is_set():
-        raise CancelledError
-    with progress.images_done.get_lock():
-        progress.images_done.value += 1
 
 
 def _sum_up(

@@ -252,9 +252,10 @@ class Arrival:
         except Exception as failure:
             error = failure
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
+        reason = str(error).removesuffix(".")
         with self._lock:
             self._error = kind(
-                f"{error}; {len(self.spans_s)} of {len(self._sizes)} shards in "
+                f"{reason}; {len(self.spans_s)} of {len(self._sizes)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
             try:

@@ -39,6 +39,7 @@ from colab_utils.shards.jobs import (
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
 from colab_utils.shards.write import begin_folder, check_bad, cut_parts, join_index
+from colab_utils.streams import is_remote
 
 _LOWEST_PRIORITY = 19
 
@@ -78,6 +79,9 @@ class Writing(Arrival):
         retries = Retries(multiprocessing.get_context("fork").Event())
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
+        if is_remote(images):
+            # The end of a shard waits for its slowest file, and needs no core: others are read.
+            workers *= 2
         with ExitStack() as stack:
             if drive is not None:
                 stack.enter_context(hold_folder(drive))

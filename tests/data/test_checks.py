@@ -393,8 +393,8 @@ def no_fork(monkeypatch):
     monkeypatch.setattr("colab_utils.data.checks.fork_pool", _start_threads)
 
 
-def _start_threads(workers, join, progress):
-    return ThreadPoolExecutor(workers, initializer=join, initargs=(progress,))
+def _start_threads(workers, join, *shared):
+    return ThreadPoolExecutor(workers, initializer=join, initargs=shared)
 
 
 @pytest.mark.parametrize(("spoil", "kind", "serious", "kept"), DEFECTS)
