@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status == HTTPStatus.OK and not path.is_file():
             status = HTTPStatus.NOT_FOUND
         if status != HTTPStatus.OK:
-            self.send_error(status)
+            self._refuse(status)
             return
         size = path.stat().st_size
         start = 0
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(match[1])
             stop = min(size, int(match[2] or size) + 1)
             if start >= size:
-                self.send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
                 return
             self.send_response(HTTPStatus.PARTIAL_CONTENT)
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
@@ -109,6 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not is_head:
             self._send(path, start, stop, is_cut=bool(fault.get("cut")))
+
+    def _refuse(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _send(self, path: Path, start: int, stop: int, *, is_cut: bool) -> None:
         left = stop - start

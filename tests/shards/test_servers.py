@@ -19,6 +19,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.loader import make_loader
 from colab_utils.places import UrlPath, open_place
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import copy as copying
@@ -156,7 +157,8 @@ def test_shards_arrive_from_s3(s3, local, tmp_path):
     dataset = ArrivingShards(S3, tmp_path / "ssd")
     dataset.wait()
     assert snapshot(tmp_path / "ssd") == snapshot(local)
-    assert len(ShardDataset(S3)) == 30
+    batches = make_loader(ShardDataset(S3), batch_size=4, device="cpu", workers=2)
+    assert sum(len(targets) for _, targets in batches) == 30
 
 
 def test_a_large_file_is_sent_in_parts_and_not_read_back(s3, monkeypatch):
@@ -293,6 +295,38 @@ def test_a_web_server_that_goes_is_told(web, local, tmp_path):
         open_place(f"{url}/shards/index.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ({"status": 503, "times": 8}, None, ""),
+        ({"status": 429, "times": 8}, None, ""),
+        ({"cut": True, "times": 3}, None, ""),
+        ({"status": 403, "times": 10**6}, ColabUtilsError, "the server refused"),
+        ({"status": 503, "times": 10**6}, DriveLostError, "the server failed"),
+        ({"cut": True, "times": 10**6}, DriveLostError, "the server failed"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("web", [""], ids=["ranges"], indirect=True)
+def test_an_s3_server_that_fails_is_asked_again_and_told(
+    web, local, tmp_path, monkeypatch, fault, kind, words
+):
+    url, faults, _ = web
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    copy_shards(local, tmp_path / "web" / "bucket" / "shards")
+    faults.write_text(json.dumps(fault))
+    if kind is None:
+        copy_shards(S3, tmp_path / "ssd", streams=2)
+        assert snapshot(tmp_path / "ssd") == snapshot(local)
+        return
+    with pytest.raises(kind, match=words) as caught:
+        copy_shards(S3, tmp_path / "ssd", streams=2)
+    assert "space" not in str(caught.value)
+    assert isinstance(caught.value, DriveLostError) == (kind is DriveLostError)
+
+
 def test_nothing_is_written_to_a_web_server(web, local):
     url, _, _ = web
     with pytest.raises(ColabUtilsError, match="can only be read"):
@@ -311,3 +345,7 @@ def test_images_and_annotations_come_from_a_web_server(web, photos, local, tmp_p
     assert check_dataset(images, annotations) == check_dataset(photos.images, photos.annotations)
     write_shards(images, annotations, shards=tmp_path / "shards", workers=2, **SETTINGS)
     assert snapshot(tmp_path / "shards") == snapshot(local)
+    dataset = CocoFolder(images, annotations)
+    assert dataset[0][0].ndim == 3
+    batches = make_loader(dataset, batch_size=4, device="cpu", workers=2)
+    assert sum(len(targets) for _, targets in batches) == 30
