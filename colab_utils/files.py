@@ -81,9 +81,7 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags)
 
 
-def read_file(
-    path: str | Path, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
-) -> bytes:
+def read_file(path: str | Path, retries: Retries | None = None) -> bytes:
     """Read a file, no faster than the slowed folder that it lies in allows.
 
     Where Drive fails it is tried again by ``retries``; without them the first error is raised, but
@@ -98,7 +96,7 @@ def read_file(
         >>> len(read_file(__file__)) > 1000
         True
     """
-    read = partial(_read_once, path, find_profile(path), most_bytes)
+    read = partial(_read_once, path, find_profile(path))
     if retries:
         return retries.run(read)
     try:
@@ -107,9 +105,9 @@ def read_file(
         return Retries().run(read)
 
 
-def _read_once(path: str | Path, profile: DriveProfile | None, most_bytes: float) -> bytes:
+def _read_once(path: str | Path, profile: DriveProfile | None) -> bytes:
     started = perf_counter()
-    content = read_whole(path, most_bytes=most_bytes)
+    content = read_whole(path)
     wait_as_drive(profile, path, 0, len(content), started)
     return content
 
