@@ -36,7 +36,7 @@ from colab_utils.require import require_local_path
 # The numbers of an annotation, and where its text starts among those of its block.
 _ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
 # Annotations of so many bytes stay in memory.
-_MEMORY_BYTES = 1 << 25
+_MEMORY_BYTES = 1 << 24
 
 
 class _Block(NamedTuple):
