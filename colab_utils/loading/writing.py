@@ -39,7 +39,7 @@ from colab_utils.shards.jobs import (
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
 from colab_utils.shards.source import keep_source
-from colab_utils.shards.write import begin_folder, check_bad, cut_parts, finish_folder
+from colab_utils.shards.write import begin_folder, check_bad, cut_parts, join_index
 
 _LOWEST_PRIORITY = 19
 
@@ -132,13 +132,15 @@ class Writing(Arrival):
         self._sending.copy_file(*tar)
 
     def _finish(self) -> None:
-        index = finish_folder(self.target, self._plan, self._done)
+        index = join_index(self._plan, self._done)
+        write_index(self.target, index)
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
             self._sending.retries.write(self._drive, write_index, self._drive, index)
-            images = Path(self._plan.image_folder)
-            keep_source(self._drive, index, images, self._plan.source, self._plan.planned_ns)
+        plan = self._plan
+        for folder in {self.target, self._drive or self.target}:
+            keep_source(folder, index, Path(plan.image_folder), plan.source, plan.planned_ns)
 
     def __str__(self) -> str:
         sent = sum(sending.done() for sending in self._sendings)
