@@ -279,6 +279,7 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
                 "images": f"{row['images']:,}",
                 "CPU s": f"{row['cpu_s']:.2f}",
                 "CPU us an image": f"{1e6 * row['cpu_s'] / row['images']:.1f}",
+                "peak MB": f"{row['peak_bytes'] * row['images'] / 1e6:,.0f}",
                 "peak B an image": f"{row['peak_bytes']:,.0f}",
                 "B an image that stay": f"{row['left_bytes']:,.0f}",
                 "exponent": exponent,

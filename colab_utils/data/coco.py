@@ -434,6 +434,9 @@ class Strangers:
 
     def __init__(self, dataset: CocoDataset) -> None:
         self._ids, self._places = np.unique(dataset.image_ids, return_index=True)
+        if not len(dataset):
+            self._ids = np.array([UNREADABLE])
+            self._places = np.array([-1])
         # A category that cannot be read is a fault of its annotation alone.
         self._categories = [UNREADABLE, *(category["id"] for category in dataset.categories)]
         self.unknown_images: list[int] = []
@@ -444,11 +447,9 @@ class Strangers:
         id, the first has the annotations.
         """
         order = np.searchsorted(self._ids, rows["image_id"])
-        # Past the last one is the first one, which is another.
-        order[order == len(self._ids)] = 0
-        is_known = np.isin(rows["image_id"], self._ids)
-        image_of = np.full(len(rows), -1)
-        image_of[is_known] = self._places[order[is_known]]
+        order = np.minimum(order, len(self._ids) - 1)
+        image_of = np.where(self._ids[order] == rows["image_id"], self._places[order], -1)
+        is_known = image_of >= 0
         is_strange = is_known & ~np.isin(rows["category_id"], self._categories)
         self.unknown_images += rows["id"][~is_known].tolist()
         self.unknown_categories += rows["id"][is_strange].tolist()

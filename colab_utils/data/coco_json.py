@@ -23,7 +23,7 @@ _SECTIONS = ("images", "annotations", "categories")
 # Of a file that is hashed, so many bytes are read at once.
 _PIECE_BYTES = 1 << 20
 # Bytes of text after which a block of annotations is kept elsewhere.
-_BLOCK_BYTES = 1 << 25
+_BLOCK_BYTES = 1 << 24
 # Characters of a file_name: no path of Linux is longer.
 _LONGEST_NAME = 4096
 UNREADABLE = -(2**63)

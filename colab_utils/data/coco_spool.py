@@ -38,7 +38,7 @@ from colab_utils.places import Place, open_place
 # The numbers of an annotation, and where its text starts among those of its block.
 _ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
 # Annotations of so many bytes stay in memory.
-_MEMORY_BYTES = 1 << 25
+_MEMORY_BYTES = 1 << 24
 
 
 class _Block(NamedTuple):
@@ -126,11 +126,9 @@ class SpooledCoco:
             texts = self._spool.read_texts(block, rows) if len(order) else b""
             dealt.add(*_sort(rows[order], place_of[image_of[order]], texts))
         for number, indices in enumerate(parts):
-            pieces = [
-                _read_piece(dealt, block, ends[number : number + 2].tolist())
-                for block, ends in zip(dealt.blocks, bounds, strict=True)
-            ]
-            yield _join(self.images.select(indices), pieces)
+            yield _join(
+                self.images.select(indices), dealt, [ends[number : number + 2] for ends in bounds]
+            )
 
 
 def _sort(
@@ -144,14 +142,17 @@ def _sort(
     return rows, b"".join(pieces)
 
 
-def _read_piece(dealt: _Spool, block: _Block, bounds: list[int]) -> tuple[NDArray[Any], bytes]:
-    rows = dealt.read_rows(block, *bounds)
-    return rows, dealt.read_texts(block, rows)
+def _join(images: CocoDataset, dealt: _Spool, bounds: list[NDArray[np.int64]]) -> CocoDataset:
+    """Return the dataset of a part's images, with its rows and texts from all blocks.
 
-
-def _join(images: CocoDataset, pieces: list[tuple[NDArray[Any], bytes]]) -> CocoDataset:
-    """Return the dataset of a part's images, with its rows and texts from all blocks."""
-    rows = np.concatenate([rows for rows, _ in pieces])
+    ``bounds`` has of each block where the part's rows start and end.
+    """
+    pieces = []
+    texts = bytearray()
+    for block, (first, stop) in zip(dealt.blocks, bounds, strict=True):
+        pieces.append(dealt.read_rows(block, int(first), int(stop)))
+        texts += dealt.read_texts(block, pieces[-1])
+    rows = np.concatenate(pieces)
     order = np.argsort(rows["image_id"], kind="stable")
     counts = np.bincount(rows["image_id"], minlength=len(images))
     lengths = rows["text_end"] - rows["text_start"]
@@ -161,7 +162,7 @@ def _join(images: CocoDataset, pieces: list[tuple[NDArray[Any], bytes]]) -> Coco
         first=np.append(0, np.cumsum(counts)),
         ids=rows["id"][order],
         is_crowd=rows["is_crowd"][order].astype(np.bool_),
-        texts=b"".join([texts for _, texts in pieces]),
+        texts=texts,
         text_spans=np.stack([ends - lengths, ends], axis=1)[order],
     )
 

@@ -51,7 +51,7 @@ from colab_utils.shards.write import (
     check_bad,
     cut_parts,
     find_common_recipe,
-    finish_folder,
+    join_index,
 )
 from colab_utils.streams import is_remote
 
@@ -150,13 +150,16 @@ class Writing(Arrival):
         self._sending.copy_file(*tar)
 
     def _finish(self) -> None:
-        index = finish_folder(self.target, self._plan, self._done)
+        index = join_index(self._plan, self._done)
+        write_index(self.target, index)
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
             self._sending.retries.write(self._drive, write_index, self._drive, index)
-            images = open_place(self._plan.image_folder)
-            keep_source(self._drive, index, images, self._plan.source, self._plan.planned_ns)
+        plan = self._plan
+        images = open_place(plan.image_folder)
+        for folder in {self.target, self._drive or self.target}:
+            keep_source(folder, index, images, plan.source, plan.planned_ns)
 
     def __str__(self) -> str:
         sent = sum(sending.done() for sending in self._sendings)

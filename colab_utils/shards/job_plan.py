@@ -246,7 +246,7 @@ def _name_part(plan: JobPlan, number: int) -> Place:
     return plan.files / f"{number:06d}.npz"
 
 
-def _dump_part(part: CocoDataset) -> bytes:
+def _dump_part(part: CocoDataset) -> memoryview:
     """Return the content of the file that holds a shard's annotations."""
     tables = {name: value for name, value in vars(part).items() if isinstance(value, np.ndarray)}
     head = [part.fingerprint, part.categories, sorted(part.shared_names)]
@@ -255,7 +255,7 @@ def _dump_part(part: CocoDataset) -> bytes:
         tables[name] = np.frombuffer(text, np.uint8)
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **tables)
-    return file.getvalue()
+    return file.getbuffer()
 
 
 def _parse_part(content: bytes) -> CocoDataset:

@@ -20,6 +20,8 @@ from colab_utils.processes import ThreadPool
 from colab_utils.shards.index import ShardIndex
 
 SOURCE_NAME = ".source.json"
+# A JSON of fewer bytes is read in less than a second.
+_SMALL_BYTES = 8_000_000
 # Images that are asked for at the same time.
 _STREAMS = 32
 
@@ -68,6 +70,8 @@ def keep_source(
 ) -> None:
     """Keep what the shards of a folder were made of, where the folder can be written to.
 
+    Of a small JSON whose images are all in the shards nothing is kept: it is read in no time.
+
     Args:
         folder: the folder of the shards.
         index: what it holds.
@@ -76,6 +80,8 @@ def keep_source(
         before_ns: when the images began to be looked at, in nanoseconds since 1970. Whoever looked
             at a file that was changed later may have seen what it was before.
     """
+    if not index.skipped and source.json.bytes < _SMALL_BYTES:
+        return
     stamps = stamp_images(images, [image.file_name for image in index.skipped])
     for name, stamp in list(stamps.items()):
         if stamp.modified_ns >= before_ns:

@@ -10,7 +10,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.opening import open_dataset
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards import jobs
+from colab_utils.shards import jobs, source
 from colab_utils.shards.index import read_index
 from colab_utils.shards.parts import plan_jobs
 from colab_utils.shards.source import SOURCE_NAME, read_source
@@ -148,9 +148,9 @@ def test_an_image_that_changes_while_shards_are_written_is_looked_at_again(data,
         os.utime(path, ns=(2 * 10**18, 2 * 10**18))
     folder = tmp_path / "shards"
     write(data, folder)
-    source = read_source(folder, read_index(folder).fingerprint)
-    assert source is not None
-    assert source.skipped == {}
+    kept = read_source(folder, read_index(folder).fingerprint)
+    assert kept is not None
+    assert kept.skipped == {}
 
 
 @pytest.mark.parametrize("content", [b"", b"5", b"{}", b'{"skipped": 5}', b"\xff", b"[" * 10_000])
@@ -167,6 +167,26 @@ def test_a_note_of_other_shards_is_none(data, folder, opened):
     (folder / SOURCE_NAME).write_text(json.dumps({**note, "fingerprint": "0" * 32}))
     assert write(data, folder).images == 6
     assert data[1].name in opened
+
+
+def test_of_a_small_dataset_without_bad_images_nothing_is_kept(data, folder, tmp_path):
+    for name in list_skipped(folder):
+        shutil.copy(tmp_path / name, data[0] / name)
+    other = tmp_path / "other"
+    assert write(data, other).images == 8
+    assert not (other / SOURCE_NAME).exists()
+
+
+def test_of_a_large_json_its_time_is_kept(data, tmp_path, monkeypatch, opened):
+    for name in os.listdir(tmp_path):
+        if name.endswith(".jpg") or name.endswith(".png"):
+            shutil.copy(tmp_path / name, data[0] / name)
+    monkeypatch.setattr(source, "_SMALL_BYTES", 100)
+    folder = tmp_path / "shards"
+    write(data, folder)
+    opened.clear()
+    assert write(data, folder).images == 8
+    assert data[1].name not in opened
 
 
 def test_shards_that_are_lost_are_written_again(data, folder):
