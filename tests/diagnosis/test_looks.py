@@ -170,8 +170,8 @@ def test_the_sample_that_is_slow_again_and_again_is_named(capsys):
     watched = watch(loader)
     for _ in range(3):
         list(watched)
-    (cause,) = [cause for cause in watched.summary().causes if cause.id == "slow_sample"]
-    assert "Look at sample 3" in cause.next
+    cures = {cause.id: cause.next for cause in watched.summary().causes}
+    assert "Look at sample 3" in cures["slow_sample"]
 
 
 @pytest.mark.parametrize("work_s", [0.0, 0.5])
@@ -264,8 +264,8 @@ def test_workers_that_take_turns_at_a_lock_are_named(capsys):
     watched = watch(DataLoader(_Locked(), batch_size=2, num_workers=2))
     list(watched)
     # A machine may be busy with other work, too.
-    (cause,) = [cause for cause in watched.summary().causes if cause.id == "lock"]
-    assert "More workers would not help" in cause.next
+    cures = {cause.id: cause.next for cause in watched.summary().causes}
+    assert "More workers would not help" in cures["lock"]
 
 
 class _Stream(IterableDataset):
