@@ -212,8 +212,8 @@ def test_resize_is_torch_nearest(masks, height, width):
 @pytest.mark.parametrize(
     ("segmentation", "message"),
     [
-        (None, "without a mask"),
-        ([], "without a mask"),
+        (None, "has no mask"),
+        ([], "has no mask"),
         ([[]], "one of 0 numbers"),
         (
             [[1, 1, 2, 2]],
@@ -222,12 +222,12 @@ def test_resize_is_torch_nearest(masks, height, width):
         ([[1, 1, 2, 2], []], "one of 4 numbers: a box or a line"),
         ([SQUARE, [1, 1, 2]], "one of 3 numbers"),
         ([SQUARE, 5], "something else"),
-        ([SQUARE, [[1, 1]]], "found outlines in lists of points"),
+        ([SQUARE, [[1, 1]]], "the segmentation is outlines in lists of points"),
         ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),  # odd
-        ([[[1, 1], [5, 1], [5, 4]]], "found outlines in lists of points"),
-        ([[[1, 1]] * 6], "found outlines in lists of points"),
+        ([[[1, 1], [5, 1], [5, 4]]], "the segmentation is outlines in lists of points"),
+        ([[[1, 1]] * 6], "the segmentation is outlines in lists of points"),
         ([[[1, 1, 1]] * 6], "something else"),
-        ([["a"] * 6], "made of numbers"),
+        ([["a"] * 6], "something that is no number"),
         ([[None] * 6], "reaches to pixel nan"),
         ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
         ([[float("inf"), *SQUARE[1:]]], "reaches to pixel inf"),
@@ -235,7 +235,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         ([[-1e300, *SQUARE[1:]]], "reaches to pixel 1e+300"),
         ([[0, 0, 9e6, 9e6, 0, 1]], "reaches to pixel 9e+06"),
         ("text", "the text 'text'"),
-        ({"size": [6, 8]}, "without counts"),
+        ({"size": [6, 8]}, "has no counts"),
         ({"counts": [48]}, "size [6, 8], the image's, found None"),
         ({"size": 5, "counts": [48]}, "found 5"),
         ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),  # width first
@@ -244,8 +244,8 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": ["a"]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [47, True]}, "add up to 6 x 8"),
         ({"size": [6, []], "counts": [48]}, "found [6, []]"),
-        ([[True, *SQUARE[1:]]], "made of numbers"),
-        ([True, *SQUARE[1:]], "made of numbers"),
+        ([[True, *SQUARE[1:]]], "something that is no number"),
+        ([True, *SQUARE[1:]], "something that is no number"),
         ({"size": [6, 8], "counts": [47.5, 0.5]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [float("inf")]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [float("nan")]}, "add up to 6 x 8"),
@@ -324,5 +324,5 @@ def test_counts_from_json_text_are_the_same():
 
 @pytest.mark.parametrize("counts", [[[0, 4], [2, 2]], [[0.0, 8]], [[[8]]], [[8], [0, 1]]])
 def test_runs_in_nested_lists_are_refused(counts):
-    with pytest.raises(ColabUtilsError, match="damaged ones"):
+    with pytest.raises(ColabUtilsError, match="the RLE is damaged"):
         encode_segmentation({"counts": counts, "size": [2, 4]}, 2, 4)

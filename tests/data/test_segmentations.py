@@ -71,7 +71,7 @@ COUNTS = RLE["counts"]
     ],
 )
 def test_what_can_be_read_in_one_way_alone_is_named_and_mended(segmentation, polygons):
-    with pytest.raises(ColabUtilsError, match=r"found (outlines|RLE) .*`check --repair` mends it"):
+    with pytest.raises(ColabUtilsError, match=r"is (outlines|RLE) .*`check --repair` mends it"):
         encode_segmentation(segmentation, HEIGHT, WIDTH)
     _, mended = identify_segmentation(segmentation)
     assert encode_segmentation(mended, HEIGHT, WIDTH) == draw(polygons)
@@ -110,16 +110,16 @@ def test_backslashes_in_the_counts_of_a_literal_are_single_again():
         ),
         # Three numbers a point.
         ([[x, y, 2] for x, y in PAIRS], "one of 3 numbers"),
-        ({"x": FLAT[::2], "y": FLAT[1:-2:2]}, "without counts"),
-        ({"type": "Polygon", "coordinates": [PAIRS]}, "without counts"),
-        ([["8", "ten", "28", "10", "28", "34"]], "made of numbers"),
+        ({"x": FLAT[::2], "y": FLAT[1:-2:2]}, "has no counts"),
+        ({"type": "Polygon", "coordinates": [PAIRS]}, "has no counts"),
+        ([["8", "ten", "28", "10", "28", "34"]], "something that is no number"),
         ([[[8, None], [28, 10], [28, 34]]], "at least 3 points"),
         ("a.png", "the text 'a.png'"),
         ('"a"', "the text"),
-        ("", "without a mask"),
+        ("", "has no mask"),
         # Start and length of each run, as on Kaggle.
-        ("523 24 587 24", "the text '523 24 587 24'. Of Kaggle's run lengths, docs/FORMATS.md"),
-        ([["a"]], "made of numbers"),
+        ("523 24 587 24", "polygons or RLE. Of Kaggle's run lengths, docs/FORMATS.md"),
+        ([["a"]], "something that is no number"),
         ({"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}, "size [64, 96], the image's"),
         ({"size": [HEIGHT, WIDTH], "counts": "b'zz"}, "damaged"),
         ({"size": [HEIGHT, WIDTH], "counts": [6144.5, -0.5]}, "damaged"),
