@@ -45,10 +45,10 @@ def find_causes(
     step_share = 1 - float(waits.sum() + between.sum()) / loop_s
     causes = [_explain_between(between, loop_s, facts)]
     causes += _explain_other_loader("step", step_share, facts)
-    causes += _explain_cores(waits, loop_s, facts)
     crowd = _explain_crowd(waits, loop_s, facts)
     causes += crowd
     if not crowd:
+        causes += _explain_cores(waits, loop_s, facts)
         is_start = is_first if facts.workers else np.arange(len(waits)) == 0
         causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
         # Every run starts once.
