@@ -149,7 +149,8 @@ def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]
         return [make_cause("other_programs", share, why)]
     if share < _LEAST_LOST:
         return []
-    why = f"The loop could run and has no core for {share:.0%} of its time: loading has them."
+    why = f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
+    why += "threads have them."
     return [make_cause("contention", share, why)]
 
 
