@@ -45,10 +45,10 @@ def find_causes(
     step_share = 1 - float(waits.sum() + between.sum()) / loop_s
     causes = [_explain_between(between, loop_s, facts)]
     causes += _explain_other_loader("step", step_share, facts)
-    causes += _explain_cores(waits, loop_s, facts)
     crowd = _explain_crowd(waits, loop_s, facts)
     causes += crowd
     if not crowd:
+        causes += _explain_cores(waits, loop_s, facts)
         is_start = is_first if facts.workers else np.arange(len(waits)) == 0
         causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
         # Every run starts once.
@@ -149,7 +149,8 @@ def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]
         return [make_cause("other_programs", share, why)]
     if share < _LEAST_LOST:
         return []
-    why = f"The loop could run and has no core for {share:.0%} of its time: loading has them."
+    why = f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
+    why += "threads have them."
     return [make_cause("contention", share, why)]
 
 

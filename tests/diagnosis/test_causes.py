@@ -362,7 +362,7 @@ def test_too_many_workers_wait_for_cores_and_for_nothing_else(monkeypatch):
     assert cause.id == "lock"
     (cause,) = find(waits=spread(0.05), times=times, looks={"process": 20, "": 20}, workers=4)
     assert cause.id == "other_process"
-    (cause,) = find(waits=spread(0.05), times=times, looks={"": 30}, workers=4)
+    (cause,) = find(waits=spread(0.05), times=times, looks={"": 30}, workers=4, queued_s=6.0)
     assert cause.id == "too_many_workers"
 
 
