@@ -115,7 +115,7 @@ def test_the_placeholder_is_said_in_words(run_cell):
     status, printed = run_cell(set_source("git+https://github.com/OWNER/REPO"))
     assert status == 1
     assert printed.count("\n") == 0, printed
-    assert "placeholder OWNER/REPO: put your own in its place" in printed
+    assert "OWNER/REPO stands for one. Put the address of your own in its place" in printed
     assert "make workshop" in printed
 
 
@@ -123,7 +123,7 @@ def test_a_repository_that_cannot_be_reached_is_one_sentence(run_cell, tmp_path)
     status, printed = run_cell(set_source(f"git+file://{tmp_path}/no-such-repository"))
     assert status == 1
     assert printed.count("\n") == 0, printed
-    assert "found: fatal: '" in printed
+    assert "repository: fatal: '" in printed
     assert "does not appear to be a git repository" in printed
 
 
@@ -132,7 +132,7 @@ def test_a_failed_install_is_one_sentence(run_cell, tmp_path):
     status, printed = run_cell(set_source(missing))
     assert status == 1
     assert printed.count("\n") == 0, printed
-    assert printed.startswith(f"expected pip to install {missing}, found: ERROR: ")
+    assert printed.startswith(f"pip did not install {missing}: ERROR: ")
     assert "run this cell again" in printed
 
 
@@ -149,7 +149,7 @@ def test_a_missing_package_is_one_sentence(run_cell, wheel, name):
     status, printed = run_cell(carry_wheel(read_setup_cell(), wheel), missing=[name])
     assert status == 1
     assert printed.count("\n") == 0, printed
-    assert printed.startswith(f"expected to import {name}, found ModuleNotFoundError: ")
+    assert printed.startswith(f"{name} cannot be imported (ModuleNotFoundError: ")
     assert "CPU or T4 GPU" in printed
 
 
@@ -225,4 +225,4 @@ def test_an_error_of_ours_is_one_line_in_a_notebook(capsys):
     assert not done.success
     shown = capsys.readouterr().out.strip().splitlines()
     assert len(shown) == 1
-    assert shown[0].startswith("ColabUtilsError: expected SCENE as one of bad day, good day")
+    assert shown[0].startswith("ColabUtilsError: SCENE must be one of bad day, good day")
