@@ -10,6 +10,7 @@ import io
 import os
 import re
 import threading
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -261,6 +262,9 @@ class UrlPath:
         if info.get("size") != len(content):
             return False
         tag = str(info.get("ETag", "")).strip('"')
+        if "md5Hash" in info:
+            # Google's name and form of it.
+            tag = b64decode(info["md5Hash"]).hex()
         # A store that encrypts, or was given other parts, has another one.
         return tag == _make_tag(content, "-" in tag) or self.read_bytes() == content
 

@@ -1,6 +1,8 @@
 """Folders, and URLs that fsspec knows: what lies there, and what goes wrong there."""
 
+import base64
 import errno
+import hashlib
 import os
 import pickle
 from pathlib import Path
@@ -276,6 +278,25 @@ def test_a_file_that_reads_back_differently_is_an_error(file, monkeypatch):
     monkeypatch.setattr(FaultyFileSystem, "pipe_file", cut)
     with pytest.raises(OSError, match="reads back differently"):
         write_file(file, b"other", b"content")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"ETag": f'"{hashlib.md5(CONTENT).hexdigest()}"'},
+        {"md5Hash": base64.b64encode(hashlib.md5(CONTENT).digest()).decode()},
+    ],
+    ids=["S3", "Google"],
+)
+def test_a_file_whose_checksum_the_server_tells_is_not_read_back(file, monkeypatch, facts):
+    info = FaultyFileSystem.info
+    monkeypatch.setattr(FaultyFileSystem, "info", lambda *args: {**info(*args), **facts})
+    file.write(CONTENT)
+    assert FaultyFileSystem.calls["read"] == 0
+    # one that differs is read before it is called different
+    other = CONTENT[::-1]
+    assert not file.holds(other)
+    assert FaultyFileSystem.calls["read"] == 1
 
 
 def test_a_server_that_is_no_store_gets_a_file_under_a_name_of_its_own_first(file):
