@@ -221,7 +221,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         ),  # too short: pycocotools takes 4 numbers for a box
         ([[1, 1, 2, 2], []], "one of 4 numbers: a box or a line"),
         ([SQUARE, [1, 1, 2]], "one of 3 numbers"),
-        ([SQUARE, 5], "something else"),
+        ([SQUARE, 5], "something that is no number"),
         ([SQUARE, [[1, 1]]], "the segmentation is outlines in lists of points"),
         ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),  # odd
         ([[[1, 1], [5, 1], [5, 4]]], "the segmentation is outlines in lists of points"),
