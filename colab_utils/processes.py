@@ -26,7 +26,7 @@ import psutil
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
-from colab_utils.os_errors import explain_os_error
+from colab_utils.os_errors import SHORTAGES, explain_os_error
 
 # So long Ctrl-C may have to wait.
 _WAIT_S = 0.2
@@ -163,6 +163,9 @@ def explain_shared_memory() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in SHORTAGES:
+            with explain_limits():
+                raise
         reason = explain_os_error(error, "Make it writable.")
         raise ColabUtilsError(
             f"Locks for processes cannot be made in /dev/shm: {reason} In Docker, --shm-size makes "

@@ -264,7 +264,7 @@ BAD = [
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
     (["diagnose", "--images", "{}/images"], "or --shards alone"),
     (["diagnose"], "or --shards alone"),
-    (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "the same folder"),
+    (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "source and target at once"),
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
     # other shards are there
@@ -597,7 +597,7 @@ def test_max_bad_is_a_share(run, world, share, status):
         assert (result["images"], len(result["skipped"])) == (11, 1)
         assert "skipped" in err
     else:
-        assert_one_error(got, err, contains="bad images")
+        assert_one_error(got, err, contains="images are bad")
 
 
 def test_repair_writes_what_check_then_finds_whole(run, world):

@@ -190,7 +190,8 @@ def test_a_folder_on_drive_in_a_scene_that_mounts_none_is_told(colab, scene):
         Workspace.open(colab.content / "drive" / "MyDrive" / "mine", scene=scene)
     assert colab.calls == []
     with pytest.raises(
-        ColabUtilsError, match=r"SCENE as one of bad day, good day, my Drive, my GPU; found 'fog'"
+        ColabUtilsError,
+        match=r"SCENE must be one of bad day, good day, my Drive, my GPU; it is 'fog'",
     ):
         Workspace.open(scene="fog")
 
@@ -274,7 +275,7 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "is_on_drive", lambda path: "gdrive" in str(path))
     monkeypatch.setattr(module, "is_colab", lambda: True)
     (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
-    with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive\."):
+    with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive"):
         Workspace.open(
             tmp_path / "d",
             ssd=tmp_path / "gdrive" / "MyDrive" / "ssd",
@@ -301,7 +302,7 @@ def test_mistakes_are_named(tmp_path, colab):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="own disk"):
         Workspace.open(slow, ssd=tmp_path / "x" / ".." / "d")
-    with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive\."):
+    with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive"):
         Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
 
 
@@ -635,7 +636,7 @@ def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path
     content = json.loads(tiny_dataset.annotations.read_text())
     content |= {"images": content["images"][:3], "annotations": []}
     (tmp_path / "own.json").write_text(json.dumps(content))
-    with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
+    with pytest.raises(ColabUtilsError, match=r"holds shards of another dataset.*DRIVE_FOLDER"):
         ensure_shards(ensure_dataset(workspace))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     shutil.copy(tiny_dataset.annotations, tmp_path / "own.json")

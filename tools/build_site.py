@@ -28,7 +28,7 @@ from tools.setup_cell import ROOT
 
 __all__ = ["build_site", "find_broken_links", "main", "prepare_notebook", "write_first_page"]
 
-_TEXTS = ("TEACHING.md", "GLOSSARY.md", "FORMATS.md", "errors.md")
+_TEXTS = ("TEACHING.md", "GLOSSARY.md", "FORMATS.md", "SCALE.md", "errors.md")
 _FLOORS = {
     "data": "COCO files, masks and images",
     "shards": "Write, verify and copy shards",

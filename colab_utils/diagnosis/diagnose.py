@@ -131,8 +131,8 @@ def diagnose(
         ('emulated 5 ms', ['wait', 'step'])
     """
     if isinstance(loader, Iterator | str) or not hasattr(loader, "__iter__"):
-        kind = "an iterator" if isinstance(loader, Iterator) else repr(loader)
-        raise ColabUtilsError(f"A {kind} cannot start again. Pass the DataLoader itself.")
+        kind = "An iterator" if isinstance(loader, Iterator) else repr(loader)
+        raise ColabUtilsError(f"{kind} cannot start again. Pass the DataLoader itself.")
     require_number("seconds", seconds, above=0)
     loader = take_watched(loader)
     with put_back(loader, restore):
@@ -157,8 +157,8 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ColabUtilsError(
-                f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it "
-                "out"
+                f"restore takes a model and an optimizer, and not a {type(part).__name__}. Leave it "
+                "out."
             )
     generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
     for owner in (getattr(loader, "sampler", None), loader):

@@ -64,7 +64,7 @@ def watch(
     require_number("timeout_s", timeout_s, above=0, below=inf)
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         name = type(loader).__name__
-        raise ColabUtilsError(f"A {name} cannot be iterated over. Pass your DataLoader.")
+        raise ColabUtilsError(f"The {name} cannot be iterated over. Pass your DataLoader.")
     kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
     watched = kind(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)

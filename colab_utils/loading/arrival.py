@@ -88,7 +88,7 @@ class Arrival:
         least = min(index.bytes, 2 * max(self._sizes, default=0))
         if math.isnan(limit_bytes) or limit_bytes < least:
             raise ColabUtilsError(
-                f"A limit of {format_bytes(limit_bytes)} does not hold two shards, "
+                f"limit_gb={limit_bytes / 1e9:g} does not hold two shards, which take "
                 f"{least / 1e9:.3g} GB. Allow more, or preprocess into smaller shards "
                 "(--shard-mb)."
             )

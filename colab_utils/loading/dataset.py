@@ -87,7 +87,7 @@ class CocoFolder(CocoSamples):
     Example:
         >>> CocoFolder("photos", "no/such/file.json")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: The annotations no/such/file.json cannot be read: ...
+        colab_utils.errors.ColabUtilsError: There is no image folder at photos. ...
     """
 
     def __init__(

@@ -41,6 +41,7 @@ def name_shard(folder: Place, number: int) -> Place:
     """Return the path of a shard's tar.
 
     Example:
+        >>> from pathlib import Path
         >>> name_shard(Path("shards"), 3)
         PosixPath('shards/shard-000003.tar')
     """

@@ -588,7 +588,9 @@ def test_masks_painted_with_cvat(dataset, tmp_path):
     report = dataset.check()
     assert list_serious(report) == ["many crowds"]
     assert report.problems[0].examples[0] == "32 of 32 objects are crowds and left out"
-    with pytest.raises(ColabUtilsError, match=r"found none .*\(32 x crowd\).* --crowds objects"):
+    with pytest.raises(
+        ColabUtilsError, match=r"no object to keep.*\(32 x crowd\).* --crowds objects"
+    ):
         repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
     repaired = repair_annotations(

@@ -361,7 +361,7 @@ def test_a_mask_file_an_object_is_another_layout(people):
     Image.new("L", (60, 40)).save(people / "PedMasks/Fudan1_mask2.png")
     with pytest.raises(ColabUtilsError, match=r"files are without the other.*FORMATS\.md"):
         convert(people)
-    with pytest.raises(ColabUtilsError, match=r"found none.*FORMATS\.md"):
+    with pytest.raises(ColabUtilsError, match=r"has no image files.*FORMATS\.md"):
         convert_masks(people, people, output=people / "people.json")
 
 

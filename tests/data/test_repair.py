@@ -211,7 +211,7 @@ def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
         [10, 70, 20, 20],
         segmentation=[list_corners(10, 70, 20, 20)],
     )
-    with pytest.raises(ColabUtilsError, match=r"found none .*\(4 x size mismatch\)"):
+    with pytest.raises(ColabUtilsError, match=r"no object to keep.*\(4 x size mismatch\)"):
         export.repair()
 
 

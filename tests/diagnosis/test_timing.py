@@ -178,9 +178,7 @@ class TestTimeBatches:
                 finally:
                     closed.append(1)
 
-        with pytest.raises(
-            ColabUtilsError, match="a step that takes batch 1, found ZeroDivisionError"
-        ):
+        with pytest.raises(ColabUtilsError, match="The step failed at batch 1: ZeroDivisionError"):
             time_batches(Loader(), lambda batch: 1 / 0, batches=2)
         assert closed
 
@@ -192,7 +190,7 @@ class TestTimeBatches:
             time_batches(iter([["a"]] * 2), batches=10, warmup=2)
 
     def test_nothing_at_all(self):
-        with pytest.raises(ColabUtilsError, match="found none"):
+        with pytest.raises(ColabUtilsError, match="The loader gives no batch"):
             time_batches([], batches=3)
 
     @pytest.mark.parametrize("workers", [0, 1])
@@ -206,12 +204,12 @@ class TestTimeBatches:
     def test_keeps_the_cure_of_our_own_errors(self, workers):
         lost = DriveLostError("a.jpg cannot be read: Drive is gone. Remount it.")
         loader = DataLoader(_Samples(8, broken=0, error=lost), batch_size=2, num_workers=workers)
-        with pytest.raises(ColabUtilsError, match=r"batch 1 .* Remount it\.$") as caught:
+        with pytest.raises(ColabUtilsError, match=r"batch 1: .* Remount it\.$") as caught:
             time_batches(loader, batches=4)
         assert "\n" not in str(caught.value)
 
     def test_an_error_of_the_step_is_named_and_kept(self):
-        with pytest.raises(ColabUtilsError, match="a step that takes batch 1, found") as caught:
+        with pytest.raises(ColabUtilsError, match="The step failed at batch 1: ") as caught:
             time_batches([["a"]], lambda batch: 1 / 0, batches=1)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 

@@ -587,16 +587,16 @@ def test_it_costs_little():
         ({"timeout_s": 0}, "expected timeout_s over 0 and finite, found "),
         ({"timeout_s": float("nan")}, "expected timeout_s over 0 and finite, found "),
         ({"timeout_s": "60"}, "expected timeout_s over 0 and finite, found "),
-        ({"on_stall": "panic"}, "on_stall as one of report, raise; found 'panic'"),
-        ({"on_stall": "skip"}, "on_stall as one of report, raise; found 'skip'"),
+        ({"on_stall": "panic"}, "on_stall must be one of report, raise; it is 'panic'"),
+        ({"on_stall": "skip"}, "on_stall must be one of report, raise; it is 'skip'"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, message):
     with pytest.raises(ColabUtilsError, match=message):
         watch([1], **arguments)
-    with pytest.raises(ColabUtilsError, match="to iterate over, found int"):
+    with pytest.raises(ColabUtilsError, match="The int cannot be iterated over"):
         watch(5)
-    with pytest.raises(ColabUtilsError, match="to iterate over, found str"):
+    with pytest.raises(ColabUtilsError, match="The str cannot be iterated over"):
         watch("images/train")
 
 

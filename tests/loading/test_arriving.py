@@ -484,7 +484,7 @@ def test_the_wait_for_shards_that_take_turns_tells_what_ended_the_copy(drive, tm
     for path in source.glob("*.tar"):
         path.write_bytes(b"?" * path.stat().st_size)
     dataset = ArrivingShards(source, tmp_path / "ssd", limit_gb=limit / 1e9)
-    message = r"the source is damaged\..*; 0 of \d+ shards in .* are safe"
+    message = r" is damaged: .*; 0 of \d+ shards in .* are safe"
     with pytest.raises(ColabUtilsError, match=message) as error:
         dataset.wait()
     assert ".;" not in str(error.value)
@@ -512,7 +512,7 @@ def test_shards_take_turns_in_no_folder_that_holds_files(
     before = {path.name: path.read_bytes() for path in ssd.iterdir()}
     with pytest.raises(
         ColabUtilsError,
-        match=r"need a new or empty folder: files in .*ssd are never",
+        match=r"need a new or empty folder, and .*ssd holds files, which are never",
     ):
         ArrivingShards(drive, ssd, limit_gb=limit_gb)
     assert {path.name: path.read_bytes() for path in ssd.iterdir()} == before
@@ -571,13 +571,13 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
 
 
 def test_a_limit_that_is_no_number_is_refused(drive, tmp_path):
-    with pytest.raises(ColabUtilsError, match="limit_gb allows"):
+    with pytest.raises(ColabUtilsError, match="does not hold two shards"):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=float("nan"))
 
 
 def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
     with pytest.raises(
-        ColabUtilsError, match=r"limit_gb allows 1\.0 kB, and two shards take .* GB\."
+        ColabUtilsError, match=r"limit_gb=1e-06 does not hold two shards, which take .* GB\."
     ):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=1e-6)
     assert not (tmp_path / "ssd").exists()

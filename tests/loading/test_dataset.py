@@ -781,8 +781,8 @@ def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, p
     [
         ("{outside}", "leads out"),  # absolute
         ("../outside.jpg", "leads out"),
-        ("linked.jpg", "found the link"),
-        ("folder/outside.jpg", "found the link"),  # a folder that is a link
+        ("linked.jpg", "The link"),
+        ("folder/outside.jpg", "The link"),  # a folder that is a link
     ],
 )
 def test_no_file_outside_the_folder_is_opened(tmp_path, name, message):
@@ -934,5 +934,5 @@ def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
         dataset[1]
     coco["annotations"][0]["category_id"] = 10**9
     annotations.write_text(json.dumps(coco))
-    with pytest.raises(ColabUtilsError, match="1 of an unknown category"):
+    with pytest.raises(ColabUtilsError, match="1 entries of an unknown category"):
         CocoFolder(images, annotations)

@@ -321,9 +321,9 @@ def test_progress_bars_leave_one_line_on_the_page(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"images": "photos"}, "found only images"),  # half of a dataset
-        ({"annotations": "a.json"}, "found only annotations"),  # the other half
-        ({"parameters": {"LIMITS": 1}}, "found LIMITS"),  # a slip of the pen
+        ({"images": "photos"}, "Only images are named"),  # half of a dataset
+        ({"annotations": "a.json"}, "Only annotations are named"),  # the other half
+        ({"parameters": {"LIMITS": 1}}, "has settings called LIMITS"),  # a slip of the pen
         ({"notebooks": "no/such/folder"}, "Clone the repository"),  # an installed package has none
     ],
 )

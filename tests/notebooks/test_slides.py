@@ -166,7 +166,7 @@ def test_the_chart_of_receipts_is_on_no_slide(tmp_path):
 
 
 def test_no_demo_is_said(tmp_path, capsys):
-    with pytest.raises(ColabUtilsError, match="run make demo first"):
+    with pytest.raises(ColabUtilsError, match="Run make demo first"):
         write_slides(tmp_path, tmp_path / "slides")
     (tmp_path / "01_a.ipynb").write_text(json.dumps({"cells": []}))
     assert main(["--demo", str(tmp_path), "--output", str(tmp_path / "slides")]) == 2

@@ -390,7 +390,7 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
         ({"segmentation": []}, "the annotation has no mask: polygons or RLE"),
         ({"segmentation": [[1, 2, 3, 4]]}, "one of 4 numbers"),
         ({"segmentation": {"size": [4, 4], "counts": [16]}}, "expected RLE of size [128, 160]"),
-        ({"segmentation": {"size": [128, 160], "counts": "zz"}}, "found damaged ones"),
+        ({"segmentation": {"size": [128, 160], "counts": "zz"}}, "the RLE is damaged"),
         ({"bbox": [float("nan"), 1, 2, 3]}, "finite numbers"),
     ],
 )
@@ -526,7 +526,7 @@ def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, stops,
         assert len(run(data, folder, max_bad=max_bad, workers=workers).skipped) == bad
         return
     with pytest.raises(
-        ColabUtilsError, match=rf"at most {int(max_bad * 101)} bad images of 100"
+        ColabUtilsError, match=rf"bad so far, and at most {int(max_bad * 101)} of 100 may be"
     ) as error:
         run(data, folder, max_bad=max_bad, workers=workers)
     assert ".png: not an image" in str(error.value)

@@ -434,7 +434,7 @@ def test_a_host_whose_folder_holds_other_shards_ends_all(shards, many_shards, tm
     folders = [many_shards / "full"] * 2
     messages = run_ranks(refuse_to_train, 2, tmp_path / "ranks", folders, tmp_path / "run", own)
     assert len(set(messages)) == 1
-    assert "found other shards" in messages[0]
+    assert "holds other shards" in messages[0]
 
 
 def load_two_epochs(made, folder, options):

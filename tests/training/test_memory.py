@@ -66,7 +66,7 @@ def plan(dataset, monkeypatch, *, limit=4_000_000_000, batch_size=None, min_size
         return plan_memory(
             step,
             dataset,
-            [*range(len(dataset))],
+            np.arange(len(dataset)),
             batch_size=batch_size,
         ), step
 
@@ -104,7 +104,7 @@ def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
 def test_the_batch_that_is_tried_is_as_heavy_as_the_one_that_is_trained(dataset, monkeypatch):
     with SimulatedGpu(monkeypatch) as gpu:
         step = make_step(dataset, "cuda")
-        tried = plan_memory(step, dataset, [*range(len(dataset))], batch_size=4)
+        tried = plan_memory(step, dataset, np.arange(len(dataset)), batch_size=4)
         counts = dataset.describe(range(len(dataset)))["counts"]
         heaviest = _find_heaviest(dataset.sizes, counts)[:4].tolist()
         batch = collate_packed([dataset.read_packed(i) for i in heaviest]).to("cuda")
@@ -224,7 +224,7 @@ def test_room_is_left_for_what_the_optimizer_keeps_of_each_weight(
         step = make_step(dataset, "cuda")
         step.optimizer = make_optimizer(step.model, name=name, learning_rate=0.0)
         free = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device)
-        shard_plan = plan_memory(step, dataset, [0], batch_size=1)
+        shard_plan = plan_memory(step, dataset, np.arange(1), batch_size=1)
     weights = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
     assert shard_plan.limit_bytes == free - averages * weights
 

@@ -171,7 +171,7 @@ def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
     ("options", "message"),
     [
         # unknown name
-        ({"name": "yolo", "num_classes": 3}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),
+        ({"name": "yolo", "num_classes": 3}, "maskrcnn_resnet50_fpn_v2, .* it is 'yolo'"),
         ({"num_classes": 1}, "at least 2"),  # no class but the background
         # unknown weights
         ({"num_classes": 3, "weights": "imagenet"}, "'coco', None or the folder of a run"),

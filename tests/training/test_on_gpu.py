@@ -345,7 +345,7 @@ def test_a_model_that_does_not_fit_is_refused_and_never_swapped(shards, tmp_path
 
 @simulated
 def test_a_gpu_that_is_full_is_said(shards, tmp_path, monkeypatch):
-    full = pytest.raises(ColabUtilsError, match=r"room .* on the GPU")
+    full = pytest.raises(ColabUtilsError, match=r"does not fit into the GPU's memory")
     with SimulatedGpu(monkeypatch, limit=500_000), full:
         train(shards, tmp_path, steps=1, **QUICK)
 

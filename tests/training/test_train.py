@@ -1062,18 +1062,18 @@ def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),  # unknown model
+        ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* it is 'yolo'"),  # unknown model
         ({"steps": 0}, "steps between 1 and 2,147,483,647 .*found 0"),  # no steps
         # two lengths
         ({"steps": 1, "epochs": 1}, r"Both steps and epochs \(1\) are given"),
-        ({"resume": "maybe"}, "resume as one of auto, never; found 'maybe'"),  # unknown choice
+        ({"resume": "maybe"}, "resume must be one of auto, never; it is 'maybe'"),  # unknown choice
         ({"batch_size": 0}, "batch_size between 1 and 2,147,483,647 .*found 0"),  # empty batches
         # no such device
         ({"device": "gpu"}, "Expected a device such as 'cpu' or 'cuda', found 'gpu'"),
         ({"device": "cuda"}, "Device 'cuda' needs a GPU, and there is none"),  # no GPU
         (
             {"model": torch.nn.Linear(2, 2)},
-            r"model as one of maskrcnn_resnet50_fpn_v2, .* found Linear",
+            r"model must be one of maskrcnn_resnet50_fpn_v2, .* it is Linear",
         ),  # a model in place of its name
     ],
 )

@@ -75,7 +75,7 @@ def test_a_bad_image_is_left_out_and_the_run_goes_on_without_it(source, tmp_path
     assert [image.file_name for image in read_index(source["ssd"]).skipped] == [names[3]]
     shutil.rmtree(source["drive"])
     shutil.move(source["ssd"], source["drive"])
-    with pytest.warns(ColabUtilsWarning, match="10 are there now, as others turned out bad"):
+    with pytest.warns(ColabUtilsWarning, match="there are 10 now, as others turned out bad"):
         report = train_tiny(source, tmp_path, steps=6)
     assert report.steps == 6
     assert report.plan.images == 10
