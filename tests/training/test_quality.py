@@ -81,7 +81,8 @@ def test_the_best_weights_are_kept(shards, tmp_path):
         **TINY,
     )
     evaluated = {line.ap.step: line.ap for line in lines if isinstance(line, LogLine) and line.ap}
-    assert set(evaluated) == {3, 6}  # after each epoch but the last, whose is that of the report
+    # Each epoch but the last was evaluated in a line, and the last is that of the report.
+    assert set(evaluated) == {3, 6}
     every = {**evaluated, 9: report.ap}
     best = max(every, key=lambda step: every[step].segm)
     assert report.best.segm == pytest.approx(every[best].segm)
@@ -404,7 +405,8 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
 )
 def test_settings_that_are_not_known(options, message, tmp_path):
     with pytest.raises(ColabUtilsError, match=message) as caught:
-        train("no/such/shards", tmp_path, **options)  # before anything is opened
+        # The settings are refused before anything is opened.
+        train("no/such/shards", tmp_path, **options)
     assert "\n" not in str(caught.value)
 
 
