@@ -23,7 +23,7 @@ NAMES = [
     "04_train_mask_rcnn",
     "05_compare_timings",
 ]
-# 01 measures each term of the law in a cell of its own, and 02 each kind of work.
+# Notebook 01 measures each term of the law in a cell of its own, and 02 each kind of work.
 MOST_CELLS = {
     "01_detect_bottleneck": 95,
     "02_preprocess_to_shards": 76,
@@ -103,7 +103,7 @@ def test_the_metadata_selects_the_machine(name, notebook):
     metadata = notebook["metadata"]
     assert metadata["kernelspec"]["name"] == "python3"
     assert metadata["colab"]["provenance"] == []
-    # the emulated step of the scenes needs none, and a GPU costs quota
+    # The emulated step of the scenes needs no GPU, which costs quota.
     wants_gpu = name[:2] == "04"
     assert metadata.get("accelerator") == ("GPU" if wants_gpu else None)
     assert metadata["colab"].get("gpuType") == ("T4" if wants_gpu else None)
@@ -324,7 +324,7 @@ def test_the_scene_is_one_field_the_same_everywhere(codes):
 def test_the_signature_figure_and_the_measuring_function_are_everywhere(name, codes):
     text = "\n".join(codes)
     assert ("plot_cold_start(" if name[:2] == "05" else "plot_first_seconds(") in text
-    # 05 measures with `compare`
+    # Notebook 05 measures with `compare`.
     assert name[:2] == "05" or text.count("def train_for(batches") == 1
 
 
