@@ -51,7 +51,7 @@ def test_a_pass_that_is_left_and_a_second_one(time_goes):
     clock.stop()
     clock.ask()
     clock.receive()
-    # The step of the batch at work counts, too.
+    # The wait for the batch at work counts, too.
     assert clock.read() == 2.0
     assert clock.parts_s.tolist() == [[1.0, 3.0, 0.0]]
     assert (clock.firsts, clock.ends_s) == ([0, 1], 2.0)
