@@ -342,7 +342,7 @@ def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkey
     indirect=["mount"],
     ids=["none", "EIO", "short reads"],
 )
-def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
+def test_every_image_arrives_from_a_mount(mount, tmp_path, monkeypatch, fault):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.1, 0.2, 0.4))
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
     mount.fail(**fault)
@@ -352,7 +352,7 @@ def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
-def test_a_mount_that_comes_back(mount, tmp_path, monkeypatch):
+def test_every_image_arrives_when_a_lost_mount_comes_back(mount, tmp_path, monkeypatch):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.5,) * 20)
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
     mount.fail(lost=True)
@@ -396,7 +396,7 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
-def test_a_cell_that_is_run_again_while_the_shards_arrive(drive, tmp_path):
+def test_a_cell_may_run_again_while_the_shards_arrive(drive, tmp_path):
     slow_down(drive, SLOW)
     datasets = [ArrivingShards(drive, tmp_path / "ssd") for _ in range(4)]
     for dataset in datasets:

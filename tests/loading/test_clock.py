@@ -39,7 +39,7 @@ def test_waits_steps_and_what_lies_between_add_up_to_the_loop(time_goes):
     assert (clock.images, clock.firsts, clock.ends_s) == (6, [0], 0.0)
 
 
-def test_a_pass_that_is_left_and_a_second_one(time_goes):
+def test_the_time_between_two_passes_is_kept_apart(time_goes):
     # The clock is made; a batch is asked for, comes, and the pass is left. The next is asked for
     # two seconds later, and comes.
     time_goes(0.0, 1.0, 2.0, 5.0, 7.0, 8.0, 9.0)

@@ -410,7 +410,7 @@ def make_coco(folder, categories, images=2):
         ([5], False, {5: 5}),
     ],
 )
-def test_labels_and_category_ids(tmp_path, categories, contiguous, labels):
+def test_labels_name_their_category_ids(tmp_path, categories, contiguous, labels):
     annotations = make_coco(tmp_path, categories)
     write_shards(tmp_path, annotations, shards=tmp_path / "shards", workers=1)
     for dataset in (
@@ -671,7 +671,7 @@ def test_a_broken_record_is_named(shards):
 
 
 @pytest.mark.parametrize("file", ["tar", "arrays"])
-def test_a_shard_cut_short_after_it_was_opened(shards, file):
+def test_a_shard_cut_short_after_it_was_opened_is_named(shards, file):
     dataset = ShardDataset(shards)
     last = len(dataset) - 1
     path = shards / f"{Path(dataset.index.shards[-1].name).stem}.{file}"
@@ -681,7 +681,7 @@ def test_a_shard_cut_short_after_it_was_opened(shards, file):
     assert path.name in str(error.value)
 
 
-def test_a_shard_cut_short_before(shards):
+def test_a_shard_cut_short_before_it_is_opened_is_refused(shards):
     path = sorted(shards.glob("*.tar"))[1]
     os.truncate(path, 1000)
     with pytest.raises(ColabUtilsError, match=r"has 1,000: it was cut short"):
@@ -691,13 +691,13 @@ def test_a_shard_cut_short_before(shards):
         ShardDataset(shards)
 
 
-def test_an_index_of_no_shards(shards):
+def test_an_index_of_no_shards_is_refused(shards):
     write_index(shards, replace(read_index(shards), shards=()))
     with pytest.raises(ColabUtilsError, match="names no shards"):
         ShardDataset(shards)
 
 
-def test_a_folder_that_vanishes(shards):
+def test_a_folder_that_vanishes_is_told(shards):
     dataset = ShardDataset(shards)
     shutil.rmtree(shards)
     for method in (dataset.__getitem__, dataset.record, dataset.read):
@@ -745,7 +745,7 @@ def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tiny_dataset, tmp_pat
             read(0)
 
 
-def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
+def test_a_faulty_image_of_a_folder_is_named(tiny_dataset, tmp_path):
     images = Path(shutil.copytree(tiny_dataset.images, tmp_path / "images"))
     dataset = CocoFolder(images, tiny_dataset.annotations)
     path = images / dataset.coco.file_name(3)

@@ -198,7 +198,7 @@ def dense_images():
 @pytest.mark.parametrize("way", WAYS)
 @QUICK
 @given(images=dense_images(), chunk=st.sampled_from([module.DRAWN_BYTES, 1000, 64_000_000]))
-def test_any_masks(images, way, chunk):
+def test_any_masks_are_drawn_as_they_were(images, way, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
         dense = expand(way, *pack(images))
@@ -208,7 +208,7 @@ def test_any_masks(images, way, chunk):
 
 @QUICK
 @given(images=dense_images(), data=st.data())
-def test_any_masks_mirrored_in_memory_that_was_used_before(images, data):
+def test_masks_drawn_into_used_memory_are_mirrored_where_asked(images, data):
     flips = [data.draw(st.booleans()) for _ in images]
     masks, sizes, counts = pack(images)
     memory = torch.full(
@@ -229,7 +229,7 @@ def test_any_masks_mirrored_in_memory_that_was_used_before(images, data):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_image_of_a_thousand_objects(way):
+def test_a_thousand_objects_are_drawn_as_they_were(way):
     images = [make_blobs(0, objects=1000), make_blobs(1, objects=3)]
     for masks, dense in zip(images, expand(way, *pack(images)), strict=True):
         assert torch.equal(dense, torch.from_numpy(masks))
@@ -376,7 +376,7 @@ def test_targets_of_a_thousand_objects_in_half_precision_training(device):
 @pytest.mark.parametrize("device", DEVICES)
 # Once there is no object, and once there is no proposal.
 @pytest.mark.parametrize("objects", [0, 2])
-def test_no_proposals(device, objects):
+def test_no_proposals_give_no_targets(device, objects):
     masks, sizes, counts = pack([make_blobs(0, objects=objects)])
     nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
     assert sample(move(masks, device), *nothing, sizes, counts).shape == (0, 28, 28)
