@@ -376,7 +376,7 @@ def fill_norms(model, seed):
     ("builder", "layers"),
     [(resnet18, 20), (resnet50, 53)],
 )
-def test_results_and_gradients_stay(builder, layers):
+def test_folding_keeps_results_and_gradients(builder, layers):
     # A rounding in float32 can turn a ReLU over, and with it gradients.
     plain = make_resnet(builder).double()
     folded = copy.deepcopy(plain)
@@ -401,7 +401,7 @@ def test_results_and_gradients_stay(builder, layers):
             ), name
 
 
-def test_weights_are_compatible_both_ways():
+def test_folded_and_plain_weights_load_into_each_other():
     plain = make_resnet()
     folded = make_resnet()
     images = torch.rand(1, 3, 64, 64)
@@ -433,7 +433,7 @@ def test_a_layer_that_is_unfrozen_later_trains():
     assert not torch.allclose(model(torch.ones(1, 3, 64, 64)), before)
 
 
-def test_what_is_no_pair_stays():
+def test_what_is_no_convolution_with_its_norm_is_not_folded():
     model = nn.Sequential(
         # The convolution has a bias of its own.
         nn.Conv2d(3, 4, 1),
@@ -449,7 +449,7 @@ def test_what_is_no_pair_stays():
     assert fold_norms(model) == 0
 
 
-def test_in_half_precision_it_stays_there():
+def test_folded_layers_stay_in_half_precision():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), FrozenBatchNorm2d(4))
     image = torch.rand(1, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -545,7 +545,7 @@ def test_boxes_are_exact_in_half_precision(tiny, samples, way):
     assert off > 2 * abs(losses["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
 
 
-def test_nothing_else_changes(tiny, samples):
+def test_exact_boxes_change_nothing_else(tiny, samples):
     exact = copy.deepcopy(tiny)
     keep_boxes_exact(exact)
     ours, _ = find_losses(exact, samples, torch.float32, way="torchvision")

@@ -403,7 +403,7 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
         ({"min_size": 0}, "min_size between 1 and 10,000"),
     ],
 )
-def test_settings_that_are_not_known(options, message, tmp_path):
+def test_unknown_settings_are_refused_in_one_line(options, message, tmp_path):
     with pytest.raises(ColabUtilsError, match=message) as caught:
         # The settings are refused before anything is opened.
         train("no/such/shards", tmp_path, **options)
@@ -420,7 +420,7 @@ def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
         train(shards, tmp_path, steps=3, **TINY)
 
 
-def test_a_log_line_with_everything():
+def test_a_log_line_tells_every_value():
     line = LogLine(
         40,
         200,
