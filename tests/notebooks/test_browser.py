@@ -318,7 +318,7 @@ def drag_animations(page):
     return len(roots)
 
 
-def test_run_all_from_the_menu(opened):
+def test_all_cells_run_from_the_menu(opened):
     name, page, messages = opened
     run_all(page)
     sliders = drag_sliders(page)

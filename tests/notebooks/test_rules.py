@@ -151,7 +151,7 @@ def test_all_badges_and_installs_name_one_repository_and_one_tag():
     assert len({match[2] for match in badges}) <= 1
 
 
-def test_the_order_of_the_parts(sources):
+def test_the_parts_come_in_order(sources):
     order = [
         "What you will learn",
         "## Setup",
@@ -176,7 +176,7 @@ def test_time_and_runtime_type_are_said(sources):
     assert "**Runtime type:**" in sources[1][1]
 
 
-def test_the_budget_of_cells(name, sources, codes):
+def test_the_number_of_cells_keeps_its_budget(name, sources, codes):
     assert 25 <= len(sources) <= MOST_CELLS[name]
     assert 0.65 <= (len(sources) - len(codes)) / len(codes) <= 1.5
 
@@ -190,7 +190,7 @@ def find_open_cells(sources):
     ]
 
 
-def test_the_budget_of_code(sources):
+def test_the_code_keeps_its_budget(sources):
     codes = [source for kind, source, cell in sources if kind == "code" and cell["id"] != "setup"]
     nodes = [count_nodes(ast.parse(strip_magics(source))) for source in codes]
     # The technique is shown as code, and not called by name.
@@ -227,7 +227,7 @@ def test_cells_are_plain_python(sources):
             assert not isinstance(node, ast.Lambda | ast.IfExp | ast.NamedExpr), source
 
 
-def test_no_long_function(codes):
+def test_no_function_is_long(codes):
     for source in codes:
         for node in ast.walk(ast.parse(strip_magics(source))):
             if isinstance(node, ast.FunctionDef):
@@ -395,7 +395,7 @@ def test_notebook_5_asks_what_notebook_1_asked_and_a_class_sheet_shows(name, sou
     assert asked == [question.text for question in QUESTIONS.values()]
 
 
-def test_plain_words(prose):
+def test_the_words_are_plain(prose):
     assert not re.findall(r"\b(just|simply|easily|easy|obviously)\b", prose, re.IGNORECASE)
 
 
