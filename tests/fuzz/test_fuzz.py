@@ -101,7 +101,7 @@ def test_a_case_is_the_same_again(prepared):
     assert list(map(same, first)) == list(map(same, again))
 
 
-def test_some_cases_of_all_kinds(prepared):
+def test_cases_of_all_kinds_are_correct_or_refused(prepared):
     results = run(prepared, KINDS, list(range(200)))
     assert {result.kind for result in results} == set(KINDS)
     assert {result.outcome for result in results} == {"correct", "refused"}, describe(results, 0)
