@@ -42,7 +42,7 @@ def main() -> int:
     # A run that is stopped still tells what it found, and removes its folder.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), prepare() as (originals, folder):
-        # Some cases wait, so one process more than cores.
+        # Some cases wait, so there is one process more than cores.
         processes = count_cores() + 1
         running = run_cases(numbers, options.seed, KINDS, originals, folder, processes)
         with closing(running):

@@ -8,7 +8,8 @@ from tests.fuzz import datasets, mutate, shards
 from tests.fuzz.pool import Kinds
 
 _IMAGES = ["0.jpg", "sub/1.png", "2.tif", "3.png"]
-KINDS: Kinds = {  # with weights: how many of some hundred cases
+# A weight says how many of some hundred cases are of a kind.
+KINDS: Kinds = {
     "json_bytes": (7, datasets.json_bytes),
     "json_tree": (9, datasets.json_tree),
     "json_field": (12, datasets.json_field),

@@ -40,7 +40,8 @@ NUMBERS = [
     float("inf"),
     -float("inf"),
 ]
-_NEST = "many brackets"  # stands for lists in lists, which Python's own json does not write
+# The word stands for lists in lists, which Python's own json does not write.
+_NEST = "many brackets"
 TEXTS = [
     "",
     "0",
@@ -72,7 +73,8 @@ TEXTS = [
     "shard-000000.tar",
 ]
 OUTLINE = [1, 2, 9, 2, 9, 9, 4, 9]
-FIELDS: dict[str, list[Any]] = {  # what tools write into the fields of COCO entries, well or badly
+# These are values that tools write into the fields of COCO entries, well or badly.
+FIELDS: dict[str, list[Any]] = {
     "iscrowd": [True, False, None, "0", "1", "false", 4, [0], 0.5, "true"],
     "bbox": [
         None,
@@ -291,7 +293,7 @@ def _change_chunk(rng: Random, chunks: list[tuple[bytes, bytes]]) -> None:
             kinds = [b"tRNS", b"PLTE", b"IDAT", b"gAMA", b"acTL", b"fcTL"]
             chunks[row] = (rng.choice(kinds), body)
         case 6:
-            # Depth, colours, compression, filter or interlace.
+            # The byte is that of depth, colours, compression, filter or interlace.
             place = rng.randrange(8, 13)
             changed = bytearray(head.ljust(13, b"\0"))
             changed[place] = rng.choice([0, 1, 2, 3, 4, 6, 8, 16])

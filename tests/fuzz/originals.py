@@ -101,7 +101,7 @@ def make_originals(folder: Path, pickled: Path) -> None:
     """Make them in a process of its own, whose threads are not forked, and leave them pickled."""
     import torch
 
-    # a forked process has lost OpenMP's threads, and would wait for them for ever
+    # A forked process has lost OpenMP's threads, and would wait for them for ever.
     torch.set_num_threads(1)
     made = Originals()
     for number in range(3):

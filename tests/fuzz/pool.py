@@ -38,7 +38,7 @@ CORE_SECONDS = 10
 # A busy machine gives a process little of a core.
 SECONDS = 60
 MEGABYTES = 1024
-# A process runs so many cases: what they leave in memory ends with it.
+# A process runs this many cases, because what they leave in memory ends with it.
 _BATCH = 100
 _ROOT = Path(__file__).parents[2]
 _WRITES = {
@@ -134,7 +134,7 @@ def run_cases(
     numbers: list[int], seed: int, kinds: Kinds, originals: Originals, root: Path, processes: int
 ) -> Generator[Result, None, None]:
     """Run these cases in processes of their own; yields each result when it is there."""
-    # Else each process would import torchvision within the time of its first case.
+    # Without this, each process would import torchvision within the time of its first case.
     load_jpeg_decoder()
     context = multiprocessing.get_context("fork")
     batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
@@ -197,7 +197,7 @@ def _work(
     files.RETRY_WAITS_S = drive.RETRY_WAITS_S
     # A forked process has lost OpenMP's threads, and would wait for them for ever.
     torch.set_num_threads(1)
-    # One arena of memory: each thread's own would take 64 MB of the address space.
+    # Only one arena of memory is used, as each thread's own would take 64 MB of the address space.
     ctypes.CDLL(None).mallopt(-8, 1)
     limit = int(2**20 * (_read_memory("VmSize") + 2 * MEGABYTES))
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -101,26 +101,37 @@ def test_a_case_is_the_same_again(prepared):
     assert list(map(same, first)) == list(map(same, again))
 
 
-def test_some_cases_of_all_kinds(prepared):
+def test_cases_of_all_kinds_are_correct_or_refused(prepared):
     results = run(prepared, KINDS, list(range(200)))
     assert {result.kind for result in results} == set(KINDS)
     assert {result.outcome for result in results} == {"correct", "refused"}, describe(results, 0)
 
 
-FOUND = [  # kind, seed and number of cases that were bugs once
-    ("image_jpeg", 4, 673),  # EXIF orientation as text: TypeError in check
-    ("image_png", 7, 1271),  # the same in a PNG
-    ("image_png", 5, 1320),  # a palette with transparency that is too long: ValueError
-    ("json_tree", 5, 779),  # RLE size made of lists: ValueError of an array's truth
-    ("json_tree", 4, 1095),  # true in a polygon counted as 1
-    # an annotation id of 10**30: repair left it, preprocess skipped its image
+# Each row has the kind, the seed and the number of a case that was a bug once.
+FOUND = [
+    # EXIF orientation as text was a TypeError in check.
+    ("image_jpeg", 4, 673),
+    # EXIF orientation as text in a PNG was the same error.
+    ("image_png", 7, 1271),
+    # A palette with transparency that is too long was a ValueError.
+    ("image_png", 5, 1320),
+    # An RLE size made of lists was a ValueError of an array's truth.
+    ("json_tree", 5, 779),
+    # A true in a polygon counted as 1.
+    ("json_tree", 4, 1095),
+    # Repair left an annotation id of 10**30, and preprocess skipped its image.
     ("json_field", 7, 1010),
-    ("json_tree", 8, 3361),  # a number where polygons lie: TypeError in repair
-    ("shard_swap", 4, 45),  # index of another folder
-    ("zip_bytes", 2026, 98535),  # a name that says it is UTF-8 and is not: UnicodeDecodeError
-    ("json_tree", 21, 34400),  # an id of a thousand lists in one another: RecursionError in repair
-    ("zip_members", 21, 35453),  # a file without a name: IndexError
-    # a JPEG without a table that it needs: torchvision's operator decoded it
+    # A number where polygons lie was a TypeError in repair.
+    ("json_tree", 8, 3361),
+    # The index of another folder was taken.
+    ("shard_swap", 4, 45),
+    # A name that says it is UTF-8 and is not was a UnicodeDecodeError.
+    ("zip_bytes", 2026, 98535),
+    # An id of a thousand lists in one another was a RecursionError in repair.
+    ("json_tree", 21, 34400),
+    # A file without a name was an IndexError.
+    ("zip_members", 21, 35453),
+    # Torchvision's operator decoded a JPEG without a table that it needs.
     ("image_bytes", 20261126, 27948),
 ]
 

@@ -38,7 +38,7 @@ SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory, tiny_dataset):
     """Shards of a few images each."""
-    # the first loader imports torchvision for seconds, in which all would arrive
+    # The first loader imports torchvision for seconds, in which all shards would arrive.
     load_jpeg_decoder()
     folder = tmp_path_factory.mktemp("drive") / "shards"
     write_shards(
@@ -63,7 +63,8 @@ def test_every_image_once_an_epoch_from_the_first_on(drive, tmp_path, workers):
     loader = make_loader(dataset, batch_size=2, workers=workers)
     batches = iter(loader)
     first = next(batches)
-    assert not dataset.arrival.is_complete  # it began with what there was
+    # The loader began with the shards that were there.
+    assert not dataset.arrival.is_complete
     epochs = [list_ids([first, *batches]), list_ids(loader)]
     loader.close()
     for epoch in epochs:
@@ -82,7 +83,8 @@ def test_samples_are_those_of_the_shards(drive, tmp_path):
     slow_down(drive, SLOW)
     dataset = ArrivingShards(drive, tmp_path / "ssd")
     for index, (expected, objects) in samples.items():
-        image, target = dataset[index]  # waits for its shard
+        # Reading a sample waits for its shard.
+        image, target = dataset[index]
         assert torch.equal(image, expected)
         assert all(np.array_equal(target[name], objects[name]) for name in objects)
     dataset.arrival.stop()
@@ -104,8 +106,10 @@ def test_the_order_comes_again_from_a_state(drive, tmp_path):
     loader.close()
     assert sorted(flatten(state["joined"])) == list(range(len(dataset.index.shards)))
     for again in (
-        ArrivingShards(drive, tmp_path / "other", seed=5),  # on a new machine
-        ShardDataset(tmp_path / "ssd"),  # when all is there
+        # A new machine has none of the shards.
+        ArrivingShards(drive, tmp_path / "other", seed=5),
+        # A finished copy is opened as a plain dataset.
+        ShardDataset(tmp_path / "ssd"),
     ):
         loader = make_loader(again, batch_size=2, workers=0, seed=3)
         loader.load_state_dict(state)
@@ -178,7 +182,8 @@ def test_a_copy_that_is_stopped_leaves_no_index(drive, tmp_path, monkeypatch):
     def copy_file(self, name, *rest):
         done = real(self, name, *rest)
         if name.endswith(".arrays"):
-            self.stop.set()  # between two shards
+            # The copy stops between two shards.
+            self.stop.set()
         return done
 
     monkeypatch.setattr(Copying, "copy_file", copy_file)
@@ -203,7 +208,7 @@ READERS = {
 def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
     drive, tmp_path, monkeypatch, reader
 ):
-    # nothing ever arrives
+    # With this copy, nothing ever arrives.
     monkeypatch.setattr(Copying, "copy_file", lambda self, *_: self.stop.wait())
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     timer = threading.Timer(0.5, dataset.stop)
@@ -214,7 +219,8 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
     ):
         READERS[reader](dataset)
     timer.join()
-    dataset.stop()  # a second time does nothing
+    # Stopping a second time does nothing.
+    dataset.stop()
 
 
 def sum_up(samples):
@@ -246,7 +252,8 @@ def test_workers_of_a_stock_dataloader_wait_for_shards(
         multiprocessing_context=method,
         timeout=60,
     )
-    batches = iter(loader)  # the workers begin
+    # The workers begin before anything may arrive.
+    batches = iter(loader)
     time.sleep(0.2)
     gate.set()
     assert flatten(batches) == sum_up(whole)
@@ -335,7 +342,7 @@ def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkey
     indirect=["mount"],
     ids=["none", "EIO", "short reads"],
 )
-def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
+def test_every_image_arrives_from_a_mount(mount, tmp_path, monkeypatch, fault):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.1, 0.2, 0.4))
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
     mount.fail(**fault)
@@ -345,7 +352,7 @@ def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
-def test_a_mount_that_comes_back(mount, tmp_path, monkeypatch):
+def test_every_image_arrives_when_a_lost_mount_comes_back(mount, tmp_path, monkeypatch):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.5,) * 20)
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
     mount.fail(lost=True)
@@ -389,7 +396,7 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
-def test_a_cell_that_is_run_again_while_the_shards_arrive(drive, tmp_path):
+def test_a_cell_may_run_again_while_the_shards_arrive(drive, tmp_path):
     slow_down(drive, SLOW)
     datasets = [ArrivingShards(drive, tmp_path / "ssd") for _ in range(4)]
     for dataset in datasets:
@@ -417,7 +424,8 @@ def test_a_file_of_the_user_is_not_replaced(drive, tmp_path):
 def measure_folder(folder):
     sizes = []
     for path in folder.glob("*"):
-        with suppress(FileNotFoundError):  # it left meanwhile
+        # The file may have left meanwhile.
+        with suppress(FileNotFoundError):
             sizes.append(path.stat().st_size)
     return sum(sizes)
 
@@ -507,7 +515,8 @@ def test_shards_take_turns_in_no_folder_that_holds_files(
     elif kind == "other files":
         ssd.mkdir()
         (ssd / "thesis.txt").write_text("mine")
-    else:  # marked, but of another dataset
+    else:
+        # The folder is marked as one of ours, but holds another dataset.
         ArrivingShards(tiny_shards, ssd, limit_gb=read_index(tiny_shards).bytes * 0.9 / 1e9).stop()
     before = {path.name: path.read_bytes() for path in ssd.iterdir()}
     with pytest.raises(
@@ -562,7 +571,8 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
     next(iter(loader))
     present = {path.name for path in (tmp_path / "ssd").glob("shard-*")}
     for name in present:
-        (source / name).unlink()  # now it is the only copy
+        # The local file is now the only copy.
+        (source / name).unlink()
     with suppress(ColabUtilsError):
         for _ in loader:
             pass

@@ -66,19 +66,24 @@ def assert_same(sample, image, target):
 @pytest.mark.parametrize(
     "samples",
     [
-        [make_sample(0)],  # one image
-        # mixed shapes
+        # A batch may have one image.
+        [make_sample(0)],
+        # Images of one batch differ in shape.
         [
             make_sample(0),
             make_sample(1, height=40, width=8),
             make_sample(2, height=3, width=50),
         ],
-        # images without objects between
+        # Images without objects lie between others.
         [make_sample(0, objects=0), make_sample(1), make_sample(2, objects=0)],
-        [make_sample(0, objects=0), make_sample(1, objects=0)],  # no object in the whole batch
-        [make_sample(0, fill=0), make_sample(1, fill=1)],  # empty masks, full masks
-        [make_sample(0, height=1, width=1, objects=2)],  # one pixel
-        [make_sample(0, objects=1000), make_sample(1, objects=300)],  # crowds of objects
+        # The whole batch has no object.
+        [make_sample(0, objects=0), make_sample(1, objects=0)],
+        # Some masks are empty, and some are full.
+        [make_sample(0, fill=0), make_sample(1, fill=1)],
+        # The image has one pixel.
+        [make_sample(0, height=1, width=1, objects=2)],
+        # Objects come in crowds.
+        [make_sample(0, objects=1000), make_sample(1, objects=300)],
     ],
 )
 def test_a_batch_gives_back_the_samples(samples, device):
@@ -142,7 +147,8 @@ def test_what_a_user_keeps_does_not_keep_the_batch():
 
 def test_a_batch_is_one_buffer_and_plain_numbers():
     samples = PackedSamples([pack_target(*make_sample(seed)) for seed in range(3)])
-    memory = np.full(1 << 20, 255, np.uint8)  # used before
+    # The memory was used before, as that of a pool is.
+    memory = np.full(1 << 20, 255, np.uint8)
     shape, _ = write_batch(samples, range(3), lambda size: memory[:size])
     assert all(type(value) is int for value in shape)
     again = open_batch(
@@ -153,7 +159,8 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
     parts = [part for part in (*vars(again).values(), *again.masks) if torch.is_tensor(part)]
     assert all(0 <= part.data_ptr() - memory.ctypes.data < memory.size for part in parts)
     with pytest.raises(TypeError, match=r"not iterable|cannot unpack"):
-        _, _ = again  # as of a loader that delivers dense batches
+        # Loops unpack like this where a loader delivers dense batches.
+        _, _ = again
     for seed, image, target in zip(
         range(3), again.to_images("cpu"), again.to_targets("cpu"), strict=True
     ):
@@ -163,24 +170,26 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda image, target: (image, target | {"masks": target["masks"].bool()}),  # bool masks
-        lambda image, target: (image, target | {"masks": target["masks"] * 255}),  # 0 and 255
-        # from transforms.v2
+        # Some datasets give masks as booleans.
+        lambda image, target: (image, target | {"masks": target["masks"].bool()}),
+        # Some masks hold 0 and 255.
+        lambda image, target: (image, target | {"masks": target["masks"] * 255}),
+        # The types of transforms.v2 are tensors, too.
         lambda image, target: (image, target | {"masks": tv_tensors.Mask(target["masks"])}),
         lambda image, target: (tv_tensors.Image(image), target),
-        # as the references give it
+        # The references of torchvision give the number as a tensor.
         lambda image, target: (image, target | {"image_id": torch.tensor([1000])}),
         lambda image, target: (image, target | {"image_id": torch.tensor(1000)}),
-        # narrower labels
+        # Labels may be narrower, and boxes wider.
         lambda image, target: (image, target | {"labels": target["labels"].int()}),
         lambda image, target: (image, target | {"boxes": target["boxes"].double()}),
-        # from a model that is trained
+        # Boxes may come from a model that is trained.
         lambda image, target: (image, target | {"boxes": target["boxes"].requires_grad_()}),
-        # each mask with a value of its own
+        # Each mask has a value of its own.
         lambda image, target: (image, target | {"masks": target["masks"] * NUMBERS}),
-        # more than the contract
+        # Fields beyond the contract are allowed.
         lambda image, target: (image, target | {"keypoints": torch.zeros(3, 17, 3)}),
-        # from an HWC array
+        # An image from an HWC array has other strides.
         lambda image, target: (image.permute(1, 2, 0).contiguous().permute(2, 0, 1), target),
     ],
 )
@@ -215,9 +224,12 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i, t: (i.float() / 255, t), r"found float32 \[3, 24, 31\]"),  # after ToTensor
-        (lambda i, t: (i[:1], t), r"found uint8 \[1, 24, 31\]"),  # grey
-        (lambda i, t: (i.permute(1, 2, 0), t), r"found uint8 \[24, 31, 3\]"),  # HWC
+        # ToTensor gives such an image.
+        (lambda i, t: (i.float() / 255, t), r"found float32 \[3, 24, 31\]"),
+        # A grey image has one channel.
+        (lambda i, t: (i[:1], t), r"found uint8 \[1, 24, 31\]"),
+        # An image of Pillow or OpenCV has its channels last.
+        (lambda i, t: (i.permute(1, 2, 0), t), r"found uint8 \[24, 31, 3\]"),
         (lambda i, t: (i.numpy(), t), "found ndarray"),
         (lambda i, t: (i, t | {"masks": None}), r"masks of nothing, and \[3, 24, 31\] would fit"),
         (
@@ -228,17 +240,17 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
             lambda i, t: (i, {k: v for k, v in t.items() if k != "labels"}),
             "labels of nothing",
         ),
-        # names of another library, which must not pass for an image without objects
+        # Names of another library must not pass for an image without objects.
         (lambda i, t: (i, {"image_id": 1000, "bbox": t["boxes"]}), "labels of nothing"),
         (lambda i, t: (i, t | {"image_id": "a.jpg"}), "image_id 'a.jpg' of sample 0"),
         (
             lambda i, t: (i, t | {"image_id": torch.arange(2)}),
             r"image_id .* of sample 0",
         ),
-        # would become the id of image 1000
+        # This would become the id of image 1000.
         (lambda i, t: (i, t | {"image_id": 1000.5}), "image_id 1000.5 of sample 0"),
         (lambda i, t: (Image.fromarray(i.permute(1, 2, 0).numpy()), t), "found Image.*PILToTensor"),
-        # soft edges
+        # These masks have soft edges.
         (
             lambda i, t: (i, t | {"masks": soften(t["masks"])}),
             "a mask with several values up to 248",
@@ -251,7 +263,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
             lambda i, t: (i, t | {"masks": t["masks"][:2]}),
             r"masks of uint8 \[2, 24, 31\]",
         ),
-        # of another size
+        # These masks have another size than the image.
         (
             lambda i, t: (i, t | {"masks": t["masks"][:, :5]}),
             r"masks of uint8 \[3, 5, 31\]",
@@ -268,7 +280,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
             lambda i, t: (i, t | {"area": t["area"][:1]}),
             r"area of float32 \[1\]",
         ),
-        # masks without labels
+        # Masks come without labels.
         (
             lambda i, t: (i, t | {"labels": t["labels"][:0]}),
             r"boxes of .* and \[0, 4\] would fit",
@@ -394,20 +406,20 @@ def make_boxed_sample(change=None):
 @pytest.mark.parametrize(
     "change",
     [
-        # in shares of the image
+        # Boxes are given in shares of the image.
         lambda target: {"boxes": target["boxes"] / torch.tensor([31, 24, 31, 24])},
-        # y before x
+        # Boxes name y before x.
         lambda target: {"boxes": target["boxes"][:, [1, 0, 3, 2]]},
-        # of the image in another size
+        # Boxes belong to the image in another size.
         lambda target: {"boxes": target["boxes"] / 2},
         lambda target: {"boxes": target["boxes"] * 2},
-        # beyond the image
+        # Boxes lie beyond the image.
         lambda target: {"boxes": target["boxes"] + 100},
-        # of other objects
+        # Masks belong to other objects.
         lambda target: {"masks": target["masks"].flip(0)},
-        # mirrored without the boxes
+        # Masks are mirrored without the boxes.
         lambda target: {"masks": target["masks"].flip(2)},
-        # compared with the wrong value
+        # Masks were compared with the wrong value, and are empty.
         lambda target: {"masks": target["masks"] == 255},
     ],
 )
@@ -420,14 +432,14 @@ def test_a_mask_beside_its_box_is_said(change):
     "change",
     [
         lambda target: {},
-        # of the whole of an object that is partly hidden
+        # Boxes may enclose the whole of an object that is partly hidden.
         lambda target: {"boxes": target["boxes"] + torch.tensor([-6, -6, 6, 6])},
-        # of torchvision's masks_to_boxes, of a mask two pixels wide and high
+        # This is what masks_to_boxes of torchvision gives for masks two pixels wide and high.
         lambda target: {
             "boxes": torch.tensor([[4.0, 5, 5, 6]] * 2),
             "masks": functional.pad(torch.ones(2, 2, 2, dtype=torch.uint8), [4, 5, 25, 17]),
         },
-        # no objects
+        # An image may have no objects.
         lambda target: {"boxes": [], "labels": [], "masks": []},
     ],
 )

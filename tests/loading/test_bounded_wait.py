@@ -31,7 +31,7 @@ from .test_loader import Numbers, flatten, join_group, list_ids
 WAIT_S = 0.5
 SIZE = 24
 EVERY = list(range(SIZE))
-# What a batch of these samples waits for: the first time that it is read, or each time.
+# These samples come by themselves after some seconds, or hang the first time that they are read.
 COMES_BY_ITSELF = {"seconds": 2 * WAIT_S}
 ONCE = {"times": 1}
 
@@ -159,9 +159,9 @@ def test_what_never_comes_is_left_out_and_named(tmp_path, make, deliver, prefetc
     [
         ({5}, "Sample 5 "),
         ({4, 5}, "Sample 4 "),
-        # In the last batch.
+        # A sample of the last batch has no batch after it.
         ({SIZE - 1}, f"Sample {SIZE - 1} "),
-        # All of both workers, whatever else they are given.
+        # Both workers hang, whatever else they are given.
         (set(EVERY), "Sample 0 "),
     ],
     ids=str,
@@ -270,7 +270,7 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(tmp_path, make):
     hang = Hang(tmp_path, {3}, **ONCE)
     loader = make(Numbers(SIZE, hang))
     batches = iter(loader)
-    # One moves, and is not waited for.
+    # One batch moves to the end, and is not waited for.
     assert [next(batches).image_ids.tolist() for _ in range(2)] == [[0, 1], [4, 5]]
     assert sorted(flatten(list_ids(loader))) == EVERY
     assert (loader.epoch, loader.state_dict()["moved"]) == (2, [])
@@ -447,7 +447,7 @@ def test_an_error_of_a_late_sample_is_its_own(tmp_path, make):
         list(make(Numbers(SIZE, act)))
 
 
-# our datasets
+# The tests below read the package's own datasets.
 
 
 @pytest.mark.parametrize("streams", [1, 8])

@@ -25,7 +25,8 @@ def time_goes(monkeypatch):
 
 
 def test_waits_steps_and_what_lies_between_add_up_to_the_loop(time_goes):
-    # made; asked, came, step ended; asked, came, step ended; asked and there was none, stopped
+    # The clock is made. Twice a batch is asked for, comes, and its step ends; a third is asked for,
+    # there is none, and the clock stops.
     time_goes(10.0, 10.0, 13.0, 14.0, 14.5, 15.0, 17.0, 17.25, 17.5)
     clock = LoopClock()
     for _ in range(2):
@@ -38,17 +39,20 @@ def test_waits_steps_and_what_lies_between_add_up_to_the_loop(time_goes):
     assert (clock.images, clock.firsts, clock.ends_s) == (6, [0], 0.0)
 
 
-def test_a_pass_that_is_left_and_a_second_one(time_goes):
-    # made; asked, came, left; asked two seconds later, came
+def test_the_time_between_two_passes_is_kept_apart(time_goes):
+    # The clock is made; a batch is asked for, comes, and the pass is left. The next is asked for
+    # two seconds later, and comes.
     time_goes(0.0, 1.0, 2.0, 5.0, 7.0, 8.0, 9.0)
     clock = LoopClock()
     clock.ask()
     clock.receive()
     clock.stop()
-    clock.stop()  # nothing more is over
+    # A second stop adds nothing.
+    clock.stop()
     clock.ask()
     clock.receive()
-    assert clock.read() == 2.0  # that of the batch at work, too
+    # The wait for the batch at work counts, too.
+    assert clock.read() == 2.0
     assert clock.parts_s.tolist() == [[1.0, 3.0, 0.0]]
     assert (clock.firsts, clock.ends_s) == ([0, 1], 2.0)
 
@@ -56,7 +60,8 @@ def test_a_pass_that_is_left_and_a_second_one(time_goes):
 def test_the_last_of_several_steps_counts(time_goes):
     time_goes(0.0, 0.0, 1.0, 2.0, 3.0, 5.0)
     clock = LoopClock()
-    clock.end_step()  # of no batch
+    # A step of no batch is ignored.
+    clock.end_step()
     clock.ask()
     clock.receive()
     clock.end_step()
@@ -107,7 +112,7 @@ def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
 
 def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypatch):
     class FakeEvent:
-        # the GPU works through them in order
+        # The GPU works through its events in order.
         made: ClassVar[list] = []
         done = -1
 

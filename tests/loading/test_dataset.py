@@ -102,7 +102,8 @@ def real(request, coco_mini, coco_mini_val, tmp_path_factory):
     return source, shards
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # pycocotools leaves the JSON open
+# The loader of pycocotools leaves the JSON file open.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_both_datasets_equal_torchvisions_own_path(real, capsys):
     source, shards = real
     reference = CocoDetection(str(source.images), str(source.annotations))
@@ -201,7 +202,8 @@ def test_indices_are_those_of_a_list(tiny_shards, tiny_dataset, kind):
     for wrong in (1.0, "1"):
         with pytest.raises(TypeError):
             dataset[wrong]
-    assert len(list(dataset)) == 12  # the old protocol of iteration ends at IndexError
+    # The old protocol of iteration ends at IndexError.
+    assert len(list(dataset)) == 12
 
 
 PROCESS_SCRIPT = """
@@ -286,7 +288,8 @@ def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, 
     monkeypatch.setattr(files, "OPEN_FILES", 2)
     before = count_descriptors()
     dataset = ShardDataset(tiny_shards)
-    assert count_descriptors() == before  # a thousand shards must not need a thousand open files
+    # A thousand shards must not need a thousand open files.
+    assert count_descriptors() == before
     samples = [dataset[i] for i in range(len(dataset))]
     assert count_descriptors() == before + 2
     for i in range(len(dataset)):
@@ -358,12 +361,13 @@ def test_a_slowed_folder_is_paid_for_what_is_read(tiny_shards, monkeypatch):
     slow_down(tiny_shards, DriveProfile("mine", open_s=10.0, bytes_per_s=1e9, source="a test"))
     dataset = ShardDataset(tiny_shards)
     shards = len(dataset.index.shards)
-    # the index, and the arrays' beginnings, once each
+    # The index and the beginnings of the arrays are read once each.
     assert sum(waits) == pytest.approx(10 * (1 + shards), rel=0.1)
     waits.clear()
     for i in range(len(dataset)):
         dataset[i]
-    assert sum(waits) >= 10 * 2 * shards  # a jump for each file that is opened, and for each gap
+    # A jump is paid for each file that is opened, and for each gap.
+    assert sum(waits) >= 10 * 2 * shards
 
 
 def make_coco(folder, categories, images=2):
@@ -395,14 +399,18 @@ def make_coco(folder, categories, images=2):
 @pytest.mark.parametrize(
     ("categories", "contiguous", "labels"),
     [
-        ([3, 9, 90], False, {3: 3, 9: 9, 90: 90}),  # as they are
+        # Ids from 1 on stay as they are.
+        ([3, 9, 90], False, {3: 3, 9: 9, 90: 90}),
         ([3, 9, 90], True, {1: 3, 2: 9, 3: 90}),
-        ([0, 1, 2], False, {1: 0, 2: 1, 3: 2}),  # 0 is the background
-        ([7, 0], False, {1: 0, 2: 7}),  # not in order in the file
-        ([5], False, {5: 5}),  # one category
+        # The label 0 is that of the background.
+        ([0, 1, 2], False, {1: 0, 2: 1, 3: 2}),
+        # Categories may not be in order in the file.
+        ([7, 0], False, {1: 0, 2: 7}),
+        # A dataset may have one category.
+        ([5], False, {5: 5}),
     ],
 )
-def test_labels_and_category_ids(tmp_path, categories, contiguous, labels):
+def test_labels_name_their_category_ids(tmp_path, categories, contiguous, labels):
     annotations = make_coco(tmp_path, categories)
     write_shards(tmp_path, annotations, shards=tmp_path / "shards", workers=1)
     for dataset in (
@@ -422,8 +430,10 @@ def test_missing_or_damaged_arrays_are_made_again_from_the_tar(shards, tiny_shar
     expected = [ShardDataset(tiny_shards)[i] for i in range(12)]
     names = sorted(path.name for path in shards.glob("*.arrays"))
     (shards / names[0]).unlink()
-    (shards / names[1]).write_bytes((shards / names[1]).read_bytes()[:-5])  # cut short
-    (shards / names[2]).write_bytes(b"x" * (shards / names[2]).stat().st_size)  # something else
+    # This file was cut short.
+    (shards / names[1]).write_bytes((shards / names[1]).read_bytes()[:-5])
+    # This file holds something else.
+    (shards / names[2]).write_bytes(b"x" * (shards / names[2]).stat().st_size)
     with pytest.warns(ColabUtilsWarning, match="made again") as caught:
         dataset = ShardDataset(shards)
     assert sum(issubclass(warning.category, ColabUtilsWarning) for warning in caught) == 3
@@ -469,7 +479,8 @@ def twins(tmp_path):
                 (20 * i, 5, 250 - 20 * i),
             ).save(images / f"{i:02d}.bmp")
             coco["images"].append({"id": i, "file_name": f"{i:02d}.bmp", "width": 48, "height": 32})
-            x = 8 + i  # of two digits in all
+            # All these numbers have two digits, so that one digit can be changed.
+            x = 8 + i
             corners = [[x, 11, x + 12, 11, x + 12, 21, x, 21]]
             coco["annotations"].append(
                 {
@@ -513,13 +524,16 @@ TWO = ["shard-000001.tar", "shard-000001.arrays"]
 @pytest.mark.parametrize(
     "mix",
     [
-        take(*ONE),  # a shard of another folder
-        take(ONE[0]),  # a tar, and arrays that do not belong to it
+        # A shard comes from another folder.
+        take(*ONE),
+        # The tar and its arrays do not belong together.
+        take(ONE[0]),
         take(ONE[1]),
         lambda folder, _: [swap(folder, *names) for names in zip(ONE, TWO, strict=True)],
         lambda folder, _: swap(folder, ONE[0], TWO[0]),
         lambda folder, _: swap(folder, ONE[1], TWO[1]),
-        take("index.json"),  # an old index beside new shards
+        # An old index lies beside new shards.
+        take("index.json"),
     ],
 )
 def test_files_that_do_not_belong_together_are_refused_by_all_alike(twins, tmp_path, mix):
@@ -547,7 +561,8 @@ def test_files_that_do_not_belong_together_are_refused_by_all_alike(twins, tmp_p
                 dataset = open_them(folder)
                 assert len(dataset) == 6
             except ColabUtilsError:
-                continue  # nothing is trained on
+                # Nothing is trained on where opening is refused.
+                continue
             for i in range(6):
                 try:
                     assert_equal_samples(dataset[i], truth[i])
@@ -574,7 +589,8 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
     content[place] = ord("9") if content[place] != ord("9") else ord("8")
     path.write_bytes(content)
     dataset = ShardDataset(shards)
-    assert_equal_samples(dataset[3], whole[3])  # its image and its arrays are as they were
+    # The image and its arrays are as they were.
+    assert_equal_samples(dataset[3], whole[3])
     for read in (
         lambda: dataset.record(3),
         lambda: dataset.list_annotations(3),
@@ -613,9 +629,12 @@ def make_small_jpeg(data):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda data: bytes(len(data)),  # zeros, as a lost block reads
-        lambda data: b"<html>" + b"x" * (len(data) - 6),  # something else
-        lambda data: data[:300] + bytes(len(data) - 300),  # a JPEG's beginning
+        # A lost block reads as zeros.
+        lambda data: bytes(len(data)),
+        # An error page lies in place of the image.
+        lambda data: b"<html>" + b"x" * (len(data) - 6),
+        # The rest is lost after a JPEG's beginning.
+        lambda data: data[:300] + bytes(len(data) - 300),
         make_small_jpeg,
     ],
 )
@@ -652,7 +671,7 @@ def test_a_broken_record_is_named(shards):
 
 
 @pytest.mark.parametrize("file", ["tar", "arrays"])
-def test_a_shard_cut_short_after_it_was_opened(shards, file):
+def test_a_shard_cut_short_after_it_was_opened_is_named(shards, file):
     dataset = ShardDataset(shards)
     last = len(dataset) - 1
     path = shards / f"{Path(dataset.index.shards[-1].name).stem}.{file}"
@@ -662,7 +681,7 @@ def test_a_shard_cut_short_after_it_was_opened(shards, file):
     assert path.name in str(error.value)
 
 
-def test_a_shard_cut_short_before(shards):
+def test_a_shard_cut_short_before_it_is_opened_is_refused(shards):
     path = sorted(shards.glob("*.tar"))[1]
     os.truncate(path, 1000)
     with pytest.raises(ColabUtilsError, match=r"has 1,000: it was cut short"):
@@ -672,13 +691,13 @@ def test_a_shard_cut_short_before(shards):
         ShardDataset(shards)
 
 
-def test_an_index_of_no_shards(shards):
+def test_an_index_of_no_shards_is_refused(shards):
     write_index(shards, replace(read_index(shards), shards=()))
     with pytest.raises(ColabUtilsError, match="names no shards"):
         ShardDataset(shards)
 
 
-def test_a_folder_that_vanishes(shards):
+def test_a_folder_that_vanishes_is_told(shards):
     dataset = ShardDataset(shards)
     shutil.rmtree(shards)
     for method in (dataset.__getitem__, dataset.record, dataset.read):
@@ -701,7 +720,8 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
     monkeypatch.setattr("colab_utils.files.open", open_badly, raising=False)
     assert torch.equal(folder[3][0], whole[0])
     assert folder.retries.count == 2
-    copied = pickle.loads(pickle.dumps(folder))  # a worker counts its own
+    # A copy in a worker counts its own retries.
+    copied = pickle.loads(pickle.dumps(folder))
     assert torch.equal(copied[3][0], whole[0])
     assert copied.retries.count == 0
     fails = iter([errno.EIO] * 9)
@@ -725,14 +745,16 @@ def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tiny_dataset, tmp_pat
             read(0)
 
 
-def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
+def test_a_faulty_image_of_a_folder_is_named(tiny_dataset, tmp_path):
     images = Path(shutil.copytree(tiny_dataset.images, tmp_path / "images"))
     dataset = CocoFolder(images, tiny_dataset.annotations)
     path = images / dataset.coco.file_name(3)
     for content, message in (
-        (path.read_bytes()[:200], "image"),  # cut short
+        # The file was cut short.
+        (path.read_bytes()[:200], "image"),
         (b"", "image"),
-        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "image"),  # a PNG's beginning
+        # The file begins as a PNG does, and is none.
+        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "image"),
     ):
         path.write_bytes(content)
         with pytest.raises(ColabUtilsError, match=message) as error:
@@ -779,10 +801,12 @@ def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, p
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("{outside}", "leads out"),  # absolute
+        # The path is absolute.
+        ("{outside}", "leads out"),
         ("../outside.jpg", "leads out"),
         ("linked.jpg", "The link"),
-        ("folder/outside.jpg", "The link"),  # a folder that is a link
+        # The folder is a link.
+        ("folder/outside.jpg", "The link"),
     ],
 )
 def test_no_file_outside_the_folder_is_opened(tmp_path, name, message):
@@ -920,7 +944,8 @@ def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     with Image.open(images / first["file_name"]) as image:
-        expected = np.asarray(image.rotate(90, expand=True))  # noise-free: PNG
+        # A PNG keeps each pixel as it is.
+        expected = np.asarray(image.rotate(90, expand=True))
         Image.fromarray(expected).save(images / "turned.png", exif=exif)
         upright = np.asarray(image)
     first["file_name"] = "turned.png"

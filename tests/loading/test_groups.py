@@ -85,9 +85,6 @@ def load_on_hosts(open_host, hosts, local=1, **options):
     return epochs
 
 
-# the dealing
-
-
 def test_dealt_groups_hold_all_shards_and_about_as_many_images():
     sizes = np.random.default_rng(3).integers(1, 100, 60).tolist()
     dealt = deal_shards(sizes, groups=GROUPS, seed=0)
@@ -112,9 +109,6 @@ def test_empty_shards_are_dealt_evenly():
 def test_the_first_epoch_takes_few_shards_at_first_and_then_four_at_a_time():
     images = DealtImages([[*range(20)]], np.arange(20))
     assert np.bincount(images.window_of).tolist() == [1, 1, 2, 4, 4, 4, 4]
-
-
-# the order
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -209,7 +203,7 @@ def test_hosts_of_several_processes_load_the_same_batches(
     assert load_on_hosts(open_host, hosts, local) == expected
 
 
-# hosts that copy their groups alone
+# The tests below let each host copy its own groups alone.
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -287,9 +281,6 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(shards):
     again.load_state_dict(loader.state_dict())
     after = [batch.image_ids.tolist() for batch in again]
     assert sorted(chain(*before, *after)) == sorted(dataset.image_ids.tolist())
-
-
-# refusals
 
 
 def test_without_groups_the_order_is_that_of_before(shards):

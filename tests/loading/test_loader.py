@@ -176,10 +176,13 @@ def test_real_images_arrive_as_they_are(coco_mini_val, tmp_path, make):
 @pytest.mark.parametrize(
     ("size", "batch_size", "lengths"),
     [
-        (1, 1, [1]),  # a dataset of one image
+        # The dataset has one image.
+        (1, 1, [1]),
         (1, 4, [1]),
-        (3, 100, [3]),  # a batch larger than the dataset
-        (6, 3, [3, 3]),  # nothing left over
+        # The batch is larger than the dataset.
+        (3, 100, [3]),
+        # Nothing is left over.
+        (6, 3, [3, 3]),
         (7, 3, [3, 3, 1]),
     ],
 )
@@ -199,7 +202,8 @@ def test_the_order_is_the_seeds_whatever_the_workers(make):
         loader = make(Numbers(23), batch_size=4, workers=workers, deliver="packed", seed=7)
         orders.append([list_ids(loader), list_ids(loader)])
     assert orders[0] == orders[1] == orders[2] == orders[3]
-    assert orders[0][0] != orders[0][1]  # two epochs differ
+    # Each epoch has an order of its own.
+    assert orders[0][0] != orders[0][1]
     assert (
         list_ids(make(Numbers(23), batch_size=4, workers=0, deliver="packed", seed=8))
         != orders[0][0]
@@ -233,7 +237,8 @@ def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resu
         assert resumed.epoch == done // 3
         rest = list_ids(resumed)
         assert rest == batches[done : done // 3 * 3 + 3]
-        if done < 3:  # and the epoch after
+        # The resumed loader goes on with the epoch after it, too.
+        if done < 3:
             assert list_ids(resumed) == batches[3:]
         assert resumed.state_dict() == {**states[-1], "epoch": resumed.epoch}
 
@@ -243,7 +248,8 @@ def test_a_state_of_another_order_is_refused(make):
     for size, options in (
         (8, {"batch_size": 2, "seed": 1}),
         (8, {"batch_size": 2, "shuffle": False}),
-        (9, {"batch_size": 2}),  # the dataset has changed
+        # The dataset has changed since.
+        (9, {"batch_size": 2}),
     ):
         with pytest.raises(ColabUtilsError, match="the same order"):
             make(Numbers(size), workers=0, **options).load_state_dict(state)
@@ -305,7 +311,7 @@ def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
     assert (loader.epoch, loader.left, len(list(loader))) == (1, 4, 4)
 
 
-# batches of 2 of 11 images; the fourth is in the second epoch
+# After six batches of two, all 11 images of the first epoch were seen.
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("sizes", [(3,), (1, 4), (4, 4, 2)])
 def test_another_batch_size_goes_on_with_what_the_epoch_has_left(make, done, sizes):
@@ -372,7 +378,8 @@ def test_a_pass_broken_off_is_followed_by_the_next_epoch(make, workers):
     epochs = [list_ids(whole) for _ in range(4)]
     loader = make(Numbers(20), **options)
     next(iter(loader))
-    assert loader.epoch == 0  # the pass under way
+    # The epoch is that of the pass under way.
+    assert loader.epoch == 0
     assert list_ids(loader) == epochs[1]
     for i, _ in enumerate(loader):
         if i == 4:
@@ -387,11 +394,12 @@ def test_two_passes_at_once_are_refused(make, seen):
     first = iter(loader)
     second = iter(loader)
     next(first)
-    # the last is all there is: nothing more will come for the first
+    # The last batch is all there is, so nothing more will come for the first pass.
     got = [next(second) for _ in range(seen)]
     with pytest.raises(ColabUtilsError, match="Two passes over one loader"):
         next(first)
-    assert len([*got, *second]) == 7  # and the second goes on
+    # The second pass goes on.
+    assert len([*got, *second]) == 7
 
 
 @pytest.mark.parametrize(
@@ -467,7 +475,7 @@ def test_a_dataset_that_uses_the_gpu_in_a_worker_is_refused_in_words(make, monke
         list(loader)
 
 
-# faults in a sample: what the user sees is one line, from a worker as from this process
+# Of a fault in a sample the user sees one line, from a worker as from this process.
 
 
 def act_with_damage(index):
@@ -532,7 +540,8 @@ def act_with_death(index):
 
 def test_a_killed_worker_ends_the_pass_in_one_line(make):
     loader = make(Numbers(40, act_with_death), batch_size=2, workers=2, shuffle=False)
-    for _ in range(2):  # and once more with new workers
+    # The second pass has new workers.
+    for _ in range(2):
         with pytest.raises(
             ColabUtilsError, match=r"killed by signal: Killed.*not seen.*memory.*fewer workers"
         ) as error:
@@ -543,7 +552,7 @@ def test_a_killed_worker_ends_the_pass_in_one_line(make):
 
 
 def act_with_little_shared_memory(index):
-    # nothing larger can be written, /dev/shm included
+    # Nothing larger can be written, not even in /dev/shm.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
@@ -562,9 +571,6 @@ def test_a_folder_that_vanishes_is_said(tiny_shards, tmp_path, make):
         list(loader)
 
 
-# order
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_last_batch_is_dropped_where_it_is_not_full(make, workers):
     options = {"batch_size": 3, "workers": workers, "deliver": "packed", "drop_last": True}
@@ -581,13 +587,14 @@ def test_a_sampler_gives_the_order(make):
     options = {"batch_size": 4, "deliver": "packed", "seed": 3}
     drawn = []
     for workers in (0, 2):
-        # draws from torch's own generator
+        # Such a sampler draws from the generator of torch.
         weighted = WeightedRandomSampler([0.0] * 20 + [1.0] * 3, 10)
         loader = make(Numbers(23), workers=workers, sampler=weighted, **options)
         assert len(loader) == 3
         drawn.append([list_ids(loader), list_ids(loader)])
     assert drawn[0] == drawn[1]
-    assert drawn[0][0] != drawn[0][1]  # two epochs differ
+    # Each epoch has an order of its own.
+    assert drawn[0][0] != drawn[0][1]
     assert {*flatten(drawn[0][0])} <= {20, 21, 22}
     batches = iter(loader)
     next(batches)
@@ -618,14 +625,15 @@ def test_batches_are_wide_or_tall():
     assert sorted(flatten(batches)) == list(range(103))
     assert [len(batch) for batch in batches] == [4] * 25 + [3]
     wide = [{bool(sizes[i, 1] >= sizes[i, 0]) for i in batch} for batch in batches]
-    # what the two leave over, under two batches, comes last
+    # What the two kinds leave over is under two batches, and comes last.
     assert all(len(kinds) == 1 for kinds in wide[:24])
-    assert set.union(*wide[:5]) == {True, False}  # and the two kinds come mixed
-    # the dataset's own order is kept
+    # The two kinds come mixed.
+    assert set.union(*wide[:5]) == {True, False}
+    # Without shuffling, the dataset's own order is kept.
     assert next(iter(BatchSampler(103, 4, None, sizes=sizes))) == [0, 1, 2, 3]
 
 
-# processes and files
+# The tests below count processes and open files.
 
 
 def find_workers():
@@ -640,13 +648,15 @@ def test_workers_persist_and_end_with_close():
     list(loader)
     workers = {p.pid for p in find_workers()} - before
     assert len(workers) >= 2
-    next(iter(loader))  # broken off
+    # This pass is broken off.
+    next(iter(loader))
     list(loader)
     assert {p.pid for p in find_workers()} - before == workers
     loader.close()
     loader.close()
     assert not {p.pid for p in find_workers()} & workers
-    assert sum(len(images) for images, _ in loader) == 20  # a new pass starts new ones
+    # A new pass starts new workers.
+    assert sum(len(images) for images, _ in loader) == 20
     loader.close()
 
 
@@ -660,7 +670,7 @@ def test_what_is_kept_needs_few_open_files():
     assert len(kept) == 90
 
 
-# what a pass finds: the dataset as it is when the pass begins, as with torch's DataLoader
+# A pass finds the dataset as it is when the pass begins, as with torch's DataLoader.
 
 
 class Shades(Numbers):
@@ -823,7 +833,7 @@ def test_ranks_are_those_of_the_moment_when_a_pass_begins(make, workers):
     assert list_ids(loader) == [[0, 1, 2, 3], [4, 5]]
 
 
-# datasets that read the samples of a batch at once
+# The datasets below read the samples of a batch at once.
 
 
 class Table(torch.utils.data.Dataset):
@@ -988,7 +998,7 @@ def test_ctrl_c_leaves_a_loader_that_works_and_an_exit_without_noise(tiny_shards
     try:
         assert process.stdout.readline() == "batch\n"
         time.sleep(0.3)
-        # as a terminal and Jupyter do: the workers get it too
+        # A terminal and Jupyter signal the whole group, so that the workers get it, too.
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:

@@ -27,7 +27,8 @@ CUDA = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 )
 DEVICES = ["cpu", CUDA]
-WAYS = ["cpu", "rows", CUDA]  # "rows": what a GPU runs, on the CPU
+# With "rows", the CPU runs what a GPU runs.
+WAYS = ["cpu", "rows", CUDA]
 QUICK = settings(max_examples=80, deadline=None)
 
 
@@ -119,14 +120,14 @@ def draw_hole(height, width):
 @pytest.mark.parametrize(
     "images",
     [
-        # polygon, a hole, two parts
+        # These are a polygon, a hole and an object of two parts.
         [
             (
                 (24, 40),
                 [[RING[0]], draw_hole(24, 40), [[35, 1, 39, 1, 37, 9], RING[1]]],
             )
         ],
-        # borders
+        # These objects touch the borders.
         [
             (
                 (5, 7),
@@ -137,17 +138,19 @@ def draw_hole(height, width):
                 ],
             )
         ],
-        # one pixel, set and not
+        # One object has the only pixel, and the other does not.
         [
             (
                 (1, 1),
                 [[[0, 0, 1, 0, 1, 1, 0, 1]], {"size": [1, 1], "counts": [1]}],
             )
         ],
-        [((6, 8), [{"size": [6, 8], "counts": [48]}] * 2)],  # nothing but empty masks
-        # images without objects around
+        # All masks are empty.
+        [((6, 8), [{"size": [6, 8], "counts": [48]}] * 2)],
+        # Images without objects lie around others.
         [((6, 8), []), ((9, 4), [[[1, 1, 3, 1, 3, 6, 1, 6]]]), ((3, 3), [])],
-        [((6, 8), []), ((3, 3), [])],  # no object at all
+        # The batch has no object at all.
+        [((6, 8), []), ((3, 3), [])],
     ],
 )
 def test_dense_masks_are_those_of_pycocotools(images, way):
@@ -195,7 +198,7 @@ def dense_images():
 @pytest.mark.parametrize("way", WAYS)
 @QUICK
 @given(images=dense_images(), chunk=st.sampled_from([module.DRAWN_BYTES, 1000, 64_000_000]))
-def test_any_masks(images, way, chunk):
+def test_any_masks_are_drawn_as_they_were(images, way, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
         dense = expand(way, *pack(images))
@@ -205,7 +208,7 @@ def test_any_masks(images, way, chunk):
 
 @QUICK
 @given(images=dense_images(), data=st.data())
-def test_any_masks_mirrored_in_memory_that_was_used_before(images, data):
+def test_masks_drawn_into_used_memory_are_mirrored_where_asked(images, data):
     flips = [data.draw(st.booleans()) for _ in images]
     masks, sizes, counts = pack(images)
     memory = torch.full(
@@ -226,7 +229,7 @@ def test_any_masks_mirrored_in_memory_that_was_used_before(images, data):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_image_of_a_thousand_objects(way):
+def test_a_thousand_objects_are_drawn_as_they_were(way):
     images = [make_blobs(0, objects=1000), make_blobs(1, objects=3)]
     for masks, dense in zip(images, expand(way, *pack(images)), strict=True):
         assert torch.equal(dense, torch.from_numpy(masks))
@@ -259,7 +262,8 @@ def sample(masks, objects, boxes, sizes, counts, *, flips=None, to_sizes=None, s
 
 def make_boxes(kind, count, *, height, width, seed=0):
     rng = np.random.default_rng(seed)
-    corners = np.sort(rng.random((count, 2, 2)), axis=1)  # two points (x, y)
+    # Each box is spanned by two points (x, y).
+    corners = np.sort(rng.random((count, 2, 2)), axis=1)
     corners = {
         "inside": corners,
         "partly outside": corners * 3 - 1,
@@ -275,7 +279,8 @@ def make_boxes(kind, count, *, height, width, seed=0):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("chunk", [2000, 64_000_000])  # the first cuts crops into rows
+# The first size cuts crops into rows.
+@pytest.mark.parametrize("chunk", [2000, 64_000_000])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -369,8 +374,9 @@ def test_targets_of_a_thousand_objects_in_half_precision_training(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("objects", [0, 2])  # without any object, without a proposal
-def test_no_proposals(device, objects):
+# Once there is no object, and once there is no proposal.
+@pytest.mark.parametrize("objects", [0, 2])
+def test_no_proposals_give_no_targets(device, objects):
     masks, sizes, counts = pack([make_blobs(0, objects=objects)])
     nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
     assert sample(move(masks, device), *nothing, sizes, counts).shape == (0, 28, 28)
@@ -433,7 +439,8 @@ def test_flipped_boxes_are_those_of_the_flipped_masks():
     widths = sizes[:, 1].repeat_interleave(counts)
     flipped = flip_boxes(masks.crops.float(), widths)
     again, *_ = pack([part[..., ::-1] for part in images])
-    real = masks.crops[:, 2] > 0  # an empty mask has no box to mirror
+    # An empty mask has no box to mirror.
+    real = masks.crops[:, 2] > 0
     assert torch.equal(flipped[real], again.crops[real].float())
     assert torch.equal(flip_boxes(flipped, widths), masks.crops.float())
 

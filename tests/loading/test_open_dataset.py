@@ -43,7 +43,7 @@ SHARD_MB = 0.02
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, tiny_dataset):
     """The shards of the tiny dataset, as `write_shards` writes them."""
-    # The first loader imports torchvision for seconds, in which all would be written.
+    # The first loader imports torchvision for seconds, in which all shards would be written.
     load_jpeg_decoder()
     folder = tmp_path_factory.mktemp("reference") / "shards"
     write_shards(
@@ -302,7 +302,7 @@ def test_an_epoch_that_was_begun_goes_on_from_finished_shards(tiny_dataset, plac
     assert list_ids(again) == rest
 
 
-# It opens the dataset, whose images are slow, and tells when it did.
+# The process opens the dataset, whose images are slow, and tells when it did.
 SESSION = """
 import sys, time
 from colab_utils import make_loader, open_dataset

@@ -80,7 +80,8 @@ def test_batches_that_are_kept_stay_as_they_were(tiny_shards, make, count):
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
     loader = make(dataset, batch_size=1, workers=count, deliver="packed")
     for _ in range(2):
-        kept = list(loader)  # more than there are buffers
+        # These are more batches than there are buffers.
+        kept = list(loader)
         for batch in kept:
             assert_equal_batches(dataset, place, batch.to_images("cpu"), batch.to_targets("cpu"))
 
@@ -96,12 +97,14 @@ def test_memory_is_used_again():
     assert first.unique().tolist() == [numbers[0]]
     assert second.unique().tolist() == [numbers[1]]
     assert third.unique().tolist() == [numbers[2]]
-    assert pool.take() == numbers[2]  # the third was copied out, because two are lent
+    # The third was copied out, because two are lent.
+    assert pool.take() == numbers[2]
     part = first[10:20]
     del first
     gc.collect()
     with pytest.raises(IndexError):
-        pool.take()  # a piece of it is still in use
+        # A piece of the first buffer is still in use.
+        pool.take()
     del part
     assert pool.take() == numbers[0]
     assert second.unique().tolist() == [numbers[1]]
@@ -141,7 +144,8 @@ def test_workers_that_cannot_start_are_said_and_none_is_left(make, monkeypatch):
     ):
         list(loader)
     assert multiprocessing.active_children() == []
-    assert flatten(list_ids(loader)) == list(range(6))  # now they can
+    # The workers can start now.
+    assert flatten(list_ids(loader)) == list(range(6))
 
 
 def kill_one(index):
@@ -173,7 +177,7 @@ def test_an_error_that_cannot_be_copied_is_still_told(make):
     assert "act_oddly" in error.value.__notes__[0]
 
 
-# bad samples
+# The tests below have bad samples.
 
 
 def act_with_two_bad(index):
@@ -229,7 +233,8 @@ def test_a_broken_image_in_a_shard_is_left_out_and_named(tiny_shards, tmp_path, 
 
 def act_with_other_errors(index):
     if index == 5:
-        raise OSError("image file is truncated (31 bytes not processed)")  # as Pillow says
+        # Pillow says it in these words.
+        raise OSError("image file is truncated (31 bytes not processed)")
     if index == 6:
         raise KeyError("segmentation")
 
@@ -250,7 +255,7 @@ def test_any_exception_of_a_sample_counts_as_bad(make, count):
     ) or "in act_with" in str(error.value.__notes__)
 
 
-# what the workers do
+# The tests below ask what the workers do.
 
 
 def sleep_at_five(index):
@@ -288,9 +293,6 @@ def test_jobs_of_this_process_are_listed(tiny_shards, make):
     assert all(job.indices == (2 * job.number, 2 * job.number + 1) for job in jobs)
 
 
-# ranks
-
-
 def test_ranks_are_those_of_torch_distributed(make):
     options = {"batch_size": 4, "workers": 0, "deliver": "packed", "shuffle": False}
     with join_group(rank=1, ranks=2):
@@ -300,13 +302,14 @@ def test_ranks_are_those_of_torch_distributed(make):
         assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
 
 
-# subsets, subclasses, raw pixels
+# The tests below read subsets, subclasses and raw pixels.
 
 
 def test_a_subset_is_read_as_its_dataset(tiny_shards, make):
     dataset = ShardDataset(tiny_shards)
     inner = Subset(dataset, [7, 3, 3, 9, 1, 0])
-    subset = Subset(inner, [5, 1, 2, 0])  # a subset of a subset
+    # This is a subset of a subset.
+    subset = Subset(inner, [5, 1, 2, 0])
     source = Fetcher(subset)
     assert source.writes_itself
     assert source.sizes.shape == (4, 2)
@@ -399,7 +402,7 @@ def test_damaged_raw_pixels_are_named(raw_shards, make, old, new):
     assert "\n" not in str(error.value)
 
 
-# users' own transforms
+# The tests below apply transforms of users.
 
 
 def test_transforms_on_the_device_and_on_the_worker_give_the_same(tiny_shards, make):
@@ -487,7 +490,8 @@ def test_random_samples_are_the_seeds_with_any_number_of_workers(tiny_shards, ma
             pixels = []
             for batch in chain(loader, loader):
                 pixels.append(batch.pixels.clone())
-                if draws:  # as a training step does
+                # A training step draws random numbers, too.
+                if draws:
                     torch.rand(1), np.random.random(), random.random()
                     time.sleep(0.005)
             runs.append(pixels)

@@ -154,7 +154,7 @@ def test_files_of_later_batches_are_read_while_the_first_is_needed(
     read = files.read_whole
 
     def note(path, **options):
-        # A file for each read, since workers are other processes.
+        # Each read leaves a file, since workers are other processes.
         (tmp_path / f"{path.name}.{threading.get_native_id()}").touch()
         return read(path, **options)
 

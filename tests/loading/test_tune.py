@@ -108,8 +108,9 @@ def test_the_smallest_of_the_fastest_is_picked():
 
 def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 4)
-    batch_bytes = 320_000  # a little more than a batch of four, and a quarter for larger ones
-    # half of it is for five batches
+    # A batch of four takes a little less, with the quarter that is added for larger ones.
+    batch_bytes = 320_000
+    # Half of the free memory is for five batches.
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * batch_bytes))
     assert find_workers(many)[1].keys() == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * batch_bytes))

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(3600)]
 NAMES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = ROOT / "runs" / "browser"
 OVERRIDES = {
-    # every cell is in the page
+    # Every cell has to be in the page, also one that is out of sight.
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
     "@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"},
     "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
@@ -180,7 +180,8 @@ def opened(request, browser, handed_out, tmp_path):
     """The page of a notebook that lies alone in an empty folder, and what the browser's console
     says meanwhile.
     """
-    import nbformat  # importing it takes two seconds of every process that collects tests
+    # At the top, this import would take two seconds of every process that collects tests.
+    import nbformat
 
     name = request.param
     folder = tmp_path / "alone"
@@ -215,7 +216,8 @@ def opened(request, browser, handed_out, tmp_path):
         wait_for_kernel(page, url)
         yield name, page, messages
         PICTURES.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=PICTURES / f"{name}_end.png")  # of a failure, what was on the screen
+        # The picture shows what was on the screen when a test failed.
+        page.screenshot(path=PICTURES / f"{name}_end.png")
         page.close()
 
 
@@ -316,7 +318,7 @@ def drag_animations(page):
     return len(roots)
 
 
-def test_run_all_from_the_menu(opened):
+def test_all_cells_run_from_the_menu(opened):
     name, page, messages = opened
     run_all(page)
     sliders = drag_sliders(page)
@@ -328,7 +330,8 @@ def test_run_all_from_the_menu(opened):
     take_pictures(page, f"{name}_light")
     assert page.evaluate(FIND_UNREADABLE) == []
     if name.startswith("04"):
-        run_all(page)  # a second time, in the same session
+        # All cells run a second time in the same session.
+        run_all(page)
     click_menu(page, "Settings", "Theme", "JupyterLab Dark")
     page.wait_for_selector("body[data-jp-theme-light=false]", timeout=120_000, state="attached")
     time.sleep(1)

@@ -23,7 +23,7 @@ NAMES = [
     "04_train_mask_rcnn",
     "05_compare_timings",
 ]
-# 01 measures each term of the law in a cell of its own, and 02 each kind of work.
+# Notebook 01 measures each term of the law in a cell of its own, and 02 each kind of work.
 MOST_CELLS = {
     "01_detect_bottleneck": 95,
     "02_preprocess_to_shards": 76,
@@ -103,7 +103,7 @@ def test_the_metadata_selects_the_machine(name, notebook):
     metadata = notebook["metadata"]
     assert metadata["kernelspec"]["name"] == "python3"
     assert metadata["colab"]["provenance"] == []
-    # the emulated step of the scenes needs none, and a GPU costs quota
+    # The emulated step of the scenes needs no GPU, which costs quota.
     wants_gpu = name[:2] == "04"
     assert metadata.get("accelerator") == ("GPU" if wants_gpu else None)
     assert metadata["colab"].get("gpuType") == ("T4" if wants_gpu else None)
@@ -151,7 +151,7 @@ def test_all_badges_and_installs_name_one_repository_and_one_tag():
     assert len({match[2] for match in badges}) <= 1
 
 
-def test_the_order_of_the_parts(sources):
+def test_the_parts_come_in_order(sources):
     order = [
         "What you will learn",
         "## Setup",
@@ -176,7 +176,7 @@ def test_time_and_runtime_type_are_said(sources):
     assert "**Runtime type:**" in sources[1][1]
 
 
-def test_the_budget_of_cells(name, sources, codes):
+def test_the_number_of_cells_keeps_its_budget(name, sources, codes):
     assert 25 <= len(sources) <= MOST_CELLS[name]
     assert 0.65 <= (len(sources) - len(codes)) / len(codes) <= 1.5
 
@@ -190,7 +190,7 @@ def find_open_cells(sources):
     ]
 
 
-def test_the_budget_of_code(sources):
+def test_the_code_keeps_its_budget(sources):
     codes = [source for kind, source, cell in sources if kind == "code" and cell["id"] != "setup"]
     nodes = [count_nodes(ast.parse(strip_magics(source))) for source in codes]
     # The technique is shown as code, and not called by name.
@@ -227,7 +227,7 @@ def test_cells_are_plain_python(sources):
             assert not isinstance(node, ast.Lambda | ast.IfExp | ast.NamedExpr), source
 
 
-def test_no_long_function(codes):
+def test_no_function_is_long(codes):
     for source in codes:
         for node in ast.walk(ast.parse(strip_magics(source))):
             if isinstance(node, ast.FunctionDef):
@@ -324,7 +324,7 @@ def test_the_scene_is_one_field_the_same_everywhere(codes):
 def test_the_signature_figure_and_the_measuring_function_are_everywhere(name, codes):
     text = "\n".join(codes)
     assert ("plot_cold_start(" if name[:2] == "05" else "plot_first_seconds(") in text
-    # 05 measures with `compare`
+    # Notebook 05 measures with `compare`.
     assert name[:2] == "05" or text.count("def train_for(batches") == 1
 
 
@@ -395,7 +395,7 @@ def test_notebook_5_asks_what_notebook_1_asked_and_a_class_sheet_shows(name, sou
     assert asked == [question.text for question in QUESTIONS.values()]
 
 
-def test_plain_words(prose):
+def test_the_words_are_plain(prose):
     assert not re.findall(r"\b(just|simply|easily|easy|obviously)\b", prose, re.IGNORECASE)
 
 

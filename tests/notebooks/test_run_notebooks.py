@@ -67,7 +67,8 @@ def results(demo):
 
 
 def test_all_five_ran_in_order(demo):
-    import nbformat  # importing it takes two seconds of every process that collects tests
+    # At the top, this import would take two seconds of every process that collects tests.
+    import nbformat
 
     assert [run.name[:2] for run in demo.notebooks] == ["01", "02", "03", "04", "05"]
     for run in demo.notebooks:
@@ -82,7 +83,8 @@ def test_all_five_ran_in_order(demo):
 
 def test_01_measures_the_plain_loop_by_hand(results):
     result = results["01"]
-    assert 0.5 < result["wait_share"] <= 1  # 59 ms a file, and a step of 20 ms
+    # A file takes 59 ms, and a step takes 20 ms.
+    assert 0.5 < result["wait_share"] <= 1
     assert result["load_s"] > 4 * 0.03 > result["step_s"]
     assert result["batches"]
     assert result["verdict"]
@@ -90,7 +92,8 @@ def test_01_measures_the_plain_loop_by_hand(results):
 
 def test_01_measures_each_term_of_the_law(results):
     result = results["01"]
-    assert result["read_s"] >= 0.059  # Drive's 59 ms a file, at least
+    # Drive takes at least 59 ms a file.
+    assert result["read_s"] >= 0.059
     assert result["work_s"] > 0
     assert result["photo_work_s"] > 0
     assert set(result["files_per_second"]) == {"8", "24", "48", "128", "256"}
@@ -103,7 +106,8 @@ def test_01_answers_its_five_questions_by_measurements(results):
     assert len(questions) == 5
     for question in questions.values():
         assert question["question"].endswith("?")
-        assert question["guess"] == ""  # nobody was at the keyboard
+        # Nobody was at the keyboard.
+        assert question["guess"] == ""
         assert question["measured"] > 0
     assert questions["waits_percent"]["measured"] == 100 * results["01"]["wait_share"]
 
@@ -118,7 +122,8 @@ def test_02_packs_and_loses_nothing_on_the_way_to_shards(results):
     assert result["shrunk_samples"] >= 1
     assert result["same_samples"] + result["shrunk_samples"] == 4
     assert result["other_samples"] == 0
-    assert result["storage"] == "shrink"  # of 26 images, 2 are photos of 12 megapixels
+    # Of the 26 images, 2 are photos of 12 megapixels.
+    assert result["storage"] == "shrink"
 
 
 def test_every_figure_has_its_numbers_as_alternative_text(demo):
@@ -157,8 +162,7 @@ def test_05_times_the_course_on_equal_samples(results):
     others = ("dataloader_on_ssd", "shards_on_drive", "in_memory")
     assert tuple(result["images_per_second"]) == (*COURSE_STRATEGIES, *others)
     assert tuple(result["good_day"]) == ("sequential", "dataloader", "packed")
-    # nothing passes an emulated step of 20 ms for 4 images, and Drive's 59 ms a file cost what they
-    # cost
+    # Nothing passes an emulated step of 20 ms for 4 images, and each file of Drive costs its 59 ms.
     assert all(0 < rate <= 1.05 * 4 / 0.020 for rate in result["images_per_second"].values())
     assert result["images_per_second"]["sequential"] < 1 / 0.03
 
@@ -217,7 +221,8 @@ def test_the_pages_show_code_figures_and_links(demo):
         page = Page(run.page)
         assert "What you should see" in page.text
         assert any(source.startswith("data:image/png") for source in page.loads)
-        assert page.folded >= 2  # the set-up and the solution
+        # The set-up and the solution are folded.
+        assert page.folded >= 2
         neighbours = [demo.notebooks[n].page.name for n in (number - 1, number + 1) if 0 <= n < 5]
         assert set(neighbours) <= set(page.links)
 
@@ -227,7 +232,7 @@ def test_the_checkout_is_not_touched(demo):
     assert demo.work.is_relative_to(demo.index.parent)
 
 
-# --- small notebooks of our own, for what a demo does when things go wrong
+# The tests below run small notebooks of their own, for what a demo does when things go wrong.
 
 
 def write_notebooks(folder, *sources):
@@ -321,10 +326,14 @@ def test_progress_bars_leave_one_line_on_the_page(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"images": "photos"}, "Only images are named"),  # half of a dataset
-        ({"annotations": "a.json"}, "Only annotations are named"),  # the other half
-        ({"parameters": {"LIMITS": 1}}, "has settings called LIMITS"),  # a slip of the pen
-        ({"notebooks": "no/such/folder"}, "Clone the repository"),  # an installed package has none
+        # The images are half of a dataset.
+        ({"images": "photos"}, "Only images are named"),
+        # The annotations are the other half.
+        ({"annotations": "a.json"}, "Only annotations are named"),
+        # The name of the setting is misspelt.
+        ({"parameters": {"LIMITS": 1}}, "has settings called LIMITS"),
+        # An installed package has no notebooks.
+        ({"notebooks": "no/such/folder"}, "Clone the repository"),
     ],
 )
 def test_bad_arguments_are_said_before_anything_runs(tmp_path, arguments, message):

@@ -30,7 +30,8 @@ It takes under 5 s, on a good day 1 s.
 
 
 def make_notebook(text, *, code="waits = 0.95\ntook_s = 2.5"):
-    import nbformat.v4 as v4  # importing it takes two seconds of every process that collects tests
+    # At the top, this import would take two seconds of every process that collects tests.
+    import nbformat.v4 as v4
 
     cells = [
         v4.new_markdown_cell("# 1. Small", id="title"),

@@ -50,8 +50,8 @@ def bare_python(tmp_path):
     folder = tmp_path / "env"
     venv.create(folder, with_pip=False)
     own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    # links to packages under development, which lie there too, are followed in the environment's
-    # own folder alone
+    # The links to packages under development that lie there, too, are followed in the environment's
+    # own folder alone.
     Path(own, "shared.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "bin" / "python"
 
@@ -165,11 +165,11 @@ def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, tm
         for name, source in read_cells(mine).items():
             assert name in (first, "setup") or cells[name] == source
     folder = tmp_path / "MyDrive"
-    # a plain folder of that name is no package
+    # A plain folder of that name is no package.
     (folder / "colab_utils" / "shards").mkdir(parents=True)
     status, printed = run_cell(read_cells(handed_out[0])["setup"], folder=folder)
     assert (status, printed.split()[1]) == (0, "ShardDataset")
-    # installed, and not the checkout's
+    # The package is the installed one, and not that of the checkout.
     assert Path(printed.split()[0]).is_relative_to(bare_python.parents[1])
 
 
@@ -196,7 +196,8 @@ def test_make_workshop_says_what_it_wrote(tmp_path):
 
 
 def test_an_interrupt_says_what_is_safe_and_ends_the_run():
-    import nbformat  # importing it takes two seconds of every process that collects tests
+    # At the top, this import would take two seconds of every process that collects tests.
+    import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 

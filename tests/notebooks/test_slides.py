@@ -29,7 +29,8 @@ CLEAR = draw_png((0, 0, 0, 0))
 @pytest.fixture
 def demo(tmp_path):
     """An executed demo: two figures in one notebook, one in the next."""
-    import nbformat  # importing it takes two seconds of every process that collects tests
+    # At the top, this import would take two seconds of every process that collects tests.
+    import nbformat
     import nbformat.v4 as v4
 
     def show(*pngs):
@@ -113,7 +114,8 @@ def test_an_animation_is_a_slide_of_three_moments_and_moves_in_a_page(tmp_path):
     [slide] = find_slides(notebook)
     with Image.open(io.BytesIO(slide.png)) as picture:
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
-    assert (230, 159, 0) in colours  # the steps
+    # The steps have this colour.
+    assert (230, 159, 0) in colours
     assert find_animations(notebook) == [("", html)]
     write_slides(tmp_path, tmp_path / "slides")
     page = (tmp_path / "slides" / "animations.html").read_text(encoding="utf-8")
@@ -137,7 +139,7 @@ def test_a_tall_figure_is_cut_between_its_rows(tmp_path):
         with Image.open(path) as page:
             is_red = (np.asarray(page.convert("RGB")) == (255, 0, 0)).all(2)
         height = is_red.any(1).sum()
-        # One row of the figure, whole: no more of the page is red, and no less.
+        # The page shows one whole row of the figure: no more of it is red, and no less.
         assert np.diff(np.flatnonzero(is_red.any(1))).max() == 1
         assert is_red.any(0).sum() / height == pytest.approx(200 / 150, abs=0.03)
 

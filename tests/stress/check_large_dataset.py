@@ -47,7 +47,8 @@ def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Pat
             source = images / image["file_name"]
             try:
                 os.link(source, target)
-            except OSError:  # on another disk
+            except OSError:
+                # The folder may lie on another disk, which no link can reach.
                 target.write_bytes(source.read_bytes())
             rows.append(row)
             objects += (

@@ -29,7 +29,8 @@ HOSTS = ("cut-link-a", "cut-link-b")
 CABLES = ("cut-a", "cut-b")
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 LIMIT_S = 60.0
-# What each host may say. The second one cannot reach the store either, which lies on the first.
+# These are the words that each host may end with. The second one cannot reach the store either,
+# which lies on the first.
 EXPECTED = (
     (f"error: No sign of life came from rank 1 on {HOSTS[1]} for ",),
     (

@@ -126,7 +126,7 @@ def main() -> int:
             workers.append(
                 max(measure_mb(child, "Private_Clean", "Private_Dirty") for child in children)
             )
-            # without libraries, of which its part grows when any other program ends
+            # The share of libraries is left out, as it grows when any other program ends.
             shared = max(measure_mb(child, "Pss_Anon", "Pss_Shmem") for child in children)
             total = measure_mb(psutil.Process()) + sum(map(measure_mb, children))
             seconds = perf_counter() - started

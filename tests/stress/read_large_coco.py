@@ -81,7 +81,8 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "instances.json"
-        if os.fork() == 0:  # the memory that making it takes is not ours
+        # Another process makes the file, because the memory that this takes must not count.
+        if os.fork() == 0:
             make_large_coco(path, digits=options.digits)
             os._exit(0)
         os.wait()

@@ -69,13 +69,18 @@ def test_the_newest_two_stay_and_nothing_else_goes(tmp_path: Path):
 @pytest.mark.parametrize(
     "tear",
     [
-        lambda data: data[: len(data) // 2],  # cut short by a full disk
-        lambda data: b"",  # Drive made the name but not the content
-        # the right size, a hole in the middle
+        # A full disk cut the file short.
+        lambda data: data[: len(data) // 2],
+        # Drive made the name but not the content.
+        lambda data: b"",
+        # The file has the right size, and a hole in the middle.
         lambda data: data[:4000] + bytes(2000) + data[6000:],
-        lambda data: b"not a zip" * 100,  # something else altogether
-        lambda data: data[:-9],  # in the middle of the checksum
-        lambda data: data[:-30],  # before it
+        # The file holds something else altogether.
+        lambda data: b"not a zip" * 100,
+        # The file ends in the middle of the checksum.
+        lambda data: data[:-9],
+        # The file ends before the checksum.
+        lambda data: data[:-30],
         lambda data: (
             bytes(200) + struct.pack("<4sLQL4s4H2LH", b"PK\6\7", 1, 0, 1, b"PK\5\6", *[0] * 7)
         ),
@@ -115,7 +120,8 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(
         (tmp_path / f"checkpoint-{step:08d}.pt").write_bytes(b"torn")
     before = list_names(tmp_path)
     folder = CheckpointFolder(tmp_path)
-    for _ in range(2):  # the same call says the same again
+    # The same call says the same again.
+    for _ in range(2):
         with pytest.raises(ColabUtilsError, match=r"00002\.pt.* torn .*resume='never'") as error:
             folder.read(repair=repair)
         assert "\n" not in str(error.value)
@@ -161,7 +167,7 @@ def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
     folder = CheckpointFolder(tmp_path / "run")
     folder.save(make_state(), step=10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # the kernel refuses to write any further
+    # The kernel refuses to write any further.
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         with pytest.raises(
@@ -201,7 +207,7 @@ def test_what_drive_does_not_take_waits_here_and_is_sent_later(
         assert folder.newest == path
     assert list_names(folder.waiting) == ["checkpoint-00000030.pt", "checkpoint-00000040.pt"]
     if "lost" in fault:
-        # an older one must not be taken for the newest
+        # An older checkpoint must not be taken for the newest.
         with pytest.raises(DriveLostError, match="remount"):
             CheckpointFolder(folder.run).read(repair=True)
     mount.fail()
@@ -447,9 +453,11 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path):
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),  # a machine that is full
+        # The memory of the machine is full.
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
         MemoryError(),
-        RuntimeError("Weights only load failed"),  # what torch refuses
+        # This is what torch says of a file that it refuses.
+        RuntimeError("Weights only load failed"),
     ],
     ids=str,
 )
@@ -502,7 +510,7 @@ def test_loading_runs_no_code(tmp_path: Path):
     torch.save({"step": 5, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match="of another program"):
         CheckpointFolder(tmp_path).read(repair=True)
-    # with the checksum of a real one
+    # This file has the checksum of a real checkpoint.
     CheckpointFolder(tmp_path).save({"payload": Payload()}, step=5)
     with pytest.raises(ColabUtilsError, match="cannot be loaded"):
         CheckpointFolder(tmp_path).read(repair=True)
@@ -590,7 +598,7 @@ def test_a_damaged_zip_is_torn_and_the_one_before_it_is_taken(tmp_path: Path, da
 @pytest.mark.parametrize(
     "replace",
     [
-        # a bomb
+        # This small file unpacks to 50 MB.
         lambda path: zip_parts(
             path, ("archive/data.pkl", bytes(50_000_000)), kind=zipfile.ZIP_DEFLATED
         ),

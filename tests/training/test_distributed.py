@@ -89,12 +89,13 @@ def run_ranks(target, count, folder, *arguments, patience_s=120):
         for rank in range(count)
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
+        # Python 3.12 warns, because this process has threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         for process in processes:
             process.start()
     for process in processes:
         process.join(patience_s)
-        # One that was stopped holds the test up no longer.
+        # A process that was stopped holds the test up no longer.
         patience_s = 1 if process.exitcode else patience_s
         process.kill()
     assert [process.exitcode for process in processes] == [0] * count
@@ -201,7 +202,7 @@ def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path
     reports = run_ranks(train_and_look, 4, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(reports, (0, 1)) == sort_images(reports, (2, 3)) == every
-    # all of them report the losses of the complete batch, and the same average precision
+    # All ranks report the losses of the complete batch, and the same average precision.
     assert len({json.dumps(report["losses"]) for report in reports}) == 1
     assert {report["images"] for report in reports} == {7}
     assert len({report["ap"] for report in reports}) == 1
@@ -215,7 +216,7 @@ def test_another_number_of_ranks_goes_on_where_it_was(shards, tmp_path):
     first = run_ranks(train_and_look, 2, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(first, (0, 1)) == every
-    # one process, in the middle of an epoch
+    # One process alone goes on, in the middle of an epoch.
     alone = train_and_look(shards, tmp_path / "run", {"steps": 4})
     assert sort_images([*first, alone], (2, 3)) == every
     assert alone["losses"][:3] == first[0]["losses"]
@@ -240,14 +241,15 @@ def take_two_steps(parts):
     images = [torch.full((3, 4, 4), float(n)) for n in range(1, 6)]
     with join_ranks(torch.device("cpu")) as ranks:
         model = Detector()
-        model.weight.data += ranks.rank  # each begins with other weights: the first one's are taken
+        # Each rank begins with other weights, and those of the first one are taken.
+        model.weight.data += ranks.rank
         step = TrainingStep(
             model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks
         )
         step.parts = parts
         own = images[:3][ranks.rank :: ranks.count]
         first = step(own, [{}] * len(own), total=3)
-        # one image: nothing is left for the second process
+        # Of a batch of one image nothing is left for the second process.
         own = images[3:4][ranks.rank :: ranks.count]
         second = step(own or None, [{}] * len(own), total=1)
         return [round(value, 4) for value in (*model.weight.tolist(), float(first), float(second))]
@@ -614,7 +616,8 @@ def test_ranks_do_not_wait_for_one_that_cannot_open_its_shards(shards, tmp_path,
 
 def test_ranks_do_not_wait_for_a_checkpoint_that_cannot_be_read(shards, tmp_path):
     (tmp_path / "run").mkdir()
-    torch.save({"step": 2}, tmp_path / "run" / "checkpoint-00000002.pt")  # of another program
+    # Another program wrote this file.
+    torch.save({"step": 2}, tmp_path / "run" / "checkpoint-00000002.pt")
     messages = run_ranks(
         refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", [{"steps": 1}] * 2
     )
@@ -754,7 +757,8 @@ def test_two_hosts_train_one_model(shards, tmp_path, hosts):
     )
     processes = []
     for number, (name, end) in enumerate(zip(hosts, ("cable-a", "cable-b"), strict=True)):
-        (tmp_path / name).mkdir()  # each has its own disk
+        # Each host has its own disk.
+        (tmp_path / name).mkdir()
         shutil.copytree(shards, tmp_path / name / "shards")
         command = [
             "ip",
@@ -782,7 +786,8 @@ def test_two_hosts_train_one_model(shards, tmp_path, hosts):
     assert sort_images(reports, (0, 1)) == sorted(ShardDataset(shards).image_ids.tolist())
     assert reports[0]["losses"] == reports[1]["losses"]
     assert (tmp_path / hosts[0] / "run" / "checkpoint-00000002.pt").is_file()
-    assert not (tmp_path / hosts[1] / "run").exists()  # one writer
+    # One host alone writes.
+    assert not (tmp_path / hosts[1] / "run").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -104,7 +104,8 @@ def test_perfect_model_reaches_one(dataset, capsys):
     assert (ap.bbox, ap.segm, ap.bbox_50, ap.segm_50) == pytest.approx((1, 1, 1, 1), abs=1e-6)
     assert ap.images == len(dataset)
     assert model.training
-    assert not model.frozen_part.training  # as it came in, part by part
+    # Each part of the model is left as it came in.
+    assert not model.frozen_part.training
     assert capsys.readouterr().out == ""
 
 
@@ -117,7 +118,8 @@ def test_model_that_finds_nothing_reaches_zero(dataset):
 def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
     predictions = spoil(predict_truth(dataset))
     ap = evaluate(ScriptedModel(predictions), dataset)
-    truth = json.loads(tiny_dataset.annotations.read_text())  # polygons, not our records
+    # The truth comes from the polygons of the file, and not from the package's records.
+    truth = json.loads(tiny_dataset.annotations.read_text())
     of_kinds = {"bbox": (ap.bbox, ap.bbox_50), "segm": (ap.segm, ap.segm_50)}
     for kind, detections in of_kinds.items():
         results = []
@@ -208,17 +210,20 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
     raw = {number: number for number in range(1, dataset.num_classes)}
     monkeypatch.setattr(dataset, "category_ids", raw)
     monkeypatch.setattr(evaluate_module, "_evaluate", lambda *given: "evaluated")
-    # COCO's raw ids, of which the dataset does not have the last
+    # These are COCO's raw ids, of which the dataset does not have the last.
     assert evaluate(model, dataset) == "evaluated"
     monkeypatch.setattr(dataset, "num_classes", dataset.num_classes + 2)
     with pytest.raises(ColabUtilsError, match="The dataset has other labels"):
-        evaluate(model, dataset)  # more labels than the model has
+        # The dataset has more labels than the model.
+        evaluate(model, dataset)
     monkeypatch.setattr(dataset, "num_classes", dataset.num_classes - 2)
     monkeypatch.setattr(dataset, "category_ids", {label: 10 * label for label in raw})
     with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
-        evaluate(model, dataset)  # fewer, and they are no raw ids
+        # The dataset has fewer labels than the model, and they are no raw ids.
+        evaluate(model, dataset)
     trained = ScriptedModel([])
-    trained.category_ids = {label: 20 * label for label in raw}  # as of `load_trained_model`
+    # `load_trained_model` gives a model such ids.
+    trained.category_ids = {label: 20 * label for label in raw}
     with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
         evaluate(trained, dataset)
     with pytest.raises(ColabUtilsError, match="A dataset of type list cannot be evaluated"):
@@ -292,7 +297,8 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
     assert prediction["boxes"].dtype == prediction["masks"].dtype == np.float32
     boxes = torch.from_numpy(prediction["boxes"])
     assert (boxes != boxes.bfloat16().float()).float().mean() > 0.5
-    assert not model.rpn.head._forward_hooks  # as it was
+    # The model is left as it was.
+    assert not model.rpn.head._forward_hooks
 
 
 def encode_dense(masks: torch.Tensor) -> list[dict]:
@@ -306,7 +312,7 @@ def test_masks_in_boxes_are_those_that_torchvision_pastes(size):
     generator = torch.Generator().manual_seed(height)
     corners = (torch.rand(60, 2, 2, generator=generator) * 1.2 - 0.1) * limits
     boxes = torch.cat([corners.amin(1), corners.amax(1)], 1)
-    # as a model's are
+    # A model's boxes are clipped to the image, as these are.
     boxes[:40] = boxes[:40].clamp(min=0).minimum(limits.repeat(2))
     boxes[0] = torch.tensor([0.0, 0, width, height])
     boxes[1] = torch.tensor([0.2, 0.2, 0.3, 0.3])
@@ -329,7 +335,7 @@ def test_detections_are_those_of_torchvision(dataset):
     prediction = detect(model, images)
     for image, stock, ours in zip(images, expected, prediction, strict=True):
         assert len(stock["labels"].unique()) > 1
-        # the model knows a class that the dataset does not have
+        # The model knows a class that the dataset does not have.
         left_out = int(stock["labels"][-1])
         known = stock["labels"] != left_out
         ids = {label: 10 * label for label in range(dataset.num_classes) if label != left_out}

@@ -100,9 +100,12 @@ def build(samples, **sizes):
     [
         {"min_size": (160,)},
         {"min_size": (320,), "max_size": 400},
-        {"min_size": (128, 160, 192)},  # one of them at random
-        {"fixed_size": (192, 128)},  # width and height
-        {"_skip_resize": True},  # as torchvision's references set it for multi-scale augmentation
+        # One of these sizes is drawn at random.
+        {"min_size": (128, 160, 192)},
+        # The size is given as width and height.
+        {"fixed_size": (192, 128)},
+        # The references of torchvision set this for multi-scale augmentation.
+        {"_skip_resize": True},
     ],
     ids=str,
 )
@@ -193,7 +196,8 @@ def test_memory_for_masks_follows_the_boxes():
     with LargestTensor() as watched:
         losses = compute_losses(model, batch)
     assert losses["loss_mask"] > 0
-    assert watched.bytes < 70_000_000  # a chunk of the sampler is at most 64 MB
+    # A chunk of the sampler takes at most 64 MB.
+    assert watched.bytes < 70_000_000
 
 
 def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
@@ -202,7 +206,8 @@ def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
     for parts in (1, 2):
         model = build(real_samples)
         step = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-        for module in model.modules():  # its statistics would be those of half a batch
+        # The statistics of these norms would be those of half a batch.
+        for module in model.modules():
             module.train(not isinstance(module, torch.nn.BatchNorm2d))
         step.parts = parts
         torch.manual_seed(1)
@@ -211,7 +216,7 @@ def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
             torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         )
     full, halves = gradients
-    # other proposals are sampled
+    # Other proposals are sampled, so the gradients are not equal.
     assert torch.nn.functional.cosine_similarity(full, halves, dim=0) > 0.9
 
 

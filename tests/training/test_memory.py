@@ -83,8 +83,8 @@ def test_the_heaviest_batch_is_the_largest_image_and_those_with_most_objects():
         ]
     )
     counts = np.array([1, 50, 5, 7, 90, 3])
-    # the larger of two as large, then wide ones by their objects; the tall one last, beside which
-    # it would be padded
+    # Of two images of the largest size, the one with more objects comes first. Wide ones follow by
+    # their objects, and the tall one, beside which they would be padded, comes last.
     assert _find_heaviest(sizes, counts).tolist() == [3, 1, 2, 5, 0, 4]
 
 
@@ -231,7 +231,8 @@ def test_room_is_left_for_what_the_optimizer_keeps_of_each_weight(
 
 def test_auto_takes_the_largest_batch_that_fits(dataset, monkeypatch):
     generous, _ = plan(dataset, monkeypatch)
-    assert generous.batch_size == 8  # there are no more images
+    # There are no more images than these.
+    assert generous.batch_size == 8
     tight, _ = plan(dataset, monkeypatch, limit=int(generous.peak_bytes * 0.9))
     assert tight.batch_size in (2, 4)
     assert tight.parts == 1
@@ -278,7 +279,8 @@ def test_what_a_try_took_that_failed_is_free_again(dataset, monkeypatch):
         step.free_memory()
         before = gpu.memory.count_held()
         loss = torch.stack([*compute_losses(step.model, batch).values()]).sum()
-        gpu.memory.limit = gpu.memory.count_held()  # the forward pass did fit
+        # The forward pass did fit into this memory.
+        gpu.memory.limit = gpu.memory.count_held()
         with pytest.raises(torch.cuda.OutOfMemoryError):
             loss.backward()
         del loss
@@ -316,7 +318,7 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path,
         assert isinstance(plans[0], TrainingPlan)
         assert "memory: the heaviest batch (" in str(plans[0])
         assert gpu.memory.peak <= gpu.memory.limit
-        # the same images by torchvision's own path
+        # The path of torchvision gets the same images.
         dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
         model = build_mask_rcnn(
             TINY_MODEL, num_classes=dataset.num_classes, weights=None, min_size=320, max_size=480

@@ -71,13 +71,15 @@ def test_random_weights_train_everything(name: str):
 @pytest.mark.parametrize(
     ("name", "build", "num_classes"),
     [
-        ("maskrcnn_resnet50_fpn", maskrcnn_resnet50_fpn, 91),  # COCO's own classes: the heads stay
-        ("maskrcnn_resnet50_fpn_v2", maskrcnn_resnet50_fpn_v2, 4),  # a dataset of three classes
+        # The heads stay where the classes are those of COCO.
+        ("maskrcnn_resnet50_fpn", maskrcnn_resnet50_fpn, 91),
+        # The heads are replaced for a dataset of three classes.
+        ("maskrcnn_resnet50_fpn_v2", maskrcnn_resnet50_fpn_v2, 4),
     ],
 )
 def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, monkeypatch):
     source = build(weights=None, weights_backbone=None)
-    # The published file of the first model was saved with frozen norms: they count no batches.
+    # The published file of the first model was saved with frozen norms, which count no batches.
     state = {k: v for k, v in source.state_dict().items() if "v2" in name or "num_batches" not in k}
     patch_download(monkeypatch, state)
     model = build_mask_rcnn(name, num_classes=num_classes, min_size=64, max_size=96)
@@ -89,10 +91,11 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
         if (num_classes == 91 or not key.startswith(heads)) and "num_batches" not in key:
             assert torch.equal(loaded[key], value), key
     frozen = {key.split(".")[2] for key, p in model.named_parameters() if not p.requires_grad}
-    assert frozen - {"bn1"} == {"conv1", "layer1"}  # torchvision trains three of the five stages
+    # The weights of torchvision train three of the five stages.
+    assert frozen - {"bn1"} == {"conv1", "layer1"}
     norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
     assert {norm.eps for norm in norms} == {1e-5 if "v2" in name else 0.0}
-    # v2 has them in pyramid and heads, too
+    # The second version has norms in pyramid and heads, too.
     assert len(norms) == fold_norms(model) == (69 if "v2" in name else 53)
     build(weights=None, weights_backbone=None, num_classes=num_classes).load_state_dict(
         model.state_dict()
@@ -118,7 +121,7 @@ def test_light_model_takes_imagenet_weights(monkeypatch):
         source.features[0][0].weight,
     )
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.backbone.body.modules())
-    # The same features as torchvision's own network gives, up to stride 32.
+    # The features are those of torchvision's own network, up to stride 32.
     image = torch.rand(1, 3, 64, 64)
     with torch.no_grad():
         features = model.eval().backbone.body(image)["3"]
@@ -143,11 +146,14 @@ def test_light_model_sees_small_and_large_objects():
 @pytest.mark.parametrize(
     "error",
     [
-        urllib.error.URLError("Name or service not known"),  # no network
-        TimeoutError("timed out"),  # a network that swallows packets
-        # another file than published
+        # There is no network.
+        urllib.error.URLError("Name or service not known"),
+        # The network swallows packets.
+        TimeoutError("timed out"),
+        # The file is another one than was published.
         RuntimeError('invalid hash value (expected "73cbd019", got "0000")'),
-        EOFError("Ran out of input"),  # a cached file that was cut short
+        # The cached file was cut short.
+        EOFError("Ran out of input"),
     ],
 )
 def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
@@ -170,10 +176,11 @@ def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        # unknown name
+        # The name is unknown.
         ({"name": "yolo", "num_classes": 3}, "maskrcnn_resnet50_fpn_v2, .* it is 'yolo'"),
-        ({"num_classes": 1}, "at least 2"),  # no class but the background
-        # unknown weights
+        # There is no class but the background.
+        ({"num_classes": 1}, "at least 2"),
+        # The weights are unknown.
         ({"num_classes": 3, "weights": "imagenet"}, "'coco', None or the folder of a run"),
     ],
 )
@@ -250,7 +257,7 @@ def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_p
         assert all(
             torch.equal(result[key], other[key]) for key in ("boxes", "labels", "scores", "masks")
         )
-    # and back: trained by torchvision alone
+    # On the way back, torchvision alone trains the model.
     dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
     image, target = dataset[0]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
@@ -260,7 +267,8 @@ def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_p
     assert not torch.equal(results[0]["scores"], trained(images)[0]["scores"])
 
 
-@pytest.mark.parametrize("weights", [None, "coco"])  # norms that train, and frozen ones
+# The norms train without weights, and are frozen with them.
+@pytest.mark.parametrize("weights", [None, "coco"])
 def test_a_resumed_model_has_the_layers_of_the_built_one(weights: str | None, monkeypatch):
     patch_download(monkeypatch, mobilenet_v3_large(weights=None).state_dict())
     sizes = {"num_classes": 3, "min_size": 64, "max_size": 96}
@@ -368,8 +376,8 @@ def fill_norms(model, seed):
     ("builder", "layers"),
     [(resnet18, 20), (resnet50, 53)],
 )
-def test_results_and_gradients_stay(builder, layers):
-    # in float32 a rounding can turn a ReLU, and with it gradients, over
+def test_folding_keeps_results_and_gradients(builder, layers):
+    # A rounding in float32 can turn a ReLU over, and with it gradients.
     plain = make_resnet(builder).double()
     folded = copy.deepcopy(plain)
     assert fold_norms(folded) == layers
@@ -393,7 +401,7 @@ def test_results_and_gradients_stay(builder, layers):
             ), name
 
 
-def test_weights_are_compatible_both_ways():
+def test_folded_and_plain_weights_load_into_each_other():
     plain = make_resnet()
     folded = make_resnet()
     images = torch.rand(1, 3, 64, 64)
@@ -402,7 +410,8 @@ def test_weights_are_compatible_both_ways():
     fill_norms(plain, seed=2)
     with torch.no_grad():
         plain.conv1.weight.mul_(1.5)
-    folded.load_state_dict(plain.state_dict())  # other factors than those that were folded
+    # These factors differ from those that were folded.
+    folded.load_state_dict(plain.state_dict())
     assert torch.allclose(folded(images), plain(images), rtol=1e-3)
     back = make_resnet()
     back.load_state_dict(folded.state_dict())
@@ -424,20 +433,23 @@ def test_a_layer_that_is_unfrozen_later_trains():
     assert not torch.allclose(model(torch.ones(1, 3, 64, 64)), before)
 
 
-def test_what_is_no_pair_stays():
+def test_what_is_no_convolution_with_its_norm_is_not_folded():
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 1),  # a bias of its own
+        # The convolution has a bias of its own.
+        nn.Conv2d(3, 4, 1),
         FrozenBatchNorm2d(4),
         nn.Conv2d(4, 4, 1, bias=False),
-        nn.BatchNorm2d(4),  # not frozen
+        # The norm is not frozen.
+        nn.BatchNorm2d(4),
         nn.Conv2d(4, 8, 1, bias=False),
         nn.ReLU(),
-        FrozenBatchNorm2d(8),  # not right behind it
+        # The norm is not right behind its convolution.
+        FrozenBatchNorm2d(8),
     )
     assert fold_norms(model) == 0
 
 
-def test_in_half_precision_it_stays_there():
+def test_folded_layers_stay_in_half_precision():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), FrozenBatchNorm2d(4))
     image = torch.rand(1, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -460,9 +472,12 @@ def test_the_light_model_is_folded_where_it_is_frozen():
 @pytest.mark.parametrize(
     ("capability", "precision"),
     [
-        ((7, 5), torch.float16),  # T4: bfloat16 is emulated there
-        ((8, 0), torch.bfloat16),  # A100
-        ((8, 9), torch.bfloat16),  # L4
+        # A T4 emulates bfloat16.
+        ((7, 5), torch.float16),
+        # This is the capability of an A100.
+        ((8, 0), torch.bfloat16),
+        # This is the capability of an L4.
+        ((8, 9), torch.bfloat16),
     ],
 )
 def test_precision_follows_the_gpu(capability, precision, monkeypatch):
@@ -530,7 +545,7 @@ def test_boxes_are_exact_in_half_precision(tiny, samples, way):
     assert off > 2 * abs(losses["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
 
 
-def test_nothing_else_changes(tiny, samples):
+def test_exact_boxes_change_nothing_else(tiny, samples):
     exact = copy.deepcopy(tiny)
     keep_boxes_exact(exact)
     ours, _ = find_losses(exact, samples, torch.float32, way="torchvision")

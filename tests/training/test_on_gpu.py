@@ -117,7 +117,8 @@ def test_the_simulated_gpu_keeps_the_rules(gpu):
     gpu.waits.clear()
     on_cpu.pin_memory().to("cuda", non_blocking=True)
     assert not gpu.waits
-    on_cpu.to("cuda", non_blocking=True)  # not pinned
+    # A copy from memory that is not pinned waits.
+    on_cpu.to("cuda", non_blocking=True)
     on_gpu.sum().item()
     on_gpu[on_gpu > 0]
     assert sum(gpu.waits.values()) == 3
@@ -181,7 +182,8 @@ def test_batches_arrive_without_waiting(shards, gpu, deliver):
         for a, b in zip(batch[1], expected_batch[1], strict=True):
             assert torch.equal(a["masks"].cpu(), b["masks"])
             assert torch.equal(a["boxes"].cpu(), b["boxes"])
-    assert {call[0] for call in gpu.waits} <= {"cpu"}  # ours, above
+    # The only waits are those of the comparison above.
+    assert {call[0] for call in gpu.waits} <= {"cpu"}
 
 
 @simulated
@@ -261,15 +263,16 @@ def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
             **QUICK,
         )
     assert generous.plan.memory.parts == 1
-    # losses stay there until they are asked for: after the first step, the first epoch, and the
-    # last step
+    # Losses stay on the GPU until they are asked for: after the first step, the first epoch and the
+    # last step.
     assert gpu.waits["tolist", "colab_utils.training.trainer"] <= 3
     with SimulatedGpu(
         monkeypatch, limit=int(0.8 * max(line.gpu_bytes for line in lines[1:]))
     ) as gpu:
         saved = train(shards, tmp_path / "saved", epochs=1, **QUICK)
         assert saved.plan.memory.parts > 1
-        assert saved.plan.batch_size == 4  # the same batch, in parts
+        # The batch is the same, in parts.
+        assert saved.plan.batch_size == 4
         assert gpu.memory.peak <= gpu.memory.limit
 
 
@@ -339,7 +342,8 @@ def test_a_model_that_does_not_fit_is_refused_and_never_swapped(shards, tmp_path
     refused = pytest.raises(
         ColabUtilsError, match=rf"fit into the GPU's memory.* model='{LIGHT_MODEL}'"
     )
-    with SimulatedGpu(monkeypatch, limit=230_000_000), refused:  # 184 of them are the weights
+    # The weights alone take 184 MB.
+    with SimulatedGpu(monkeypatch, limit=230_000_000), refused:
         train(shards, tmp_path, steps=1, **unnamed)
 
 

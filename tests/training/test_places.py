@@ -75,7 +75,7 @@ def test_what_the_server_does_not_take_waits_here_and_is_sent_later(bucket, erro
     with pytest.raises(DriveLostError, match=r"lies in .* Look at the server and your credential"):
         folder.send_waiting()
     FaultyFileSystem.fault = None
-    # another session of this machine sends it
+    # Another session of this machine sends what waits.
     with pytest.warns(ColabUtilsWarning, match="waited in"):
         assert CheckpointFolder(URL).read(repair=True)["losses"] == [20]
     assert list_names(bucket) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]

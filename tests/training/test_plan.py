@@ -39,15 +39,15 @@ def make_plan(*, min_size, limit_bytes):
 @pytest.mark.parametrize(
     ("min_size", "limit_bytes", "is_named"),
     [
-        # a T4 with the default size
+        # A T4 trains at the default size.
         (800, T4_BYTES, True),
-        # it was turned already
+        # The size was lowered already.
         (640, T4_BYTES, False),
-        # smaller still
+        # The size is smaller still.
         (480, T4_BYTES, False),
-        # enough memory
+        # The memory is enough for the default size.
         (800, L4_BYTES, False),
-        # no GPU
+        # There is no GPU.
         (800, None, False),
     ],
 )

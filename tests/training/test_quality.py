@@ -81,7 +81,8 @@ def test_the_best_weights_are_kept(shards, tmp_path):
         **TINY,
     )
     evaluated = {line.ap.step: line.ap for line in lines if isinstance(line, LogLine) and line.ap}
-    assert set(evaluated) == {3, 6}  # after each epoch but the last, whose is that of the report
+    # Each epoch but the last was evaluated in a line, and the last is that of the report.
+    assert set(evaluated) == {3, 6}
     every = {**evaluated, 9: report.ap}
     best = max(every, key=lambda step: every[step].segm)
     assert report.best.segm == pytest.approx(every[best].segm)
@@ -402,9 +403,10 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
         ({"min_size": 0}, "min_size between 1 and 10,000"),
     ],
 )
-def test_settings_that_are_not_known(options, message, tmp_path):
+def test_unknown_settings_are_refused_in_one_line(options, message, tmp_path):
     with pytest.raises(ColabUtilsError, match=message) as caught:
-        train("no/such/shards", tmp_path, **options)  # before anything is opened
+        # The settings are refused before anything is opened.
+        train("no/such/shards", tmp_path, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -418,7 +420,7 @@ def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
         train(shards, tmp_path, steps=3, **TINY)
 
 
-def test_a_log_line_with_everything():
+def test_a_log_line_tells_every_value():
     line = LogLine(
         40,
         200,

@@ -32,7 +32,8 @@ def test_a_setting_that_is_not_named_stays_as_it_was():
 @pytest.mark.parametrize(
     ("model", "on_gpu", "size"),
     [
-        (None, False, 192),  # the light model
+        # Without a GPU, the light model is the default.
+        (None, False, 192),
         (None, True, 800),
         ("maskrcnn_mobilenet_v3_large_fpn", True, 800),
         ("maskrcnn_tiny_fpn", False, 128),

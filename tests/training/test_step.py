@@ -43,7 +43,7 @@ def test_step_sums_the_losses_and_moves_the_weights():
     assert model.weight.item() == pytest.approx(2 - 0.1 * (1 + 2 * 2))
 
 
-# float16 goes through the scaler
+# Only float16 goes through the scaler.
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_step_in_half_precision_moves_the_weights_as_far(precision, monkeypatch):
     monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: precision)
@@ -187,7 +187,8 @@ def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(largest_b
     assert loss.item() == pytest.approx(whole(images, targets).item())
     assert step.model.weight.item() == pytest.approx(whole.model.weight.item())
     step.model.seen.clear()
-    step(images, targets)  # what did not fit is not tried again
+    # A size that did not fit is not tried again.
+    step(images, targets)
     assert len(step.model.seen) == step.parts
 
 
@@ -239,7 +240,8 @@ def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
     assert len(compute_losses(model, batch)) == 5
 
 
-@pytest.mark.parametrize("steps", [1, 2, 10, 90_000])  # shorter than any warm-up, up to a real run
+# The lengths go from shorter than any warm-up to that of a real run.
+@pytest.mark.parametrize("steps", [1, 2, 10, 90_000])
 def test_learning_rate_warms_up_and_falls(steps: int):
     some_steps = range(0, steps, max(1, steps // 500))
     rates = [compute_rate(step, steps=steps, highest=0.02) for step in some_steps]

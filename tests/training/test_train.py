@@ -178,7 +178,7 @@ def test_log_line_reads_as_promised():
 
 
 @pytest.mark.usefixtures("every_step")
-# the checkpoint before lies in an epoch, and at its end
+# The checkpoint before lies within an epoch, and at the end of one.
 @pytest.mark.parametrize("killed_after", [3, 4])
 def test_killed_and_resumed_gives_the_same_losses(
     undisturbed, tiny_shards, tmp_path, monkeypatch, killed_after
@@ -186,8 +186,9 @@ def test_killed_and_resumed_gives_the_same_losses(
     def kill(line: object) -> None:
         if isinstance(line, LogLine) and line.step == killed_after:
             while not (tmp_path / f"checkpoint-{killed_after - 1:08d}.pt").exists():
-                time.sleep(0.01)  # a thread is still writing it
-            # nothing after that
+                # A thread may still be writing it.
+                time.sleep(0.01)
+            # No checkpoint is written after that.
             monkeypatch.setattr(CheckpointFolder, "save", lambda self, state, **more: self.run)
             raise Killed
 
@@ -202,7 +203,8 @@ def test_killed_and_resumed_gives_the_same_losses(
         )
     monkeypatch.undo()
     assert list_names(tmp_path)[-1] == f"checkpoint-{killed_after - 1:08d}.pt"
-    torch.rand(17)  # what happened in between must not matter
+    # Random numbers that were drawn in between must not matter.
+    torch.rand(17)
     resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
     assert resumed.plan.first_step == killed_after - 1
     assert resumed.losses == undisturbed.losses
@@ -306,7 +308,7 @@ def test_interrupt_during_a_log_line_saves(tiny_shards, tmp_path):
 
 
 def test_log_lines_cover_every_step_once(logged):
-    # checkpoints fell between the lines and took no losses from them
+    # Checkpoints fell between the lines and took no losses from them.
     report, (plan, *lines) = logged
     losses = [point.loss for point in report.losses]
     assert plan == report.plan
@@ -319,7 +321,7 @@ def test_log_lines_cover_every_step_once(logged):
 
 
 def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_path, monkeypatch):
-    # Ctrl-C in the middle of a step
+    # Ctrl-C comes in the middle of a step.
     interrupt = partial(signal.raise_signal, signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
     interrupt_call(monkeypatch, TrainingStep, "__call__", 3, interrupt)
@@ -331,7 +333,7 @@ def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_pat
 
 
 def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp_path, monkeypatch):
-    # the second Ctrl-C, or whatever else, at the second image of the third batch
+    # The second Ctrl-C comes at the second image of the third batch.
     interrupt_call(monkeypatch, ShardDataset, "read_into", 6, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_shards, tmp_path, steps=5, **TINY)
@@ -374,9 +376,12 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ({}, (192, 320)),  # a laptop's
-        ({"min_size": 96}, (96, 160)),  # the usual shape
-        ({"max_size": 200}, (192, 200)),  # as named
+        # This is the size for a laptop.
+        ({}, (192, 320)),
+        # The other side follows in the usual shape.
+        ({"min_size": 96}, (96, 160)),
+        # The longer side is taken as named.
+        ({"max_size": 200}, (192, 200)),
         ({"min_size": 9000}, (9000, 10_000)),
     ],
 )
@@ -430,8 +435,10 @@ BEST = "best-00000003.pt"
 LAST = pytest.mark.parametrize(
     ("name", "options"),
     [
-        (NEWEST, {}),  # one was not due
-        (NEWEST, {"checkpoint_steps": 3}),  # one was due, at the last step
+        # No checkpoint was due.
+        (NEWEST, {}),
+        # A checkpoint was due at the last step.
+        (NEWEST, {"checkpoint_steps": 3}),
         (NEWEST, {"checkpoint_steps": 1}),
         (BEST, {"checkpoint_steps": 3}),
     ],
@@ -475,7 +482,7 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
     assert list_names(folder.waiting) == [name]
     assert name not in list_names(folder.run)
     refusal.times.clear()
-    # it is finished, also without validation
+    # The run is finished, also without validation.
     report = train(tiny_shards, folder.run, steps=3, **TINY)
     assert report.plan.first_step == 3
     assert {NEWEST, BEST} <= set(list_names(folder.run))
@@ -674,7 +681,8 @@ def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, run):
     )
     assert report.plan.learning_rate == 0.0005
     assert (report.plan.min_size, report.plan.max_size, report.plan.batch_size) == (64, 96, 2)
-    assert report.plan.starts_from == "random"  # and so nothing was downloaded
+    # Random weights mean that nothing was downloaded.
+    assert report.plan.starts_from == "random"
     assert report.losses[:5] == undisturbed.losses
 
 
@@ -682,7 +690,7 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(tiny_shards, r
     seen = []
     real = trainer.Trainer._train
     position = CheckpointFolder(run).read(repair=True)["loader"]
-    # two of six images are left
+    # Two of the six images of this epoch are left.
     assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)
 
     def note(self, batch):
@@ -699,14 +707,15 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(tiny_shards, r
     loader.load_state_dict({**loader.state_dict(), "epoch": 1})
     every = [batch.image_ids.tolist() for batch in loader]
     assert sorted(seen[0] + seen[1]) == sorted(every[2])
-    # and again from a state in such an epoch
+    # The run goes on once more, from a state in such an epoch.
     train(tiny_shards, run, steps=9, **{**TINY, "batch_size": 3})
 
 
 def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path):
     train(tiny_shards, tmp_path, steps=2, **TINY)
     report = train(tiny_shards, tmp_path, epochs=2, **{**TINY, "batch_size": 1})
-    assert report.steps == 2 + 2 + 6  # two batches of two, then two images and six
+    # The steps are two with batches of two, then two that end the epoch, and six of the next.
+    assert report.steps == 2 + 2 + 6
     again = train(
         tiny_shards,
         tmp_path,
@@ -719,7 +728,8 @@ def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path
 
 def test_fewer_images_of_the_same_dataset_are_refused(undisturbed, dataset, tmp_path):
     images = shutil.copytree(dataset.images, tmp_path / "images")
-    next(images.iterdir()).unlink()  # since the first session, preprocessing had to skip one
+    # Since the first session, preprocessing had to skip an image.
+    next(images.iterdir()).unlink()
     write_shards(
         images,
         dataset.annotations,
@@ -1062,19 +1072,25 @@ def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* it is 'yolo'"),  # unknown model
-        ({"steps": 0}, "steps between 1 and 2,147,483,647 .*found 0"),  # no steps
-        # two lengths
+        # The model is unknown.
+        ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* it is 'yolo'"),
+        # There are no steps.
+        ({"steps": 0}, "steps between 1 and 2,147,483,647 .*found 0"),
+        # Two lengths are given.
         ({"steps": 1, "epochs": 1}, r"Both steps and epochs \(1\) are given"),
-        ({"resume": "maybe"}, "resume must be one of auto, never; it is 'maybe'"),  # unknown choice
-        ({"batch_size": 0}, "batch_size between 1 and 2,147,483,647 .*found 0"),  # empty batches
-        # no such device
+        # The choice is unknown.
+        ({"resume": "maybe"}, "resume must be one of auto, never; it is 'maybe'"),
+        # Batches would be empty.
+        ({"batch_size": 0}, "batch_size between 1 and 2,147,483,647 .*found 0"),
+        # There is no such device.
         ({"device": "gpu"}, "Expected a device such as 'cpu' or 'cuda', found 'gpu'"),
-        ({"device": "cuda"}, "Device 'cuda' needs a GPU, and there is none"),  # no GPU
+        # The machine has no GPU.
+        ({"device": "cuda"}, "Device 'cuda' needs a GPU, and there is none"),
+        # A model stands in place of its name.
         (
             {"model": torch.nn.Linear(2, 2)},
             r"model must be one of maskrcnn_resnet50_fpn_v2, .* it is Linear",
-        ),  # a model in place of its name
+        ),
     ],
 )
 def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, message):
@@ -1200,7 +1216,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (0.0, 0.0))
     report = train(tiny_shards, tmp_path, steps=5, **TINY)
     assert report.losses == undisturbed.losses
-    first = saved[1]  # as it was when it was asked for
+    # The state is saved as it was when it was asked for.
+    first = saved[1]
     assert (len(first["losses"]), first["loader"]["batch"]) == (1, 1)
     key = "roi_heads.box_predictor.cls_score.weight"
     assert not torch.equal(first["model"][key], saved[5]["model"][key])
@@ -1217,7 +1234,8 @@ def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointFolder, "save", note)
     monkeypatch.setattr(checkpoint_writer, "_PAUSES_S", (3600.0, 0.0))
     train(tiny_shards, tmp_path, steps=5, **TINY)
-    assert saved == [3, 5]  # six images, two a step; and the last
+    # An epoch has six images at two a step, and the last step is saved, too.
+    assert saved == [3, 5]
 
 
 def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
@@ -1287,7 +1305,8 @@ def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(
     own, expected, monkeypatch, tmp_path
 ):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, own.get(name, ""))  # so that it is put back
+        # A first change lets monkeypatch put the variable back.
+        monkeypatch.setenv(name, own.get(name, ""))
         if name not in own:
             monkeypatch.delenv(name)
     with pytest.raises(ColabUtilsError, match="folder of shards"):
@@ -1319,7 +1338,8 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
         **TINY,
     )
     seconds = time.perf_counter() - began_s
-    assert 8 / seconds < report.images_per_second < 8 / 1.0  # 0.4 s of logs, 0.6 s of evaluation
+    # The log lines take 0.4 s, and the evaluation takes 0.6 s.
+    assert 8 / seconds < report.images_per_second < 8 / 1.0
     assert report.wait_share < 0.5
     assert lines[-1].images_per_second < 2 / 0.4
 
@@ -1339,7 +1359,7 @@ def test_an_error_inside_a_batch_saves_what_was_done_before(
 
 
 def test_weights_that_have_moved_in_part_are_not_saved(tiny_shards, tmp_path, monkeypatch):
-    # the second Ctrl-C, in the middle of the optimiser
+    # The second Ctrl-C comes in the middle of the optimizer's step.
     interrupt_call(monkeypatch, TrainingStep, "apply_gradients", 1, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_shards, tmp_path, steps=5, **TINY)
@@ -1434,7 +1454,8 @@ BIAS = "roi_heads.box_predictor.cls_score.bias"
     "change",
     [
         lambda state: state.pop("plan"),
-        put("plan", "num_classes", value=10**9),  # gigabytes
+        # The heads of so many classes would take gigabytes.
+        put("plan", "num_classes", value=10**9),
         put("model", BIAS, value=torch.full((7,), torch.nan)),
         put("losses", value="none"),
         put("loader", "epoch", value=10**9),
