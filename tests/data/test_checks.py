@@ -285,7 +285,8 @@ DEFECTS = [
     (name_elsewhere("C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
     (name_elsewhere("https://example.org/a.jpg"), "found by base name", False, 12),
     (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
-    (spoil_image(width=99), "size mismatch", True, 12),  # as the outlines tell
+    # The outlines show that the declared width is wrong.
+    (spoil_image(width=99), "size mismatch", True, 12),
     (spoil_image(width=-160), "size mismatch", True, 12),
     (widen, "size mismatch", True, 11),
     (paint("CMYK"), None, False, 12),
@@ -302,8 +303,10 @@ DEFECTS = [
     (turn(6, upright=True), None, False, 12),
     (turn(6), None, False, 12),
     (turn(6, square=True), "EXIF rotation, unclear", False, 12),
-    (turn(3), "EXIF rotation, unclear", False, 12),  # upside down
-    (turn(2), "EXIF rotation, unclear", False, 12),  # mirrored
+    # The photo is upside down.
+    (turn(3), "EXIF rotation, unclear", False, 12),
+    # The photo is mirrored.
+    (turn(2), "EXIF rotation, unclear", False, 12),
     (spoil_annotation(image_id=10**9), "unknown image", True, 12),
     (
         lambda d: d.coco["images"].append(d.coco["images"][4]),
@@ -311,7 +314,8 @@ DEFECTS = [
         True,
         12,
     ),
-    (share_id, "repeated image id", True, 10),  # whose the objects are is not known
+    # Nobody knows which image these objects belong to.
+    (share_id, "repeated image id", True, 10),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
@@ -438,7 +442,8 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
     if kind is not None:
         assert list_kinds(report).get(kind, 0) == before.get(kind, 0) + 1
     others = list_kinds(report).keys() - before.keys() - {kind}
-    if kind == "repeated image id":  # the first of them has all objects
+    # The first of the two images has all objects.
+    if kind == "repeated image id":
         others -= {
             "image without objects",
             "repeated file_name",
@@ -564,7 +569,8 @@ def test_pictures_of_training_in_validation(dataset, tmp_path):
     shutil.copy(dataset.file(2), others / dataset.file(2).name)
     shutil.copy(dataset.file(3), others / "renamed.jpg")
     paint()(dataset)
-    (others / dataset.file(4).name).write_bytes(dataset.file(4).read_bytes()[:-1] + b"!")  # as long
+    # The copy differs in content and is as long as the original.
+    (others / dataset.file(4).name).write_bytes(dataset.file(4).read_bytes()[:-1] + b"!")
     names = [dataset.file(2).name, "renamed.jpg", dataset.file(4).name, "missing.jpg"]
     images = [{**dataset.coco["images"][n], "file_name": name} for n, name in enumerate(names)]
     (tmp_path / "val.json").write_text(
@@ -912,10 +918,12 @@ def test_missing_folder_and_file(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("change", "is_kept"),
     [
-        (lambda area: area / 160 / 128, False),  # in shares of the image
+        # These areas are shares of the image.
+        (lambda area: area / 160 / 128, False),
         (lambda area: area * 160 * 128, False),
         (lambda area: -area, False),
-        (lambda area: area * 1.02, True),  # by its outline, as COCO has it
+        # COCO computes the area from the outline, so it differs a little.
+        (lambda area: area * 1.02, True),
         (lambda area: area, True),
     ],
 )

@@ -88,12 +88,14 @@ def test_other_arrays_than_pixels_are_refused(array, message):
     ):
         decode_pixels(dump(array))
     with pytest.raises(ColabUtilsError, match="raw pixels"):
-        decode_pixels(dump(array)[:70])  # cut short in its header
+        # The array is cut short in its header.
+        decode_pixels(dump(array)[:70])
 
 
 def test_a_palette_with_more_transparencies_than_colours_is_told():
     image = Image.new("P", (4, 4), 9)
-    image.info["transparency"] = bytes(300)  # as the chunk of a damaged PNG gives it
+    # Pillow reads this from the chunk of a damaged PNG.
+    image.info["transparency"] = bytes(300)
     with pytest.raises(ColabUtilsError, match="not a complete image: palette index out of range"):
         to_rgb(image)
 
