@@ -236,7 +236,8 @@ def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_pa
             result = read(path, info)
         except ColabUtilsError as error:
             message = str(error)
-        else:  # bits are compared when they are read
+        else:
+            # The checksum bits are compared only when they are read.
             result = dataclasses.replace(result, bits=arrays.bits) if name == "a.arrays" else result
             assert_equal(result, arrays)
         assert str(path) in message
@@ -261,7 +262,8 @@ def test_a_flipped_bit_in_a_table_is_noticed(coco_shards, tmp_path):
     shard = index.shards[0]
     content = bytearray((coco_shards / shard.arrays_name).read_bytes())
     boxes = load_arrays(coco_shards / shard.arrays_name, shard).boxes
-    content[content.index(boxes.tobytes()) + 40] ^= 4  # still a box
+    # After the change it is still a valid box.
+    content[content.index(boxes.tobytes()) + 40] ^= 4
     (tmp_path / "a.arrays").write_bytes(content)
     with pytest.raises(ColabUtilsError, match="another checksum"):
         load_arrays(tmp_path / "a.arrays", shard)

@@ -180,7 +180,8 @@ def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
 
 def test_a_limit_copies_the_first_shards_and_a_later_copy_completes_it(source, tmp_path):
     target = tmp_path / "ssd"
-    report = copy_shards(source, target, limit_gb=8.5e-6)  # two shards of about 4 kB
+    # The limit holds two shards of about 4 kB.
+    report = copy_shards(source, target, limit_gb=8.5e-6)
     assert (report.shards, report.left_out_shards) == (2, 2)
     assert "2 left out" in str(report)
     index = read_index(target)
@@ -190,7 +191,8 @@ def test_a_limit_copies_the_first_shards_and_a_later_copy_completes_it(source, t
     assert len(names(target)) == 5
     report = copy_shards(source, target)
     assert (report.shards, report.skipped_shards) == (4, 2)
-    assert_same(source, target)  # the index too: partial no longer
+    # The index is the same too, and no longer partial.
+    assert_same(source, target)
 
 
 def test_a_limit_takes_nothing_away(source, tmp_path):
@@ -200,7 +202,8 @@ def test_a_limit_takes_nothing_away(source, tmp_path):
     assert report.shards == 4
     assert_same(source, target)
     (target / "shard-000003.tar").unlink()
-    copy_shards(source, target, limit_gb=8.5e-6)  # but what is gone is not listed
+    # A limit takes nothing away, and it does not bring back what is gone.
+    copy_shards(source, target, limit_gb=8.5e-6)
     assert [shard.name[6:12] for shard in read_index(target).shards] == [
         "000000",
         "000001",
@@ -223,7 +226,8 @@ def test_a_damaged_shard_beyond_the_limit_is_not_listed(source, tmp_path, name):
         "000001",
         "000002",
     ]
-    copy_shards(source, target)  # and replaced where it is asked for
+    # A copy without a limit replaces the damaged shard.
+    copy_shards(source, target)
     assert_same(source, target)
 
 
@@ -248,7 +252,8 @@ def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which, edit):
     with pytest.raises(ColabUtilsError, match=re.escape(str(path.parent))):
         copy_shards(source, target)
     assert path.read_bytes() == before
-    if which == "target":  # the cure
+    # Deleting the file is the cure that the message names.
+    if which == "target":
         path.unlink()
         copy_shards(source, target)
         assert_same(source, target)
@@ -268,17 +273,22 @@ def test_a_copy_of_a_part_is_a_part_until_all_is_copied(source, tmp_path):
     copy_shards(tmp_path / "part", tmp_path / "ssd")
     assert read_index(tmp_path / "ssd").partial
     copy_shards(source, tmp_path / "ssd")
-    copy_shards(tmp_path / "part", tmp_path / "ssd")  # a part on top of the whole changes nothing
+    # Copying a part on top of the whole changes nothing.
+    copy_shards(tmp_path / "part", tmp_path / "ssd")
     assert_same(source, tmp_path / "ssd")
 
 
 @pytest.mark.parametrize(
     "limit_gb",
     [
-        1e-9,  # less than one shard
-        0,  # nothing
-        -1,  # less than nothing
-        float("nan"),  # compares false with everything
+        # The limit is less than one shard.
+        1e-9,
+        # The limit is nothing.
+        0,
+        # The limit is less than nothing.
+        -1,
+        # NaN compares false with everything.
+        float("nan"),
     ],
 )
 def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
@@ -297,7 +307,8 @@ def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeyp
         copy_shards(source, tmp_path / "ssd")
     assert not (tmp_path / "ssd").exists()
     copy_shards(source, tmp_path / "ssd", limit_gb=8.5e-6)
-    copy_shards(source, tmp_path / "ssd")  # what is there already needs no room
+    # What is there already needs no room.
+    copy_shards(source, tmp_path / "ssd")
 
 
 def test_a_damaged_source_is_named_after_a_second_try(source, tmp_path, opened):
@@ -491,7 +502,8 @@ def test_ctrl_c_leaves_finished_files_and_no_index(running):
 def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
     source, target = running(signal.SIGKILL)
     assert list(target.glob(".*.part"))
-    alive = target / f".shard-000000.tar.{os.getppid()}.part"  # a copy that still runs elsewhere
+    # A copy that still runs elsewhere owns this file.
+    alive = target / f".shard-000000.tar.{os.getppid()}.part"
     alive.touch()
     copy_shards(source, target)
     alive.unlink()

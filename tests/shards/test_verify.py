@@ -33,7 +33,8 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("which", [0, 1])  # the tar, the arrays
+# The tar is damaged first, then the arrays.
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
