@@ -189,7 +189,8 @@ def test_a_watched_loader_is_diagnosed_as_the_loader_itself(tiny_shards, no_fixe
     diagnosis = diagnose(watch(loader), EmulatedStep(1), seconds=0.5)
     assert "decode" in [stage.name for stage in diagnosis.stages]
     assert loader.state_dict() == state
-    assert capsys.readouterr().err == ""  # no pass of a diagnosis is one of the watched loader
+    # No pass of a diagnosis is one of the watched loader.
+    assert capsys.readouterr().err == ""
 
 
 def test_the_step_trains_and_what_it_trained_is_put_back(no_fixes):
@@ -361,7 +362,8 @@ class _Hangs(_Sleepy):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
     monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
-    before = set(multiprocessing.active_children())  # of other tests
+    # Other tests may have left processes.
+    before = set(multiprocessing.active_children())
     loader = DataLoader(_Hangs(), batch_size=4, num_workers=workers)
     # the lines of this process alone are seen
     where = r"at sample 8\." if workers else "at sample 8, in "
@@ -373,7 +375,8 @@ def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
 
 
 def test_one_that_never_yields_is_named_in_a_background_job(monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts one
+    # A shell starts a background process like this.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         test_a_loader_that_never_yields_is_named(monkeypatch, 0)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -171,7 +171,8 @@ def test_lightning_ends_an_endless_stream(capsys):
     watched = watch(DataLoader(_Stream(), batch_size=2))
     trainer.fit(module, watched)
     assert [batch[0][0] for batch in module.model.seen] == list(range(0, 2 * MOST, 2))
-    assert_saw(watched, MOST + 1)  # of a stream without a length, Lightning takes one batch ahead
+    # Lightning takes one batch ahead of a stream without a length.
+    assert_saw(watched, MOST + 1)
 
 
 @ignore_lightning
@@ -313,7 +314,8 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
     second = json.loads((tmp_path / "1.json").read_text())
     for plain, seen, *facts in (first, second):
         assert seen == plain
-        assert seen[0] != seen[1]  # set_epoch() reached the sampler
+        # The orders differ, so set_epoch() reached the sampler.
+        assert seen[0] != seen[1]
         assert facts == [8, 2, []]
     for epoch in range(2):
         assert sorted(first[1][epoch] + second[1][epoch]) == list(range(16))
@@ -409,7 +411,8 @@ def test_webdataset(endless, workers, tmp_path, capsys):
         4,
         pick=lambda batch: batch[0],
     )
-    gc.collect()  # while the warning of a shard that stays open is ignored
+    # Nothing may be left to collect once the warning of a shard that stays open counts again.
+    gc.collect()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

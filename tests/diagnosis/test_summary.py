@@ -75,7 +75,8 @@ def test_attributes_of_the_loader_are_reachable():
     watched = watch(loader)
     assert (len(watched), watched.batch_size, watched.dataset) == (2, 2, loader.dataset)
     assert watched.sampler is loader.sampler
-    watched.worker_init_fn = print  # as a framework sets it
+    # A framework sets a function of its own like this.
+    watched.worker_init_fn = print
     assert loader.worker_init_fn is print
     assert isinstance(watched, DataLoader)
     with pytest.raises(ColabUtilsError, match="No batch was seen yet"):
@@ -193,7 +194,8 @@ def test_all_images_are_counted_the_last_batch_too(batch_size, drop_last):
 
 
 def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
-    gc.disable()  # it would end the workers in the middle of another loop
+    # The collector would end the workers in the middle of another loop.
+    gc.disable()
     try:
         loader = DataLoader(range(8), num_workers=1, persistent_workers=True)
         watched = watch(loader)

@@ -45,7 +45,8 @@ pytestmark = [
     ),
     pytest.mark.timeout(40),
 ]
-BAD = 3  # the sample where something happens
+# Something happens at the sample of this index.
+BAD = 3
 TIMEOUT_S = 0.5
 
 
@@ -115,14 +116,16 @@ def _when_stalled(watched, act, *, times=1):
 
 
 def _kill_self():
-    time.sleep(0.2)  # other threads of this worker have gone on to later batches
+    # Meanwhile, other threads of this worker go on to later batches.
+    time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_workers():
     """torch would wait 5 s for those of a loader that failed."""
     for process in multiprocessing.active_children():
-        with suppress(RuntimeError):  # torch's, wherever this process is when a worker ends
+        # The handler of torch raises wherever this process is when a worker ends.
+        with suppress(RuntimeError):
             process.kill()
             process.join()
 
@@ -174,7 +177,8 @@ def test_a_read_that_hangs(tmp_path, kind):
         line.endswith(" __getitem__") and "test_watch.py:" in line for line in stall.seen.stack
     )
     assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == is_alone
-    assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5  # within 1 s, but for a busy machine
+    # A busy machine may add seconds to the 1 s that it should take.
+    assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5
     assert "\n" not in str(stall)
 
 
@@ -466,7 +470,8 @@ def test_a_healthy_loader_is_left_alone(tmp_path, kind):
     assert watched.batch_size == 2
     assert watched.dataset is loader.dataset
     assert "__getitem__" in vars(_Photos)
-    assert not hasattr(_Photos.__getitem__, "__wrapped__")  # only in workers
+    # Only workers wrap the method.
+    assert not hasattr(_Photos.__getitem__, "__wrapped__")
 
 
 def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
@@ -578,7 +583,8 @@ def test_it_costs_little():
     batches = list(range(20_000))
     began = time.perf_counter()
     assert list(watch(batches)) == batches
-    assert (time.perf_counter() - began) / len(batches) < 300e-6  # about 3 us
+    # It takes about 3 us, so the bound leaves room for a busy machine.
+    assert (time.perf_counter() - began) / len(batches) < 300e-6
 
 
 @pytest.mark.parametrize(
