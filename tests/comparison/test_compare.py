@@ -213,7 +213,8 @@ def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
     batches = iter(loader)
     next(batches)
     batches.close()
-    loader.close()  # returns while the read still hangs
+    # Closing returns while the read still hangs.
+    loader.close()
     assert not go_on.is_set()
     go_on.set()
 
@@ -302,7 +303,8 @@ def test_drive_is_slow_where_it_is_read_and_only_there(race):
     assert rows["shards_on_drive"].first_batch_s >= 0.04
     # four streams would copy the files
     assert rows["dataloader_on_ssd"].session_ms_per_image >= 20 / 4
-    assert rows["packed"].once_ms_per_image >= 20 / 4  # and read them, before they are converted
+    # The one-off cost also reads the files, before they are converted.
+    assert rows["packed"].once_ms_per_image >= 20 / 4
     assert rows["packed"].session_ms_per_image < rows["dataloader_on_ssd"].session_ms_per_image
     assert comparison.drive.startswith("slow: 20 ms per file")
 
@@ -330,7 +332,8 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
             if path == images:
                 listed.append(event)
 
-    sys.addaudithook(watch)  # it cannot be taken away again
+    # An audit hook cannot be taken away again.
+    sys.addaudithook(watch)
     try:
         rows, _ = race("sequential", fake("other"), images=images)
     finally:
@@ -424,7 +427,8 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
         slow_down(tiny_dataset.images, None)
     assert not any(row.note for row in rows.values())
     assert waits
-    assert max(waits) < 1  # what is timed is as slow as it was asked for
+    # What is timed is as slow as it was asked for.
+    assert max(waits) < 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -446,7 +450,8 @@ def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(
     before = dict(os.environ)
     with pytest.raises(ColabUtilsError, match="gone") if fails else nullcontext():
         race(fake("looking", look), drive_profile=SLOW)
-    assert seen[0] == [None] * 4  # the check
+    # The check comes first, and nothing is slowed down for it.
+    assert seen[0] == [None] * 4
     assert seen[1:] == [[SLOW, SLOW, None, None]] * (1 if fails else 2)
     assert dict(os.environ) == before
 
@@ -551,7 +556,8 @@ def test_interrupting_keeps_what_is_measured(race, watch_timing, interrupted):
             raise KeyboardInterrupt
 
     watch_timing(interrupt)
-    if interrupted == "first":  # nothing is measured yet
+    # At the first interruption nothing has been measured yet.
+    if interrupted == "first":
         with pytest.raises(KeyboardInterrupt):
             race(fake("first"), fake("second"))
     else:
@@ -573,9 +579,12 @@ def test_repeats_are_interleaved(race, watch_timing):
     [
         # unknown: the message lists those there are
         ({"strategies": ["packed", "teleport"]}, "'teleport'"),
-        ({"strategies": []}, "No strategy is named"),  # nothing to do
-        ({"batches": 0}, "expected batches of 1 or more"),  # nothing to time
-        ({"drive_profile": "warp"}, "Drive profile"),  # unknown profile
+        # This leaves nothing to do.
+        ({"strategies": []}, "No strategy is named"),
+        # This leaves nothing to time.
+        ({"batches": 0}, "expected batches of 1 or more"),
+        # Nobody knows this profile.
+        ({"drive_profile": "warp"}, "Drive profile"),
         ({"images": "no/such/folder"}, "image folder"),
     ],
 )
@@ -591,7 +600,8 @@ def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prep
         ColabUtilsError, match=r"No image in .* can be used\. .*empty.json names none"
     ):
         prepare(annotations=tmp_path / "empty.json")
-    (tmp_path / "images").mkdir()  # of another dataset
+    # The folder belongs to another dataset.
+    (tmp_path / "images").mkdir()
     with pytest.raises(
         ColabUtilsError, match=r"No image in .* can be used\. The first: .*Run check"
     ):
@@ -675,19 +685,23 @@ class TestDescribeDifference:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (lambda i, t: (i.flip(-1), t), "pixels"),  # mirrored
+            # The image is mirrored and its target is not.
+            (lambda i, t: (i.flip(-1), t), "pixels"),
+            # The boxes are shifted.
             (
                 lambda i, t: (i, t | {"boxes": t["boxes"] + 2}),
                 "a box",
-            ),  # shifted
+            ),
+            # The objects get another class.
             (
                 lambda i, t: (i, t | {"labels": t["labels"] + 1}),
                 "labels",
-            ),  # another class
+            ),
+            # The masks are shifted.
             (
                 lambda i, t: (i, t | {"masks": t["masks"].roll(3, -1)}),
                 "a mask",
-            ),  # shifted
+            ),
             # lost
             (
                 lambda i, t: (
