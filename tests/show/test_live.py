@@ -91,7 +91,8 @@ def test_a_long_simulation_stays_small():
     animation = animate_simulation(crowd)
     data = read_data(animation)
     assert len(data["steps"][0]) == 1500
-    assert read_title(animation) == str(crowd)  # of the whole simulation
+    # The title speaks of the whole simulation.
+    assert read_title(animation) == str(crowd)
     assert f"in the first {data['seconds']:.3g} s" in animation.data
     assert len(animation.data) < 150_000
     assert animation.data.count('class="load"') == 16
@@ -117,9 +118,12 @@ def test_no_batch_at_all_is_drawn():
 @pytest.mark.parametrize(
     "speed",
     [
-        0,  # it would never move
-        float("nan"),  # no number
-        float("inf"),  # it would be over
+        # At this speed it would never move.
+        0,
+        # This is no number.
+        float("nan"),
+        # At this speed it would be over at once.
+        float("inf"),
     ],
 )
 def test_impossible_speeds_are_refused(stalled, speed):
@@ -226,8 +230,10 @@ def test_a_slider_redraws_the_chart_and_the_sentence():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"step_s": 0}, "step_s"),  # a slider of powers of ten has no 0
-        ({"load_s": float("nan")}, "load_s"),  # no number
+        # A slider of powers of ten has no 0.
+        ({"step_s": 0}, "step_s"),
+        # This is no number.
+        ({"load_s": float("nan")}, "load_s"),
     ],
 )
 def test_impossible_sliders_are_refused(settings, words):
@@ -307,7 +313,8 @@ def test_curves_are_seen_on_light_and_dark(page):
     assert len(strokes) == 2
     for stroke in strokes:
         pair = sorted((light(*bytes.fromhex(stroke[1:])), light(*page)))
-        assert pair[1] / pair[0] >= 3  # what WCAG asks of graphics
+        # WCAG asks this contrast of graphics.
+        assert pair[1] / pair[0] >= 3
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -328,7 +335,8 @@ def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatc
     monkeypatch.setattr(live, "monotonic", lambda: clock[0])
     monkeypatch.setattr("IPython.display.display", display)
     monitor = LiveMonitor()
-    for _ in range(2):  # a second run begins with its plan
+    # A second run begins with its plan.
+    for _ in range(2):
         monitor("a plan")
         for step in range(1, 11):
             clock[0] += 0.3
@@ -339,7 +347,8 @@ def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatc
         # of the points, which begin anew with each run
         assert drawn[1].count(",") < drawn[-1].count(",")
         assert 4 <= len(drawn) <= 7
-        assert "step 10 of 10" in drawn[-1]  # the end is always drawn
+        # The end is always drawn.
+        assert "step 10 of 10" in drawn[-1]
 
 
 def test_elsewhere_lines_are_printed(capsys):

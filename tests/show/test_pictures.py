@@ -58,10 +58,14 @@ def test_a_sample_shows_its_mask_box_and_name():
 @pytest.mark.parametrize(
     "sample",
     [
-        make_sample(),  # no objects
-        make_sample((0, 0, 60, 40)),  # an object that fills the image
-        make_sample((0, 0, 1, 1)),  # one pixel
-        make_sample((3, 3, 9, 9), height=400, width=30),  # a tall image
+        # The image has no objects.
+        make_sample(),
+        # The object fills the image.
+        make_sample((0, 0, 60, 40)),
+        # The object is a single pixel.
+        make_sample((0, 0, 1, 1)),
+        # The image is tall.
+        make_sample((3, 3, 9, 9), height=400, width=30),
     ],
 )
 def test_odd_samples_are_drawn(sample):
@@ -176,17 +180,22 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
     ]
     assert widths == [[4, 1.5], [4, 4]]
     colours = [[patch.get_edgecolor() for patch in axis.patches] for axis in (truth, predicted)]
-    assert colours[0][0] == colours[1][0] == colours[1][1]  # all of them are balls
+    # All of them are balls.
+    assert colours[0][0] == colours[1][0] == colours[1][1]
     assert colours[0][0] != colours[0][1]
 
 
 @pytest.mark.parametrize(
     ("box", "label", "count"),
     [
-        ((10, 5, 30, 25), 1, 1),  # the same
-        ((10, 5, 30, 25), 2, 0),  # of another class
-        ((14, 5, 34, 25), 1, 1),  # IoU 0.67
-        ((17, 5, 37, 25), 1, 0),  # IoU 0.48
+        # The prediction is the object itself.
+        ((10, 5, 30, 25), 1, 1),
+        # The prediction has another class.
+        ((10, 5, 30, 25), 2, 0),
+        # The IoU is 0.67.
+        ((14, 5, 34, 25), 1, 1),
+        # The IoU is 0.48.
+        ((17, 5, 37, 25), 1, 0),
     ],
 )
 def test_a_prediction_fits_by_its_mask_and_its_class(box, label, count):
