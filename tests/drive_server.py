@@ -313,7 +313,8 @@ def main() -> None:
     options = parser.parse_args()
     text = options.profile
     profile = DriveProfile(**json.loads(text)) if text.startswith("{") else get_profile(text)
-    import mfusepy  # here, so that pytest can look at this file where there is no libfuse
+    # The import waits until now, so that pytest can look at this file where there is no libfuse.
+    import mfusepy
 
     drive = type("Mounted", (Drive, mfusepy.Operations), {})(
         options.backing.absolute(),

@@ -282,7 +282,8 @@ BAD = [
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--against"),
-    (["compare", "--against", "{}/coco.json", "--report", "{}/report"], "coco.json"),  # no receipt
+    # The folder holds no receipt.
+    (["compare", "--against", "{}/coco.json", "--report", "{}/report"], "coco.json"),
     (["compare", "--against", "{}/nope.json", "--report", "{}/report"], "nope.json"),
     (["compare", "--against", "{}/deep.json", "--report", "{}/report"], "deep.json"),
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
@@ -291,7 +292,8 @@ BAD = [
     # the JSON's place: looked at before the work
     (["check", *COCO, "--json", "{}/nope/out.json"], "nope"),
     (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
-    (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),  # somebody's file
+    # The file belongs to somebody.
+    (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),
     (["check", *COCO, "--json", "{}/images"], "images"),
     (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "Name a new file"),
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
@@ -319,7 +321,8 @@ def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
     after = hash_tree(world)
     assert {name: after.get(name) for name in before} == before
     assert not [name for name in after if name.endswith(".part")]
-    if arguments[:1] != ["verify"]:  # which tells how many shards it looked at
+    # Only verify prints something, which is how many shards it looked at.
+    if arguments[:1] != ["verify"]:
         assert out == ""
 
 
@@ -534,7 +537,8 @@ def test_json_goes_alone_to_standard_output(run, world):
 
 
 def test_train_gives_its_json(run, world, tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))  # no download
+    # The test downloads no weights.
+    monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
     target = tmp_path / "out.json"
     status, _, err = run(
         "train",
@@ -585,7 +589,8 @@ def test_defects_are_listed_in_the_json_too(run, world):
     [(0, 2), (0.05, 2), (0.1, 0), (1, 0)],
 )
 def test_max_bad_is_a_share(run, world, share, status):
-    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()  # 1 of 12
+    # This loses 1 of 12 images.
+    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
     options = ("--workers", 1, "--max-bad", share, "--json", "-")
     got, out, err = run(
         "preprocess", *(part.replace("{}", str(world)) for part in (*COCO, *NEW)), *options
@@ -719,7 +724,8 @@ def test_each_choice_of_the_plan_can_be_overruled(preprocess, world, options, st
     assert read_index(world / "new").recipe["storage"] == storage
 
 
-@pytest.mark.parametrize("lost", [None, "index.json"])  # finished, and not
+# The shards are finished in one case and not in the other.
+@pytest.mark.parametrize("lost", [None, "index.json"])
 def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch, lost):
     assert preprocess("--storage", "pixels")[0] == 0
     before = hash_tree(world / "new")
@@ -790,7 +796,8 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many,
             and time.monotonic() < limit
         ):
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+        # A terminal sends the signal to the workers, too.
+        os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -807,7 +814,8 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many,
 
 
 def limit_files():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # a stand-in for a disk that is full
+    # The limit stands in for a disk that is full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
 
 @pytest.mark.parametrize(
@@ -832,5 +840,6 @@ def test_standard_output_that_is_full_or_closed(world):
         status, _, err = finish("verify", "--shards", world / "shards", stdout=full)
     assert_one_error(status, err, contains="No space left")
     with start("verify", "--shards", world / "shards", "--json", "-") as process:
-        process.stdout.close()  # as `| head` does
+        # The command `head` closes its pipe like this.
+        process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (0, "")

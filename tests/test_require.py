@@ -31,10 +31,13 @@ def test_whole_numbers_become_pythons_own(value):
 @pytest.mark.parametrize(
     "value",
     [
-        0,  # too few
+        # The count is too small.
+        0,
         -1,
-        True,  # no number
-        1.0,  # not whole
+        # A flag is no number.
+        True,
+        # The number is not whole.
+        1.0,
         float("nan"),
         "2",
         None,

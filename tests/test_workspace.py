@@ -139,7 +139,8 @@ def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
 @pytest.mark.parametrize(
     ("scene", "profile"),
     [
-        ("bad day", "bad"),  # the default
+        # This scene is the default.
+        ("bad day", "bad"),
         ("good day", "typical"),
     ],
 )
@@ -147,11 +148,13 @@ def test_a_scene_asks_for_nothing_and_slows_drive_down(colab, scene, profile):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         workspace = Workspace.open(scene=scene)
-    assert workspace == Workspace.open(scene=scene)  # a second Run all
+    # A second Run all gives the same workspace.
+    assert workspace == Workspace.open(scene=scene)
     assert colab.calls == []
     assert workspace.drive == colab.content / "slow_drive"
     assert workspace.profile is DRIVE_PROFILES[profile]
-    assert workspace.emulated  # also where there is a GPU
+    # The speed is emulated even where there is a GPU.
+    assert workspace.emulated
     assert find_profile(workspace.drive / "shards" / "shard-000000.tar") == DRIVE_PROFILES[profile]
     assert find_profile(workspace.ssd / "shards" / "shard-000000.tar") is None
     assert list(SCENES) == ["bad day", "good day", REAL]
@@ -203,7 +206,8 @@ def test_on_colab_google_drive_is_mounted(colab):
     assert workspace.ssd.is_dir()
     assert workspace.profile is None
     assert colab.calls == [{"force_remount": True, "timeout_ms": 120000}]
-    assert Workspace.open(scene=REAL) == workspace  # mounted already: nobody is asked again
+    # Drive is mounted already, so nobody is asked again.
+    assert Workspace.open(scene=REAL) == workspace
     assert len(colab.calls) == 1
 
 
@@ -212,11 +216,14 @@ def test_on_colab_google_drive_is_mounted(colab):
     [
         # declined
         (MessageError("Error: credential propagation was unsuccessful"), "credential propagation"),
-        (ValueError("mount failed"), "mount failed"),  # also what a timeout raises
-        (NotImplementedError(), "NotImplementedError"),  # Enterprise
+        # A timeout raises this error, too.
+        (ValueError("mount failed"), "mount failed"),
+        # Colab Enterprise raises this error.
+        (NotImplementedError(), "NotImplementedError"),
         # a terminal on Colab
         (AttributeError("'NoneType' object has no attribute 'kernel'"), "AttributeError"),
-        (ValueError("several\nlines"), r"\(ValueError: several\)"),  # the error stays one line
+        # The error stays one line.
+        (ValueError("several\nlines"), r"\(ValueError: several\)"),
     ],
 )
 def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab, failure, words):
@@ -233,11 +240,13 @@ def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab,
 @pytest.mark.parametrize("cause", ["files", "symlink", "nothing"])
 def test_a_mount_point_that_cannot_be_used_is_told(colab, tmp_path, cause):
     mount_point = colab.content / "drive"
-    if cause == "files":  # somebody wrote there before mounting
+    # Somebody wrote there before mounting.
+    if cause == "files":
         (mount_point / "photos").mkdir(parents=True)
     elif cause == "symlink":
         mount_point.symlink_to(tmp_path)
-    else:  # mount came back, but the folder stayed empty
+    else:
+        # The mount came back, but the folder stayed empty.
         colab.empty = True
     with pytest.raises(
         ColabUtilsError, match=r"must not already contain|must not be a symlink|no MyDrive appeared"
@@ -372,7 +381,8 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     ("images", "annotations", "name"),
     [
         ("/a/val2017", "/b/instances_val2017.json", "val2017-instances_val2017"),
-        ("/a/my photos/", "/b/été (2).json", "my_photos-été_2_"),  # what a shell would stumble over
+        # A shell would stumble over these names.
+        ("/a/my photos/", "/b/été (2).json", "my_photos-été_2_"),
         ("/content/export.zip", "", "export-09809c19"),
         (
             "https://a.org/b/my%20data.v2.zip?key=3#x",
@@ -395,7 +405,8 @@ def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
     assert (ensure_dataset(again).images, ensure_dataset(again).name) == (named.images, named.name)
     assert not (workspace.drive / "dataset").exists()
     assert ensure_dataset(again, images="built-in", n=2).name == "built-in"
-    assert ensure_dataset(again).name == "built-in"  # that is remembered, too
+    # The choice is remembered, too.
+    assert ensure_dataset(again).name == "built-in"
 
 
 def test_relative_names_are_remembered_as_they_were_meant(workspace, own, monkeypatch):
@@ -450,7 +461,8 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
     assert data.annotations.is_relative_to(workspace.ssd)
     assert ensure_shards(data).images == read_index(data.shards_on_drive).images == 12
     assert not list(workspace.drive.rglob("*.jpg"))
-    os.remove(source)  # a fresh machine, a lost upload
+    # On a fresh machine an upload is lost.
+    os.remove(source)
     again = Workspace.open(
         workspace.drive,
         ssd=tmp_path / "another_machine",
@@ -684,7 +696,8 @@ def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own)
     assert train.fingerprint != val.fingerprint
     named = ensure_dataset(workspace, **own, part="val")
     assert ensure_dataset(workspace, part="val").name == named.name
-    assert ensure_dataset(workspace).name == "built-in"  # the training data stay what they are
+    # The training data stay what they are.
+    assert ensure_dataset(workspace).name == "built-in"
 
 
 def test_published_numbers_replace_those_before(workspace):
