@@ -155,7 +155,7 @@ def test_an_unpacking_that_was_stopped_goes_on(tiny_dataset, export, ssd, monkey
     def stop(self, info, target):
         asked.append(info.filename)
         if len(asked) == 6:
-            # as a killed process leaves it
+            # A killed process leaves half a file like this.
             (Path(target) / info.filename).write_bytes(b"half of it")
             raise KeyboardInterrupt
         return extract(self, info, target)
@@ -554,7 +554,7 @@ def write_old_zip(path, dataset, page, stem, folder="images"):
         ("cp1251", "Снимок"),
         ("cp1252", "été"),
         ("cp850", "Größe"),
-        # macOS
+        # A zip of macOS has its names in UTF-8.
         ("utf-8", "图片 été"),
     ],
 )

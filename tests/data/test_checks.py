@@ -255,9 +255,8 @@ def add_category(number, name=""):
     return spoil
 
 
-# kind of the defect, whether it is serious, and what repair must keep of the 12 images
-# What is done to a dataset; the kind of defect that it is, or None; whether it is serious; and the
-# images that are left when it is repaired.
+# Each row has what is done to a dataset, the kind of defect that it is, or None, whether it is
+# serious, and the images that are left of 12 when it is repaired.
 DEFECTS = [
     (lambda d: d.file(4).unlink(), "missing image", True, 11),
     (
@@ -320,7 +319,7 @@ DEFECTS = [
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "bad mask", True, 11),
-    # nothing is lost
+    # Nothing is lost here.
     (
         spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]),
         "bad mask",

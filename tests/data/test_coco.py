@@ -221,7 +221,7 @@ def test_encodings_and_unicode_names(path, encoding):
         (change_annotation(area=None, segmentation=[]), "area", 16.0),
         (change_annotation(bbox=None), "bbox", [1, 0, 3, 3]),
         (change_annotation(bbox=[]), "bbox", [1, 0, 3, 3]),
-        # a flat polygon
+        # The polygon is flat.
         (
             change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]),
             "bbox",
@@ -447,7 +447,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE[:-1] + b', "annotations": 5}', "annotations twice"),
         (b"{1: 2, " + WHOLE[1:], "text that is not JSON"),
         (make_coco(images=[{"id": 7, "file_name": 5000 * "a"}]), "longer than a path may be"),
-        # more digits than Python reads
+        # The number has more digits than Python reads.
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),
         ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(images=[5]), "'images' (id 5)"),
@@ -731,7 +731,7 @@ def find(tmp_path, names, *, files, index=0):
         ("/home/me/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("../../label-studio/data/x.jpg", ["x.jpg"], "x.jpg", True),
         ("https://example.org/up/my%20x.jpg?v=1", ["my x.jpg"], "my x.jpg", True),
-        # a Mac's zip
+        # A Mac's zip takes accents apart like this.
         ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),
         ("e\u0301/x.jpg", ["\u00e9/x.jpg"], "\u00e9/x.jpg", False),
         ("/d/\u00e9.jpg", ["e\u0301.jpg"], "e\u0301.jpg", True),
@@ -806,7 +806,7 @@ def shortcut(tmp_path):
     [
         ("train/x.jpg", "train/x.jpg"),
         ("y.jpg", "y.jpg"),
-        # by its base name
+        # The image is found by its base name.
         ("/d/x.jpg", "train/x.jpg"),
     ],
 )

@@ -115,7 +115,8 @@ def test_threads_do_not_disturb_each_other():
     before = gc.get_threshold()
 
     def give_way(*_):
-        # another thread runs in the middle of whatever allocates; Python's own parser fails at that
+        # Another thread runs in the middle of whatever allocates, and Python's own parser fails at
+        # that.
         time.sleep(1e-5)
 
     gc.callbacks.append(give_way)
@@ -436,7 +437,7 @@ def test_a_process_forked_while_another_thread_reads_has_the_users_values(switch
     thread.start()
     assert inside.wait(60)
     with warnings.catch_warnings():
-        # of forking beside threads, which is what is tested
+        # Python warns of forking beside threads, which is what this test is about.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if not pid:

@@ -185,7 +185,7 @@ def make_cvat():
     )
 
 
-# by the heading of a recipe: what makes the export, and the images and the JSON that come out
+# The heading of a recipe gives what makes the export, and the images and the JSON that come out.
 MADE = {
     "Masks as PNG files, one colour an object": (
         make_pngs,

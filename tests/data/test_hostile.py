@@ -94,7 +94,7 @@ def test_a_giant_image_that_is_not_there_is_drawn_grey(tmp_path, coco):
 )
 def test_odd_class_names_are_shown_as_text(tmp_path, coco, name):
     coco["categories"][0]["name"] = name
-    # twice, so that the image is drawn
+    # A second object makes the check draw the image.
     coco["annotations"].append({**coco["annotations"][0], "id": 2})
     report, page = check(tmp_path, coco)
     assert str(report).replace("\n", "").isprintable()
@@ -162,7 +162,7 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        # Pillow would start gs
+        # Pillow would start gs for this.
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 24\n{} loop\n", "PostScript"),
         (
             make_png(

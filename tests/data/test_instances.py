@@ -49,7 +49,7 @@ def test_objects_are_those_of_torchvisions_tutorial(people):
         ids = torch.unique(drawn)[1:]
         masks = (drawn == ids[:, None, None]).to(torch.uint8)
         assert torch.equal(target["masks"], masks)
-        # the tutorial's boxes end at the last pixel
+        # The tutorial's boxes end at the last pixel.
         corners = masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1])
         assert torch.equal(target["boxes"], corners)
         assert target["area"].tolist() == masks.sum((1, 2)).tolist()

@@ -261,7 +261,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [48] + [0] * 99 + [1]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": "日本"}, "add up to 6 x 8"),
-        # 48, in more bits than C shifts
+        # The count is 48, in more bits than C shifts.
         ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),
     ],
 )
