@@ -200,7 +200,7 @@ def load_small(folder, info):
 
 
 def test_no_python_code_is_parsed_for_arrays(small_shard, monkeypatch):
-    # in Python 3.11 it sometimes fails in several threads
+    # In Python 3.11 it sometimes fails in several threads.
     monkeypatch.setattr("ast.literal_eval", lambda _: 1 / 0)
     assert len(load_small(*small_shard).image_ids)
 

@@ -299,7 +299,7 @@ def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
 
 def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    # 16,006 bytes + 2 % do not fit
+    # A copy of 16,006 bytes and 2 % more does not fit.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))
     with pytest.raises(
         ColabUtilsError, match=r"16\.3 kB of free disk, and 16\.1 kB are free.*--limit-gb"
@@ -408,7 +408,7 @@ def test_other_shards_in_the_target_are_left_alone(source, tmp_path):
         copy_shards(source, other)
     write_index(other, replace(read_index(source), recipe={**RECIPE, "max_size": 640}))
     before[INDEX_NAME] = (other / INDEX_NAME).read_bytes()
-    # the same dataset, stored in another size
+    # The dataset is the same, stored in another size.
     with pytest.raises(ColabUtilsError, match=r"holds other shards"):
         copy_shards(source, other)
     (other / INDEX_NAME).unlink()

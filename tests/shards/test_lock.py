@@ -246,7 +246,7 @@ def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
-        # it stays in the table of processes
+        # The process stays in the table of processes.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert (tmp_path / "writer.txt").exists()
         with hold_folder(tmp_path):

@@ -191,7 +191,7 @@ KINDS = [
     ("one bit.png", save(GREY.convert("1"), "PNG"), False),
     # Pillow says RGB, and torchvision gives uint16.
     ("16 bits.png", make_png(16, 2, DEEP_RGB), False),
-    # Pillow's convert("RGB") turns it white
+    # The call convert("RGB") of Pillow turns it white.
     ("16 bits grey.png", make_png(16, 0, DEEP_GREY), False),
     ("lossy.webp", save(RGB, "WEBP"), False),
     ("lossless.webp", save(RGB, "WEBP", lossless=True), False),
@@ -378,7 +378,7 @@ def make_chunk(name, data):
     "chunk",
     [
         make_chunk(b"eXIf", b"no TIFF at all"),
-        # as text
+        # The orientation stands there as text.
         make_chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04six\0\0\0\0\0"),
         # The chunk names a compression that does not exist.
         make_chunk(b"iCCP", b"profile\0\x07xxxx"),

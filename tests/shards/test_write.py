@@ -134,7 +134,7 @@ def test_webdataset_reads_real_coco_as_it_is(coco_mini, folder):
         record = json.loads(sample["json"])
         image = images.pop(record["image_id"])
         assert sample["__key__"] == f"{image['id']:012d}"
-        # not a bit changed
+        # Not a bit is changed.
         assert sample["jpg"] == (coco_mini.images / image["file_name"]).read_bytes()
         assert record["image_id"] == image["id"]
         for key in ("file_name", "width", "height"):
@@ -236,16 +236,16 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(
     left = snapshot(folder)
     expected = snapshot(undisturbed)
     assert "index.json" not in left
-    # the arrays of each were written before
+    # The arrays of each finished shard were written before its tar.
     finished = {name for name in left if name.endswith(".tar")}
     assert finished
     assert len(finished) < sum(name.endswith(".tar") for name in expected)
-    # as a kill in a write leaves it
+    # A kill in the middle of a write leaves this.
     (folder / f".shard-000009.tar.{process.pid}.part").write_bytes(b"half")
     times = {name: (folder / name).stat().st_mtime_ns for name in finished}
     run(data, folder, workers=3 - workers)
     assert snapshot(folder) == expected
-    # continued, not begun again
+    # The run was continued, not begun again.
     assert {name: (folder / name).stat().st_mtime_ns for name in finished} == times
 
 
@@ -385,7 +385,7 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
     assert "1 bad images skipped" in str(report)
     assert read_index(folder).skipped == report.skipped
     assert verify_shards(folder).images == 11
-    # and told again by the same call
+    # The same call reports the skipped image again.
     assert run(dataset, folder, max_bad=0.1).skipped == report.skipped
 
 
@@ -951,7 +951,7 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
         find_recipe(tmp_path / "other")
 
 
-# one writer
+# These tests look at the rule of one writer.
 
 
 def contend(number, barrier, data, folder, rounds, results):
