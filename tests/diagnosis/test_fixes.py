@@ -98,7 +98,7 @@ def slow_folder(tiny_dataset):
 @pytest.mark.clock
 @pytest.mark.parametrize("plain", [True, False], ids=["torch's DataLoader", "make_loader"])
 def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_folder, plain):
-    # 160 x 128 pixels become 40 x 32
+    # Images of 160 x 128 pixels become 40 x 32.
     monkeypatch.setattr(fixes, "_SIDES", {"min_size": 32, "max_size": 64})
     if plain:
         loader = DataLoader(slow_folder, batch_size=2, collate_fn=_collate)

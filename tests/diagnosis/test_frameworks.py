@@ -28,7 +28,7 @@ pytestmark = [
     ),
 ]
 ROOT = Path(__file__).parents[2]
-# samples of a dataset; batches that a loop takes of a loader
+# A dataset has this many samples, and a loop takes at most MOST batches of a loader.
 ITEMS = 12
 MOST = 9
 
@@ -102,7 +102,7 @@ def assert_saw(watched, batches, passes=1):
     assert sum(part.share for part in summary.parts) <= 1.001
 
 
-# --- frameworks
+# These tests run the frameworks.
 
 
 def make_lightning(epochs=2, **settings):
@@ -158,7 +158,7 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
 @ignore_lightning
 def test_lightning_gives_its_own_loader_to_watch(capsys):
     module, trainer = make_lightning()
-    # after Lightning put a sampler for each process into the loader
+    # At this point Lightning has put a sampler for each process into the loader.
     trainer.strategy.process_dataloader = watch
     trainer.fit(module, make_training()[2])
     assert len(module.model.seen) == ITEMS
@@ -322,7 +322,7 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
     assert {*re.findall(r"^\[default(\d)\]:.* images/s$", ended.stderr, re.MULTILINE)} == {"0", "1"}
 
 
-# --- loaders
+# These tests run other loaders.
 
 
 def train(loader, pick):

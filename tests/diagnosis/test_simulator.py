@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
 
-# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
@@ -49,7 +49,8 @@ def test_reference_of_seven_loaders(load_s, load_cv, batches, tolerance):
     ],
 )
 def test_efficiency_table(workers, prefetch, ratio, efficiency):
-    # loading CV 0.5, step CV 0.1: the table was computed with the recursion over 20,000 batches
+    # The table was computed with the recursion over 20,000 batches, with a loading CV of 0.5 and a
+    # step CV of 0.1.
     seconds = 1000
     run = simulate(
         workers=workers,
@@ -214,16 +215,16 @@ def _compare_loader(run, settings):
 
 
 @pytest.mark.clock
-# more workers than cores: they only sleep
+# There may be more workers than cores, because they only sleep.
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
     "settings",
     [
         # Without workers, loading and training alternate.
         {"workers": 0, "load_s": 0.03, "step_s": 0.02},
-        # in balance, and unsteady
+        # Loading and step are in balance, and unsteady.
         {"workers": 4, "load_s": 0.16, "step_s": 0.04, "load_cv": 0.5, "step_cv": 0.2},
-        # a deep queue
+        # The queue is deep.
         {"workers": 2, "load_s": 0.08, "step_s": 0.04, "load_cv": 0.8, "prefetch": 6},
     ],
 )

@@ -189,7 +189,7 @@ def test_all_images_are_counted_the_last_batch_too(batch_size, drop_last):
     options = {"drop_last": drop_last} if batch_size else {}
     watched = watch(DataLoader(torch.zeros(10, 3, 2), batch_size=batch_size, **options))
     seen = sum(len(batch) if batch_size else 1 for _ in range(2) for batch in watched)
-    # of a bare tensor, the first dimension
+    # The first dimension of a bare tensor counts as its images.
     assert watched.summary().images == seen * (1 if batch_size else 3)
 
 
@@ -255,7 +255,7 @@ def test_micro_batches_without_a_step_have_the_parts_of_those_with_one(capsys):
 @pytest.mark.parametrize(
     ("after_s", "between_s"),
     [
-        # what is logged follows only the step of the optimizer, or each batch
+        # What is logged follows only the step of the optimizer, or each batch.
         (0.1, 0.0),
         (0.4, 0.3),
         (9.0, 0.3),

@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.machine import count_cores
 
-# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
@@ -126,7 +126,8 @@ class TestTimeBatches:
         )
         times = time_batches(loader, EmulatedStep(20), batches=8)
         assert times.step_cpu_s >= 8 * 0.018
-        # the kernel counts CPU in ticks of 10 ms, and workers run a few batches ahead or behind
+        # The kernel counts CPU time in ticks of 10 ms, and workers run a few batches ahead or
+        # behind.
         assert 10 < times.cpu_ms_per_image < 90
 
     def test_counts_all_threads_of_a_step(self):
@@ -144,8 +145,8 @@ class TestTimeBatches:
 
     @pytest.mark.clock
     def test_slow_workers_that_deliver_in_bursts_are_timed_in_whole_rounds(self):
-        # 2 workers, 0.5 s a batch: two batches at once every half second, 4 batches a second,
-        # whatever the cap
+        # Two workers take 0.5 s a batch, so two batches come at once every half second, and 4
+        # batches a second, whatever the cap.
         loader = DataLoader(_Samples(60, sleep_s=0.5), batch_size=1, num_workers=2)
         times = time_batches(loader, batches=100, max_s=0.1)
         # Three rounds would take longer than three times the cap.
@@ -239,7 +240,7 @@ class TestTimeBatches:
             time.sleep(max(0.0, busy_until[0] - time.perf_counter()))
 
         def step(batch):
-            # queued, and back at once
+            # The call is queued and returns at once.
             busy_until[0] = max(busy_until[0], time.perf_counter()) + 0.03
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -299,7 +300,7 @@ class TestTimeBatches:
             (torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)),
             8,
         ),
-        # as default_collate makes of them
+        # The default_collate of torch makes such a list of a batch.
         ([torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)], 8),
         (
             collections.namedtuple("Batch", "images targets")(
@@ -344,7 +345,7 @@ def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
 
 @pytest.mark.clock
 def test_ended_children_stay_counted():
-    # each epoch starts and ends its worker
+    # Each epoch starts and ends its worker.
     loader = DataLoader(_Samples(4, burn_s=0.05), num_workers=1)
     times = time_batches(loader, batches=8, warmup=0)
     # The time is 0.40 s, and the kernel counts it in ticks of 10 ms.

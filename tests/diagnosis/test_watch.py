@@ -37,7 +37,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset
 
 pytestmark = [
-    # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+    # Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::colab_utils.errors.ColabUtilsWarning"),
     pytest.mark.skipif(
@@ -170,7 +170,7 @@ def test_a_read_that_hangs(tmp_path, kind):
     (stall,) = watched.stalls
     assert stall.verdict == "read"
     assert (stall.seen.sample, stall.file, stall.seen.call) == (BAD, str(fifo), "openat")
-    # of torch's own loader only the sample that is being loaded is seen, not its batch
+    # In torch's own loader only the sample that is being loaded is seen, not its batch.
     assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     is_alone = kind.endswith("alone")
     assert is_alone == any(
@@ -363,7 +363,7 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     ) as caught:
         _list_ids(watched)
     message = str(caught.value)
-    # and not 4, its index in the Subset
+    # The message names the sample of the dataset and not 4, its index in the Subset.
     assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in message
     assert "Who killed it was not seen. Now " in message
     assert "Most often it is the memory: use fewer workers" in message
@@ -410,7 +410,7 @@ def test_a_lock_held_across_fork(tmp_path):
         timeout_s=TIMEOUT_S,
         on_stall="raise",
     )
-    # the workers are forked while it is held
+    # The workers are forked while the lock is held.
     with lock, pytest.raises(ColabUtilsError, match="waits for a lock"):
         _list_ids(watched)
     (stall,) = watched.stalls
