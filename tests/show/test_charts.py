@@ -84,7 +84,7 @@ def test_what_ended_early_is_not_waiting_and_what_is_cut_counts_as_far_as_it_is_
     figure = charts.plot_first_seconds(
         {"short": make_spans(0.5), "long": make_spans(0, 3, 3.75)}, seconds=4
     )
-    # 0.5 of 1 s; 1.25 of 4 s
+    # The loops wait 0.5 of 1 s, and 2.75 of 4 s.
     assert read_texts(figure) == ["waits 50%, 1 batch", "waits 69%, 2 batches"]
     assert read_frames(figure) == [1, 4]
 
@@ -172,7 +172,7 @@ def test_a_long_title_is_broken_not_cut():
     assert "\n" in title
 
 
-# formulas, one of them wrong; what legends hide; other signs
+# The names are formulas, one of them wrong, names that legends hide, and other signs.
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 
 

@@ -42,7 +42,7 @@ def read_title(figure):
     return figure.get_suptitle().replace("\n", " ")
 
 
-# images a second
+# These tests look at the chart of images a second.
 
 
 def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_comparison):
@@ -73,7 +73,7 @@ def test_the_figure_grows_while_the_steps_are_timed(course, lose, make_compariso
     assert read_texts(figure)[1:5] == ["…"] * 4
     assert read_title(figure) == "The step waits 96% of the time with the plain loop"
     whole = plot_comparison(make_comparison(*course))
-    # the axis stays as it is
+    # The axis stays as it is.
     assert whole.axes[0].get_xlim() == pytest.approx(figure.axes[0].get_xlim())
 
 
@@ -130,7 +130,7 @@ def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
         plot_comparison(make_comparison(lost))
 
 
-# first seconds, hours
+# These tests look at the charts of the first seconds and of the hours.
 
 
 def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
@@ -159,7 +159,7 @@ def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comp
     }
     assert len(lines) == 3
     assert sorted(line.get_ydata()[-1] for line in lines.values()) == [
-        # converted once, copied three times
+        # The data are converted once and copied three times.
         pytest.approx(9 * hours / 38.4 + (0.15 + 3 * 0.002) * hours),
         pytest.approx(9 * hours / 20),
         pytest.approx(9 * hours / 1.6),
@@ -231,9 +231,9 @@ def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
     )
 
 
-# names
+# These tests look at names.
 
-# formulas, one of them wrong; what legends hide; other signs
+# The names are formulas, one of them wrong, names that legends hide, and other signs.
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 
 
@@ -249,7 +249,7 @@ def test_names_in_figures_are_shown_as_they_are(make_timing, make_comparison):
         assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
 
 
-# what one method wins over another
+# These tests look at what one method wins over another.
 
 
 def test_a_difference_within_the_spread_of_the_repeats_is_called_equal(

@@ -49,10 +49,10 @@ def test_the_animation_carries_every_span(stalled):
             [trace.batch, trace.start_s],
             atol=1e-3,
         )
-        # what the end cuts off lasts a little longer
+        # What the end cuts off lasts a little longer.
         np.testing.assert_allclose(drawn[2], trace.end_s, atol=0.04)
     assert sum(end <= 30 for end in data["steps"][2]) == stalled.batches == 98
-    # 3 batches a second are too fast to watch
+    # At full speed, 3 batches a second are too fast to watch.
     assert read_data(animate_simulation(stalled))["speed"] == 0.5
 
 
@@ -147,7 +147,7 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
         "for (const slider of document.querySelectorAll('.time')) { slider.value = 0.5; "
         "slider.oninput(); }"
     )
-    # the first one twice, as where one output is opened in two views
+    # The first one comes twice, as where one output is opened in two views.
     page.write_text(
         f"<body>{first.data}{second.data}{first.data}<script>{half}</script></body>",
         encoding="utf-8",
@@ -189,7 +189,7 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
     assert model == (str(waiting[2][0]) if len(waiting[2]) else "waits")
 
 
-# --- the sliders
+# These tests look at the sliders.
 
 
 def test_the_sliders_start_where_they_are_told_and_say_so():
@@ -241,7 +241,7 @@ def test_impossible_sliders_are_refused(settings, words):
         explore_simulation(**settings)
 
 
-# --- the monitor of a training run
+# These tests look at the monitor of a training run.
 
 
 def make_line(step, *, steps=1000, loss=1.0, gpu=None, ap=None):
@@ -299,7 +299,7 @@ def test_text_has_the_pages_colour_and_curves_stand_on_a_zero():
     assert re.findall("<text[^>]*>(.*?)</text>", page) == ["0", "0", "0"]
 
 
-# white, Colab's dark, JupyterLab's
+# The pages are white, Colab's dark, and JupyterLab's dark.
 @pytest.mark.parametrize("page", [(255, 255, 255), (56, 56, 56), (17, 17, 17)])
 def test_curves_are_seen_on_light_and_dark(page):
     def light(*colour):
@@ -344,7 +344,7 @@ def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatc
     assert len(pictures) == 2
     for drawn in pictures:
         assert "step 1 of 10" in drawn[1]
-        # of the points, which begin anew with each run
+        # Commas separate the points, which begin anew with each run.
         assert drawn[1].count(",") < drawn[-1].count(",")
         assert 4 <= len(drawn) <= 7
         # The end is always drawn.

@@ -81,7 +81,7 @@ def test_float_images_are_drawn_as_they_are():
 
 
 def test_only_the_largest_are_named_and_no_name_is_cut():
-    # each smaller than the one before
+    # Each box is smaller than the one before.
     boxes = [(n * 10, n * 5, n * 10 + 9 - n, n * 5 + 9 - n) for n in range(6)]
     figure = draw_twice(make_sample(*boxes), {1: "a very long name", 2: "tile"})
     axis, _ = figure.axes
@@ -99,7 +99,7 @@ def test_masks_have_outlines_that_follow_them():
         for lines in figure.axes[0].collections
         for path in lines.get_paths()
     ]
-    # between the pixels
+    # The outline runs between the pixels.
     assert np.allclose(
         outlines,
         [[-0.5, -0.5, 59.5, 39.5], [9.5, 4.5, 29.5, 24.5]],
