@@ -9,9 +9,9 @@ from benchmarks.systems.base import Crew
 from benchmarks.worker import Job, run_job
 
 pytestmark = [
-    # every crew is tried, whatever the machine
+    # Every crew is tried, whatever the machine.
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    # peers may deliver views
+    # Peers may deliver views.
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
 ]
 
