@@ -96,7 +96,7 @@ def mount_drive(
     kernel keeps nothing, so that a short read reaches the reader, and files cannot be mapped.
     """
     name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
-    # libfuse leaves the working directory
+    # Later libfuse leaves the working directory, so a relative path would lead elsewhere.
     backing = backing.absolute()
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

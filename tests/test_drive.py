@@ -107,7 +107,7 @@ class TestIsOnDrive:
 
 class TestRetries:
     def test_four_tries_more_with_growing_waits(self, monkeypatch):
-        # the tests shorten them
+        # The other tests shorten the waits.
         monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", RETRY_WAITS_S)
         retries = Retries()
         waited = []

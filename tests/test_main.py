@@ -109,12 +109,12 @@ COCO = ("--images", "{}/images", "--annotations", "{}/coco.json")
 NEW = ("--shards", "{}/new")
 
 BAD = [
-    # nothing, or something unknown
+    # The command is missing or unknown.
     ([], "required"),
     (["bake"], "invalid choice"),
     (["check", "--colour", "red", *COCO], "unrecognized"),
     *[([command], "") for command in COMMANDS],
-    # missing files and folders
+    # Files and folders are missing.
     (["check", "--images", "{}/nope", "--annotations", "{}/coco.json"], "nope"),
     (["check", "--images", "{}/coco.json", "--annotations", "{}/coco.json"], "image folder"),
     (["check", "--images", "{}/images", "--annotations", "{}/nope.json"], "nope.json"),
@@ -152,7 +152,7 @@ BAD = [
         ],
         "nope.json",
     ),
-    # not COCO
+    # The files hold no COCO.
     *[
         ([command, "--images", "{}/images", "--annotations", "{}/" + name, *rest], name)
         for command, rest in (
@@ -165,7 +165,7 @@ BAD = [
     ],
     (["diagnose", "--images", "{}/images", "--annotations", "{}/empty.json"], "empty"),
     (["preprocess", "--images", "{}/images", "--annotations", "{}/empty.json", *NEW], ""),
-    # shards that are none, not whole, or of a newer version
+    # The shards are none, not whole, or of a newer version.
     *[
         ([command, "--shards", "{}/" + name, *rest], "")
         for command, rest in (
@@ -190,13 +190,13 @@ BAD = [
         ],
         "version",
     ),
-    # names that nothing has
+    # Nothing has these names.
     (["train", "--shards", "{}/shards", "--run", "{}/run", "--model", "yolo"], "yolo"),
     (["train", "--shards", "{}/shards", "--run", "{}/run", "--resume", "perhaps"], "perhaps"),
     (["compare", *COCO, "--report", "{}/report", "--strategies", "magic"], "magic"),
     (["compare", *COCO, "--report", "{}/report", "--strategies", "packed,,magic"], ""),
     (["compare", *COCO, "--report", "{}/report", "--drive-profile", "warp"], "warp"),
-    # numbers out of range, and none
+    # Numbers are out of range, or are none.
     *[
         (["preprocess", *COCO, *NEW, *option], "")
         for option in (
@@ -260,14 +260,14 @@ BAD = [
             ("--local", "{}/local", "--limit-gb", "nan"),
         )
     ],
-    # one thing in place of another
+    # One thing stands in place of another.
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
     (["diagnose", "--images", "{}/images"], "or --shards alone"),
     (["diagnose"], "or --shards alone"),
     (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "the same folder"),
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
-    # other shards are there
+    # Other shards are there already.
     (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),
     (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "pixels"], "shards"),
     (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
@@ -289,7 +289,7 @@ BAD = [
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
     (["check", *COCO, "--repair", "{}/coco.json"], "nothing of yours is overwritten"),
     (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
-    # the JSON's place: looked at before the work
+    # The place of the JSON is checked before the work.
     (["check", *COCO, "--json", "{}/nope/out.json"], "nope"),
     (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
     # The file belongs to somebody.
@@ -298,7 +298,7 @@ BAD = [
     (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "Name a new file"),
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
     (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
-    # places where nothing can be written
+    # Nothing can be written into these places.
     (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "Writing into /proc"),
     (["preprocess", *COCO, "--shards", "/proc/colab_utils", "--storage", "keep"], "/proc"),
     (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
@@ -313,7 +313,7 @@ BAD = [
 def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
     run, world, monkeypatch, arguments, contains
 ):
-    # nothing is downloaded in a test
+    # A test downloads nothing.
     monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
     before = hash_tree(world)
     status, out, err = run(*(str(argument).replace("{}", str(world)) for argument in arguments))
@@ -353,7 +353,7 @@ def test_a_bad_line_in_a_real_process(world):
     assert_one_error(status, err)
 
 
-# help, imports
+# These tests look at the help and at imports.
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_version(run):
     assert run("--version") == (0, f"{__version__}\n", "")
 
 
-# JSON
+# These tests look at the JSON.
 
 
 KEYS = {
@@ -669,7 +669,7 @@ def test_val_images_alone_are_refused(run, world):
     assert_one_error(status, err, contains="--val-annotations")
 
 
-# preprocess: the plan
+# These tests look at the plan of preprocess.
 
 
 PREPROCESS = ("preprocess", *COCO, *NEW, "--workers", 1)
@@ -738,7 +738,7 @@ def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch,
         assert hash_tree(world / "new") == before
 
 
-# Ctrl-C, full disks, closed pipes
+# These tests look at Ctrl-C, full disks, and closed pipes.
 
 
 @pytest.fixture

@@ -200,17 +200,17 @@ def test_a_name_from_where_it_is_not_defined_is_found(tmp_path, text, borrowed):
     [
         # This is the plain case.
         ("data/coco", "from colab_utils.shards.copy import copy_shards", "lies above it"),
-        # inside a function
+        # The import stands inside a function.
         ("data/coco", "def f():\n    import colab_utils.shards.copy", "lies above it"),
-        # a module taken from its package
+        # The module is taken from its package.
         ("data/coco", "from colab_utils.shards import copy", "lies above it"),
-        # through a name at the top
+        # The import goes through a name at the top.
         ("data/coco", "from colab_utils import copy_shards", "lies above it"),
-        # show from below
+        # A lower floor imports show.
         ("loading/loader", "from colab_utils.show.charts import draw", "lies above it"),
-        # two floors at one height
+        # Both floors lie at one height.
         ("diagnosis/timing", "from colab_utils.training.step import s", "beside it"),
-        # on one floor, round in a circle
+        # On one floor, the imports run in a circle.
         ("shards/copy", "from colab_utils.shards.write import w", "circle"),
     ],
 )

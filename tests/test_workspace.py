@@ -166,7 +166,7 @@ def test_another_scene_in_the_same_session_changes_the_speed(tmp_path):
     for scene in (*SCENES, "bad day"):
         workspace = Workspace.open(**folders, scene=scene)
         result.append(find_profile(workspace.drive / "a"))
-        # an SSD folder on the slowed one stays fast
+        # An SSD folder inside the slowed one stays fast.
         assert find_profile(workspace.ssd / "a") is None
         assert workspace.profile == result[-1]
     assert result == [DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"], None, DRIVE_PROFILES["bad"]]
@@ -214,13 +214,13 @@ def test_on_colab_google_drive_is_mounted(colab):
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        # declined
+        # Somebody declined the sign-in.
         (MessageError("Error: credential propagation was unsuccessful"), "credential propagation"),
         # A timeout raises this error, too.
         (ValueError("mount failed"), "mount failed"),
         # Colab Enterprise raises this error.
         (NotImplementedError(), "NotImplementedError"),
-        # a terminal on Colab
+        # A terminal on Colab raises this error.
         (AttributeError("'NoneType' object has no attribute 'kernel'"), "AttributeError"),
         # The error stays one line.
         (ValueError("several\nlines"), r"\(ValueError: several\)"),
@@ -231,7 +231,7 @@ def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab,
     with pytest.raises(ColabUtilsError, match=rf"{words}.*Sign in.*another SCENE"):
         Workspace.open(scene=REAL)
     assert not (colab.content / "slow_drive").exists()
-    # the next Run all, with another scene
+    # The next Run all has another scene.
     assert Workspace.open().drive == colab.content / "slow_drive"
     colab.failure = None
     assert Workspace.open(scene=REAL).drive == colab.content / "drive" / "MyDrive" / "colab_utils"
