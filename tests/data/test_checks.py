@@ -484,7 +484,7 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
         assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all()
 
 
-def test_a_good_dataset(tiny_dataset, coco_mini):
+def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
     harmless = {"image without objects", "crowd"}
     report = check_dataset(tiny_dataset.images, tiny_dataset.annotations)
     assert report.ok
@@ -586,7 +586,7 @@ def test_pictures_of_training_in_validation(dataset, tmp_path):
     )
 
 
-def test_masks_painted_with_cvat(dataset, tmp_path):
+def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp_path):
     """All are crowds: 0 objects, unless they are taken as objects."""
     for annotation in dataset.coco["annotations"]:
         annotation["iscrowd"] = 1
@@ -614,7 +614,7 @@ def test_masks_painted_with_cvat(dataset, tmp_path):
         ({"segments_info": []}, "panoptic segments"),
     ],
 )
-def test_files_for_something_else(dataset, extra, purpose, tmp_path):
+def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpose, tmp_path):
     for annotation in dataset.coco["annotations"]:
         annotation.pop("segmentation")
         annotation.update(extra)
@@ -744,7 +744,7 @@ def test_the_numbers_of_a_dataset(coco_mini):
     )
 
 
-def test_no_images_at_all(dataset):
+def test_a_dataset_without_images_is_not_ok(dataset):
     dataset.coco["images"] = []
     dataset.coco["annotations"] = dataset.coco["images"]
     report = dataset.check()
@@ -844,7 +844,7 @@ def test_masks_are_checked_where_the_json_has_no_size(dataset):
     assert list_serious(dataset.check()) == ["bad mask"]
 
 
-def test_what_only_decoding_shows(dataset, tmp_path):
+def test_damage_that_only_decoding_shows_is_seen_by_a_deep_check(dataset, tmp_path):
     """A JPEG cut behind an end marker in its metadata, and a PNG damaged in its middle."""
     paint(kind="PNG")(dataset)
     damaged = bytearray(dataset.file(4).read_bytes())
@@ -905,7 +905,7 @@ def test_a_repair_that_would_keep_no_object_is_refused(dataset, tmp_path):
     assert not (tmp_path / "out.json").exists()
 
 
-def test_missing_folder_and_file(dataset, tmp_path):
+def test_a_missing_folder_or_file_is_told(dataset, tmp_path):
     with pytest.raises(ColabUtilsError, match="There is no image folder"):
         check_dataset(tmp_path / "no", dataset.annotations)
     with pytest.raises(ColabUtilsError, match="There is no image folder"):

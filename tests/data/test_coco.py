@@ -192,7 +192,7 @@ def test_any_dataset_is_what_json_reads(path, coco, indent, ascii_only):
     # A pipe in PowerShell writes UTF-16, for instance.
     ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"],
 )
-def test_encodings_and_unicode_names(path, encoding):
+def test_every_encoding_of_json_gives_the_same_names(path, encoding):
     coco = make_coco(images=[{"id": 7, "file_name": "Straße/日本 🚲.jpg", "height": 6, "width": 8}])
     assert_same(
         read(path, json.dumps(coco, ensure_ascii=False).encode(encoding)),
@@ -243,7 +243,7 @@ def test_encodings_and_unicode_names(path, encoding):
         ),
     ],
 )
-def test_odd_but_readable_entries(path, coco, key, expected):
+def test_odd_but_readable_entries_are_read(path, coco, key, expected):
     assert read(path, coco).annotations(0)[0][key] == expected
 
 
@@ -407,7 +407,7 @@ def test_images_of_the_same_id_are_refused_with_the_way_out(path):
         open_coco(path.parent, path)
 
 
-def test_empty_lists(path):
+def test_empty_lists_are_read_as_nothing(path):
     assert len(read(path, make_coco(annotations=[])).annotations(0)) == 0
     assert len(read(path, {"images": [], "annotations": [], "categories": []})) == 0
 
@@ -619,7 +619,7 @@ def test_same_category_twice_is_one(path):
     )
 
 
-def test_missing_file_and_folder(tmp_path):
+def test_a_path_that_is_no_file_is_told(tmp_path):
     with pytest.raises(ColabUtilsError, match="No such file"):
         read_coco(tmp_path / "no.json")
     with pytest.raises(ColabUtilsError, match="Is a directory"):

@@ -143,7 +143,7 @@ def test_what_is_wrong_is_told_and_nothing_is_written(people, spoil, message):
     assert sorted(path.name for path in people.iterdir()) == before
 
 
-def test_a_folder_without_images(people):
+def test_a_folder_without_images_is_refused(people):
     (people / "empty").mkdir()
     with pytest.raises(ColabUtilsError, match=r"empty has no image files"):
         convert_masks(people / "empty", people / "PedMasks", output=people / "people.json")

@@ -322,7 +322,7 @@ def test_a_polygon_without_its_list_and_numbers_as_text_are_that_polygon():
         assert encode_segmentation(segmentation, 6, 8) == encode_segmentation([SQUARE], 6, 8)
 
 
-def test_no_masks():
+def test_packing_no_masks_gives_empty_arrays():
     packed = pack_masks([])
     assert (packed.bits.size, packed.crops.shape, packed.offsets.tolist()) == (0, (0, 4), [0])
     assert unpack_masks(packed, 6, 8).shape == (0, 6, 8)
