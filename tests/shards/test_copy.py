@@ -391,7 +391,7 @@ def test_a_drive_that_is_gone_at_the_start(source, tmp_path, monkeypatch):
         copy_shards(source, tmp_path / "ssd")
 
 
-def test_a_full_disk(source, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_half_copy(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -222,7 +222,7 @@ def test_a_lock_without_content_is_somebodys(tmp_path, content):
         pass
 
 
-def test_a_lock_that_is_no_file(tmp_path):
+def test_a_lock_that_is_no_file_is_never_written_through(tmp_path):
     os.mkfifo(tmp_path / "writer.txt")
     with pytest.raises(ColabUtilsError, match="is a device or a pipe"), hold_folder(tmp_path):
         pass

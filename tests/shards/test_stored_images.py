@@ -307,7 +307,7 @@ def turn(orientation, size=(48, 64)):
         (6, (0, 0), False),
     ],
 )
-def test_turned_photos(orientation, size, turned):
+def test_photos_are_turned_where_the_annotations_say_so(orientation, size, turned):
     data = turn(orientation)
     stored = store_image(data, size, **SIZES)
     assert (stored.data == data) is not turned

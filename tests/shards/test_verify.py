@@ -20,7 +20,7 @@ def shards(tiny_shards, tmp_path):
     return shutil.copytree(tiny_shards, tmp_path / "shards")
 
 
-def test_whole_shards(tiny_shards):
+def test_whole_shards_are_complete(tiny_shards):
     report = verify_shards(tiny_shards)
     assert report.bad == ()
     assert (report.images, report.shards) == (12, len(read_index(tiny_shards).shards))

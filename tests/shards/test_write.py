@@ -249,7 +249,7 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(
     assert {name: (folder / name).stat().st_mtime_ns for name in finished} == times
 
 
-def test_killed_at_random_moments(tmp_path):
+def test_a_run_killed_at_random_moments_continues(tmp_path):
     script = Path(__file__).parents[1] / "stress" / "kill_preprocess.py"
     command = [sys.executable, str(script), "--kills", "3", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -782,7 +782,7 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
         {"max_bad": -0.1},
     ],
 )
-def test_numbers_out_of_range(tiny_dataset, folder, options):
+def test_numbers_out_of_range_are_refused(tiny_dataset, folder, options):
     with pytest.raises(ColabUtilsError, match=f"expected {next(iter(options))} between"):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
     assert not folder.exists()
@@ -896,7 +896,7 @@ def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, wor
     gc.collect()
 
 
-def test_storages_of_larger_images(tiny_dataset, tmp_path):
+def test_the_storage_decides_what_larger_images_become(tiny_dataset, tmp_path):
     data = (tiny_dataset.images, tiny_dataset.annotations)
     sizes = {}
     for name, options in {
@@ -926,7 +926,7 @@ def test_other_settings_are_refused(tiny_dataset, undisturbed, folder):
 
 
 @pytest.mark.parametrize("storage", ["zip", "auto", None, ["shrink"]])
-def test_unknown_storage(tiny_dataset, folder, storage):
+def test_an_unknown_storage_is_refused(tiny_dataset, folder, storage):
     with pytest.raises(ColabUtilsError, match="storage must be one of keep, shrink, pixels"):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, storage=storage)
     assert not folder.exists()
