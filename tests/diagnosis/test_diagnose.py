@@ -146,7 +146,7 @@ def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
     assert "step" not in [stage.name for stage in diagnosis.stages]
 
 
-def test_three_images(tiny_dataset, tmp_path, no_fixes):
+def test_three_images_are_enough_for_a_diagnosis(tiny_dataset, tmp_path, no_fixes):
     annotations = write_subset(
         read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json"
     )

@@ -348,7 +348,7 @@ def check(make, batches, pick=lambda batch: batch):
     return watched
 
 
-def test_a_plain_list(capsys):
+def test_a_plain_list_is_watched_as_a_loader(capsys):
     assert (
         len(
             check(
@@ -388,7 +388,7 @@ def test_batches_that_the_dataset_makes(workers, capsys):
 )
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_webdataset(endless, workers, tmp_path, capsys):
+def test_a_loader_of_webdataset_is_watched(endless, workers, tmp_path, capsys):
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
         for number in range(ITEMS):
@@ -416,7 +416,7 @@ def test_webdataset(endless, workers, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_hugging_face_datasets(workers, capsys):
+def test_a_stream_of_hugging_face_is_watched(workers, capsys):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"x": [float(number) for number in range(ITEMS)]})
 
@@ -436,7 +436,7 @@ def test_hugging_face_datasets(workers, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_mosaic_streaming(workers, tmp_path, capsys):
+def test_a_loader_of_mosaic_streaming_is_watched(workers, tmp_path, capsys):
     streaming = pytest.importorskip("streaming")
     with streaming.MDSWriter(out=str(tmp_path / "data"), columns={"x": "float64"}) as writer:
         for number in range(ITEMS):

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
         (0.7, 0.22, 275, 1),
     ],
 )
-def test_reference_of_seven_loaders(load_s, load_cv, batches, tolerance):
+def test_seven_loaders_deliver_as_many_batches_as_the_reference(
+    load_s, load_cv, batches, tolerance
+):
     runs = [
         simulate(workers=7, load_s=load_s, step_s=0.1, load_cv=load_cv, seed=seed).batches
         for seed in range(200 if load_cv else 1)
@@ -48,7 +50,7 @@ def test_reference_of_seven_loaders(load_s, load_cv, batches, tolerance):
         (12, 2, 1.25, 0.764),
     ],
 )
-def test_efficiency_table(workers, prefetch, ratio, efficiency):
+def test_the_efficiency_agrees_with_the_table(workers, prefetch, ratio, efficiency):
     # The table was computed with the recursion over 20,000 batches, with a loading CV of 0.5 and a
     # step CV of 0.1.
     seconds = 1000

@@ -194,7 +194,7 @@ class TestTimeBatches:
         with pytest.raises(ColabUtilsError, match="iterated again"):
             time_batches(iter([["a"]] * 2), batches=10, warmup=2)
 
-    def test_nothing_at_all(self):
+    def test_a_loader_without_batches_is_refused(self):
         with pytest.raises(ColabUtilsError, match="found none"):
             time_batches([], batches=3)
 
@@ -317,7 +317,7 @@ class TestTimeBatches:
         ([torch.zeros(3, 2, 2)] * 3, 3),
     ],
 )
-def test_images_of_any_batch(batch, images):
+def test_the_images_of_any_batch_are_counted(batch, images):
     assert time_batches([batch], batches=2, warmup=0).images == 2 * images
 
 

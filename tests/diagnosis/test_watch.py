@@ -156,7 +156,7 @@ def _leaves_nothing(few_objects):
 
 @pytest.mark.clock
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_read_that_hangs(tmp_path, kind):
+def test_a_read_that_hangs_is_named_with_its_sample(tmp_path, kind):
     dataset = _Photos(tmp_path)
     fifo = dataset.paths[BAD]
     _make_fifo(fifo)
@@ -340,7 +340,7 @@ def test_nothing_of_torch_is_used():
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", text)
 
 
-def test_a_killed_worker(tmp_path):
+def test_a_killed_worker_is_named_with_its_sample(tmp_path):
     dataset = _Photos(tmp_path, n=14, act=_kill_self)
     watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=30)
     with pytest.raises(ColabUtilsError, match="ended"):
@@ -509,7 +509,7 @@ def test_only_a_data_loader_is_a_data_loader_under_watch(tmp_path):
         watched.streams  # noqa: B018
 
 
-def test_any_iterable():
+def test_any_iterable_can_be_watched():
     watched = watch((number for number in range(3)), timeout_s=20)
     assert list(watched) == [0, 1, 2]
     with pytest.raises(TypeError):
@@ -571,7 +571,7 @@ def test_a_pass_that_is_broken_off(tmp_path):
     assert _list_ids(watched) == list(range(8))
 
 
-def test_files_of_our_datasets(tiny_dataset: BuiltinDataset, tiny_shards):
+def test_the_files_of_our_datasets_are_known(tiny_dataset: BuiltinDataset, tiny_shards):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     assert Path(passes.find_file(folder, 2)).is_file()
     assert Path(passes.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
@@ -597,7 +597,7 @@ def test_it_costs_little():
         ({"on_stall": "skip"}, "on_stall as one of report, raise; found 'skip'"),
     ],
 )
-def test_arguments_that_cannot_be(arguments, message):
+def test_arguments_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ColabUtilsError, match=message):
         watch([1], **arguments)
     with pytest.raises(ColabUtilsError, match="to iterate over, found int"):
