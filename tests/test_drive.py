@@ -95,7 +95,7 @@ class TestIsOnDrive:
         (tmp_path / "link").symlink_to("/content/gdrive/MyDrive")
         assert is_on_drive(tmp_path / "link" / "photos")
 
-    def test_a_real_mount(self, tmp_path, photo):
+    def test_a_real_mount_that_fails_is_a_lost_drive(self, tmp_path, photo):
         with mount_or_skip(tmp_path, tmp_path.parent / "mounted") as mount:
             assert is_on_drive(mount.folder / "photo.jpg")
             mount.fail(errors=9)

@@ -313,7 +313,7 @@ def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(
 
 
 @every
-def test_a_full_drive(world, command):
+def test_a_full_drive_ends_what_writes_there(world, command):
     prepare(world, command)
     before = list_files(world.backing / "run") if command == "resume" else {}
     world.mount.fail(full=True)
@@ -333,7 +333,7 @@ def test_a_full_drive(world, command):
 
 
 @every
-def test_short_reads(direct_world, command):
+def test_short_reads_change_nothing(direct_world, command):
     prepare(direct_world, command)
     direct_world.mount.fail(short_read=10_000)
     run_complete(direct_world, command)

@@ -406,7 +406,7 @@ def test_the_installed_script_is_the_same_command_line(tmp_path):
     assert_one_error(unknown.returncode, unknown.stderr, contains="See colab-utils --help.")
 
 
-def test_version(run):
+def test_the_version_is_that_of_the_package(run):
     from colab_utils import __version__
 
     assert run("--version") == (0, f"{__version__}\n", "")

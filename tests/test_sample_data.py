@@ -237,7 +237,7 @@ def test_three_hundred_small_objects_and_tiny_pictures(tmp_path):
     assert tiny.objects >= 29
 
 
-def test_six_megapixels(tmp_path):
+def test_an_image_of_six_megapixels_has_a_few_megabytes(tmp_path):
     made = make_dataset(tmp_path, n=1, width=3000, height=2000, objects=(2, 2), workers=1)
     assert 1e6 < made.bytes < 4e6
 

@@ -514,7 +514,7 @@ def list_shards(tiny_shards):
 
 class TestEverythingBelowASlowedFolderIsReadSlowly:
     @pytest.mark.parametrize("how", ["here", "command line"])
-    def test_check_and_preprocess(self, tiny_dataset, tmp_path, waits, how):
+    def test_check_and_preprocess_wait_for_every_file(self, tiny_dataset, tmp_path, waits, how):
         slow_down(tiny_dataset.images.parent, "typical")
         names = {path.name for path in tiny_dataset.images.iterdir()} | {"annotations.json"}
         data = (tiny_dataset.images, tiny_dataset.annotations)
@@ -534,7 +534,9 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert waits() == names
 
     @pytest.mark.parametrize("how", ["here", "command line"])
-    def test_verify_and_copy(self, tiny_shards, list_shards, tmp_path, waits, how):
+    def test_verify_and_copy_wait_for_every_shard(
+        self, tiny_shards, list_shards, tmp_path, waits, how
+    ):
         slow_down(tiny_shards, "typical")
         if how == "here":
             verify_shards(tiny_shards)
@@ -548,7 +550,9 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
             main(["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "ssd")])
         assert waits() == list_shards
 
-    def test_compare(self, tiny_dataset, tmp_path, monkeypatch, capsys):
+    def test_compare_takes_the_profile_of_a_slowed_folder(
+        self, tiny_dataset, tmp_path, monkeypatch, capsys
+    ):
         def stop(*_, drive_profile, **__):
             raise ColabUtilsError(f"expected to be asked, found {drive_profile}")
 
@@ -566,7 +570,7 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert "typical" in typical
         assert "bad: 606 ms" in bad
 
-    def test_training_from_shards(self, tiny_shards, list_shards, waits):
+    def test_training_waits_for_every_shard(self, tiny_shards, list_shards, waits):
         slow_down(tiny_shards, "typical")
         dataset = ShardDataset(tiny_shards)
         assert find_profile(dataset.find_path(0)) == DRIVE_PROFILES["typical"]
