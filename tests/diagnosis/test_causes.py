@@ -163,7 +163,7 @@ def test_a_loop_that_never_waits_has_no_cause():
             "lock",
             r"42 ms for a lock that other processes hold, 25 ms of work.*would not help",
         ),
-        # The sample that holds the lock reads.
+        # One process reads while it holds the lock.
         (
             {
                 "waits": spread(0.05),

@@ -237,7 +237,7 @@ def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_pa
         except ColabUtilsError as error:
             message = str(error)
         else:
-            # The checksum bits are compared only when they are read.
+            # The bits of the masks are compared with their checksum only when they are read.
             result = dataclasses.replace(result, bits=arrays.bits) if name == "a.arrays" else result
             assert_equal(result, arrays)
         assert str(path) in message

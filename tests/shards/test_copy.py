@@ -202,7 +202,7 @@ def test_a_limit_takes_nothing_away(source, tmp_path):
     assert report.shards == 4
     assert_same(source, target)
     (target / "shard-000003.tar").unlink()
-    # A limit takes nothing away, and it does not bring back what is gone.
+    # The index no longer lists what is gone.
     copy_shards(source, target, limit_gb=8.5e-6)
     assert [shard.name[6:12] for shard in read_index(target).shards] == [
         "000000",
