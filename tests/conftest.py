@@ -41,7 +41,8 @@ def few_objects() -> Iterator[None]:
     """Garbage collections, of which planning the memory asks for many, leave out what the libraries
     hold anyway.
     """
-    gc.collect()  # garbage that is frozen stays, and the processes that it holds
+    # Garbage that is frozen stays, and so do the processes that it holds.
+    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

@@ -96,7 +96,7 @@ def mount_drive(
     kernel keeps nothing, so that a short read reaches the reader, and files cannot be mapped.
     """
     name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
-    # libfuse leaves the working directory
+    # Later libfuse leaves the working directory, so a relative path would lead elsewhere.
     backing = backing.absolute()
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,8 @@ def mount_drive(
         deadline = time.monotonic() + 20
         while not os.path.ismount(folder):
             if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()  # or its last words would be waited for
+                # Reading the last words of a process that still runs would never end.
+                process.kill()
                 raise RuntimeError(
                     f"the mount did not come: {process.stderr.read() if process.stderr else ''}"
                 )
@@ -143,6 +144,7 @@ def mount_or_skip(backing: Path, folder: Path, **options: Any) -> Iterator[Drive
     with ExitStack() as mounts:
         try:
             mounted = mounts.enter_context(mount_drive(backing, folder, **options))
-        except RuntimeError as error:  # a machine that has all it takes may forbid it
+        except RuntimeError as error:
+            # A machine that has all it takes may still forbid it.
             pytest.skip(str(error))
         yield mounted

@@ -22,7 +22,7 @@ from colab_utils.slow_drive import DriveProfile, get_profile
 
 # More reads at once than any reader begins: the profile decides, and not the library.
 _MOST_THREADS = 400
-# a stream goes on for so long while nobody reads it, into the buffers of its connection
+# A stream goes on for so long while nobody reads it, into the buffers of its connection.
 BUFFERED_S = 0.01
 
 
@@ -116,7 +116,7 @@ class Drive:
             and time.time() - os.lstat(self.find(path)).st_mtime < late_s
         )
 
-    # --- calls that look
+    # The calls from here on only look at files and folders.
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         self.check(looks=True)
@@ -168,7 +168,7 @@ class Drive:
         )
         return {key: getattr(status, key) for key in keys}
 
-    # --- calls that read
+    # The calls from here on read.
 
     def wait_in_line(self, profile: DriveProfile) -> None:
         """Wait until a cold file is served, or refuse it, as Drive with so many streams does."""
@@ -209,7 +209,7 @@ class Drive:
             size = max(0, min(size, os.fstat(fh).st_size // 2 - offset))
         data = os.pread(fh, size, offset)
         if file.stream:
-            # the time of so many bytes: in this stream, and in the pipe that all streams share
+            # So many bytes take their time in this stream, and in the pipe that all streams share.
             with self._lock:
                 ready_s = max(
                     stream.plan(len(data)) for stream in (file.stream, self._pipe) if stream
@@ -218,7 +218,7 @@ class Drive:
             time.sleep(max(0.0, ready_s - time.perf_counter()))
         return data
 
-    # --- calls that write
+    # The calls from here on write.
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         self.check(writes=True)
@@ -313,7 +313,8 @@ def main() -> None:
     options = parser.parse_args()
     text = options.profile
     profile = DriveProfile(**json.loads(text)) if text.startswith("{") else get_profile(text)
-    import mfusepy  # here, so that pytest can look at this file where there is no libfuse
+    # The import waits until now, so that pytest can look at this file where there is no libfuse.
+    import mfusepy
 
     drive = type("Mounted", (Drive, mfusepy.Operations), {})(
         options.backing.absolute(),

@@ -124,7 +124,8 @@ class SimulatedGpu(TorchFunctionMode):
     def call(self, function, args, kwargs):
         """One call of torch's, by the rules."""
         name = getattr(function, "__name__", str(function)).removesuffix(".default")
-        attribute = getattr(getattr(function, "__self__", None), "__name__", "")  # of a property
+        # For a property, this is the attribute's name.
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
         first_on_gpu = bool(args) and isinstance(args[0], GpuTensor)
         if first_on_gpu and name == "__get__" and attribute in ("device", "is_cuda", "is_cpu"):
             return {"device": DEVICE, "is_cuda": True, "is_cpu": False}[attribute]
@@ -259,7 +260,8 @@ def _replace_leaves(value, change):
         return {key: _replace_leaves(part, change) for key, part in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_replace_leaves(part, change) for part in value)
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):  # as torch.max gives
+    # Functions such as torch.max give a named tuple.
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return type(value)([_replace_leaves(part, change) for part in value])
     return change(value)
 

@@ -18,8 +18,10 @@ from tests.drive_mount import mount_or_skip
 @pytest.mark.parametrize(
     "number",
     [
-        errno.ENOTCONN,  # the mount died
-        errno.EIO,  # quota, or a folder with too many files
+        # The mount died.
+        errno.ENOTCONN,
+        # A quota is used up, or a folder has too many files.
+        errno.EIO,
     ],
 )
 def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
@@ -69,12 +71,15 @@ class TestIsOnDrive:
     @pytest.mark.parametrize(
         ("path", "expected"),
         [
-            ("/content/gdrive/MyDrive/photos", True),  # a mount at another path
+            # Drive is mounted at another path.
+            ("/content/gdrive/MyDrive/photos", True),
             ("/content/gdrive", True),
             ("/content/gdrive2/photos", False),
-            ("/content/gdrive/local/photos", False),  # another mount within it
+            # Another mount lies within it.
+            ("/content/gdrive/local/photos", False),
             ("/mnt/my drive/photos", True),
-            ("/content/drive/MyDrive", False),  # not Colab, not mounted: an ordinary folder
+            # Outside Colab nothing is mounted there, so it is an ordinary folder.
+            ("/content/drive/MyDrive", False),
             ("/content/photos", False),
         ],
     )
@@ -90,7 +95,7 @@ class TestIsOnDrive:
         (tmp_path / "link").symlink_to("/content/gdrive/MyDrive")
         assert is_on_drive(tmp_path / "link" / "photos")
 
-    def test_a_real_mount(self, tmp_path, photo):
+    def test_a_real_mount_that_fails_is_a_lost_drive(self, tmp_path, photo):
         with mount_or_skip(tmp_path, tmp_path.parent / "mounted") as mount:
             assert is_on_drive(mount.folder / "photo.jpg")
             mount.fail(errors=9)
@@ -102,7 +107,7 @@ class TestIsOnDrive:
 
 class TestRetries:
     def test_four_tries_more_with_growing_waits(self, monkeypatch):
-        # the tests shorten them
+        # The other tests shorten the waits.
         monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", RETRY_WAITS_S)
         retries = Retries()
         waited = []
@@ -163,5 +168,6 @@ class TestRetries:
         with DriveFile(photo, retries) as file:
             assert file.pread(len(content), 0) == content
         assert [offset for _, offset in calls[:3]] == [0, 300, 300]
-        assert calls[2][0] != calls[0][0]  # a descriptor of a mount that was lost stays lost
+        # A descriptor of a mount that was lost stays lost.
+        assert calls[2][0] != calls[0][0]
         assert retries.count == 1

@@ -17,7 +17,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_erro
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = "a\x1b[2J\x07\r\nerror: b\u202egpj.exe\u2066\x85\u2028\x9bc\udc80\x7f\u200f\u061c\x00.jpg"
-KEPT = "café cafe\u0301 猫 ねこ 👩\u200d👧 🇫🇷 ☀\ufe0f Ελ.jpg"  # joiners hold emoji together
+# The joiners hold emoji together.
+KEPT = "café cafe\u0301 猫 ねこ 👩\u200d👧 🇫🇷 ☀\ufe0f Ελ.jpg"
 
 
 def is_safe(text):

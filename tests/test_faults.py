@@ -36,7 +36,8 @@ TINY = {
     "batch_size": 4,
 }
 SHARD_MB = 0.02
-STEPS = 3  # one epoch
+# The steps make one epoch.
+STEPS = 3
 COMMANDS = {
     "preprocess": [
         "preprocess",
@@ -312,12 +313,13 @@ def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(
 
 
 @every
-def test_a_full_drive(world, command):
+def test_a_full_drive_ends_what_writes_there(world, command):
     prepare(world, command)
     before = list_files(world.backing / "run") if command == "resume" else {}
     world.mount.fail(full=True)
     status, shown, result = world.run(command)
-    if command in ("verify", "copy"):  # they write nothing there
+    # Neither command writes anything there.
+    if command in ("verify", "copy"):
         assert status == 0, shown
         check_result(world, command, result)
         return
@@ -331,7 +333,7 @@ def test_a_full_drive(world, command):
 
 
 @every
-def test_short_reads(direct_world, command):
+def test_short_reads_change_nothing(direct_world, command):
     prepare(direct_world, command)
     direct_world.mount.fail(short_read=10_000)
     run_complete(direct_world, command)
@@ -393,14 +395,16 @@ def change(path: Path) -> None:
 @pytest.mark.parametrize("damage", [cut, change])
 @pytest.mark.parametrize("command", ["verify", "copy", "train", "resume"])
 def test_a_torn_shard_is_named_and_never_trained_on(world, command, damage):
-    prepare(world, command, steps=2)  # the steps that are left need images of every shard
+    # The steps that are left need images of every shard.
+    prepare(world, command, steps=2)
     damage(world.backing / "shards" / "shard-000001.tar")
     status, shown, _ = world.run(command)
     assert status == 2, shown
     assert "shard-000001.tar" in shown
     assert "Traceback" not in shown
     assert not (world.ssd / "shards" / "shard-000001.tar").exists()
-    (world.drive / "shards" / "shard-000001.tar").unlink()  # the cure that the message names
+    # The message names this cure.
+    (world.drive / "shards" / "shard-000001.tar").unlink()
     words = COMMANDS["preprocess"]
     assert (
         main([str(word).format(drive=world.drive).replace("/new", "/shards") for word in words])
@@ -482,7 +486,8 @@ def test_a_writer_on_another_machine_is_left_alone_until_it_is_silent(world, mon
     status, shown, _ = world.run("preprocess")
     assert status == 2
     assert " ('process 1 on colab-2'). Let it end" in shown
-    monkeypatch.setattr(lock, "_SILENT_S", 0.01)  # that machine ended with its session
+    # The other machine ended with its session.
+    monkeypatch.setattr(lock, "_SILENT_S", 0.01)
     run_complete(world, "preprocess")
 
 
@@ -510,7 +515,9 @@ def test_drives_cache_makes_the_second_read_fast_and_takes_local_disk(made, tmp_
             began_s = time.perf_counter()
             data = (mount.folder / "shards" / "shard-000000.tar").read_bytes()
             times_s.append(time.perf_counter() - began_s)
-            time.sleep(0.3)  # the system tells a file system later that a file was closed
-    assert times_s[1] < times_s[0] / 2  # 0.1 s and more of waiting against none
+            # The system tells a file system later that a file was closed.
+            time.sleep(0.3)
+    # One run waits 0.1 s or more, and the other does not wait.
+    assert times_s[1] < times_s[0] / 2
     assert sum(path.stat().st_size for path in cache.iterdir()) == len(data)
     assert len(ShardDataset(backing / "shards")) == 12

@@ -75,7 +75,8 @@ def test_a_closed_file_frees_its_descriptor(photo):
         file.close()
         file.close()
     for _ in range(20):
-        DriveFile(photo)  # forgotten: collected with the object
+        # The object is forgotten, so that it is collected.
+        DriveFile(photo)
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
@@ -100,7 +101,8 @@ def test_too_few_bytes_are_never_taken_for_the_file(photo, monkeypatch, retries)
     BadReads(monkeypatch, ".jpg", cut, 1000)
     with pytest.raises(ShortReadError, match=r"Only 500 of the 1,000 bytes of .*photo\.jpg came"):
         read_file(photo, retries)
-    assert read_file("/proc/self/stat")  # the system gives no size of it
+    # The system gives no size for this file.
+    assert read_file("/proc/self/stat")
 
 
 def test_what_is_refused_is_read_again_until_the_same_bytes_came_twice(photo):

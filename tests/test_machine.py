@@ -187,12 +187,12 @@ CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 2"
             ["4:memory:/job"],
             {"sys/fs/cgroup/memory/job/memory.oom_control": CONTROL},
         ),
-        # a container that does not see its own group
+        # The container does not see its own group.
         (
             ["0::/docker/0123abc"],
             {"sys/fs/cgroup/memory.events": EVENTS},
         ),
-        # no control groups: what the whole machine counts
+        # Without control groups, what the whole machine counts is read.
         (["9:name=systemd:/"], {"proc/vmstat": "pgfault 7\noom_kill 2"}),
         (["0::/"], {"proc/vmstat": "oom_kill 2"}),
     ],

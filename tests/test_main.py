@@ -109,12 +109,12 @@ COCO = ("--images", "{}/images", "--annotations", "{}/coco.json")
 NEW = ("--shards", "{}/new")
 
 BAD = [
-    # nothing, or something unknown
+    # The command is missing or unknown.
     ([], "required"),
     (["bake"], "invalid choice"),
     (["check", "--colour", "red", *COCO], "unrecognized"),
     *[([command], "") for command in COMMANDS],
-    # missing files and folders
+    # Files and folders are missing.
     (["check", "--images", "{}/nope", "--annotations", "{}/coco.json"], "nope"),
     (["check", "--images", "{}/coco.json", "--annotations", "{}/coco.json"], "image folder"),
     (["check", "--images", "{}/images", "--annotations", "{}/nope.json"], "nope.json"),
@@ -152,7 +152,7 @@ BAD = [
         ],
         "nope.json",
     ),
-    # not COCO
+    # The files hold no COCO.
     *[
         ([command, "--images", "{}/images", "--annotations", "{}/" + name, *rest], name)
         for command, rest in (
@@ -165,7 +165,7 @@ BAD = [
     ],
     (["diagnose", "--images", "{}/images", "--annotations", "{}/empty.json"], "empty"),
     (["preprocess", "--images", "{}/images", "--annotations", "{}/empty.json", *NEW], ""),
-    # shards that are none, not whole, or of a newer version
+    # The shards are none, not whole, or of a newer version.
     *[
         ([command, "--shards", "{}/" + name, *rest], "")
         for command, rest in (
@@ -190,13 +190,13 @@ BAD = [
         ],
         "version",
     ),
-    # names that nothing has
+    # Nothing has these names.
     (["train", "--shards", "{}/shards", "--run", "{}/run", "--model", "yolo"], "yolo"),
     (["train", "--shards", "{}/shards", "--run", "{}/run", "--resume", "perhaps"], "perhaps"),
     (["compare", *COCO, "--report", "{}/report", "--strategies", "magic"], "magic"),
     (["compare", *COCO, "--report", "{}/report", "--strategies", "packed,,magic"], ""),
     (["compare", *COCO, "--report", "{}/report", "--drive-profile", "warp"], "warp"),
-    # numbers out of range, and none
+    # Numbers are out of range, or are none.
     *[
         (["preprocess", *COCO, *NEW, *option], "")
         for option in (
@@ -260,14 +260,14 @@ BAD = [
             ("--local", "{}/local", "--limit-gb", "nan"),
         )
     ],
-    # one thing in place of another
+    # One thing stands in place of another.
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
     (["diagnose", "--images", "{}/images"], "or --shards alone"),
     (["diagnose"], "or --shards alone"),
     (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "source and target at once"),
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
-    # other shards are there
+    # Other shards are there already.
     (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),
     (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "pixels"], "shards"),
     (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
@@ -282,21 +282,23 @@ BAD = [
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--against"),
-    (["compare", "--against", "{}/coco.json", "--report", "{}/report"], "coco.json"),  # no receipt
+    # The folder holds no receipt.
+    (["compare", "--against", "{}/coco.json", "--report", "{}/report"], "coco.json"),
     (["compare", "--against", "{}/nope.json", "--report", "{}/report"], "nope.json"),
     (["compare", "--against", "{}/deep.json", "--report", "{}/report"], "deep.json"),
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
     (["check", *COCO, "--repair", "{}/coco.json"], "nothing of yours is overwritten"),
     (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
-    # the JSON's place: looked at before the work
+    # The place of the JSON is checked before the work.
     (["check", *COCO, "--json", "{}/nope/out.json"], "nope"),
     (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
-    (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),  # somebody's file
+    # The file belongs to somebody.
+    (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),
     (["check", *COCO, "--json", "{}/images"], "images"),
     (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "Name a new file"),
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
     (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
-    # places where nothing can be written
+    # Nothing can be written into these places.
     (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "Writing into /proc"),
     (["preprocess", *COCO, "--shards", "/proc/colab_utils", "--storage", "keep"], "/proc"),
     (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
@@ -311,7 +313,7 @@ BAD = [
 def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
     run, world, monkeypatch, arguments, contains
 ):
-    # nothing is downloaded in a test
+    # A test downloads nothing.
     monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
     before = hash_tree(world)
     status, out, err = run(*(str(argument).replace("{}", str(world)) for argument in arguments))
@@ -319,7 +321,8 @@ def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
     after = hash_tree(world)
     assert {name: after.get(name) for name in before} == before
     assert not [name for name in after if name.endswith(".part")]
-    if arguments[:1] != ["verify"]:  # which tells how many shards it looked at
+    # Only verify prints something, which is how many shards it looked at.
+    if arguments[:1] != ["verify"]:
         assert out == ""
 
 
@@ -350,7 +353,7 @@ def test_a_bad_line_in_a_real_process(world):
     assert_one_error(status, err)
 
 
-# help, imports
+# These tests look at the help and at imports.
 
 
 @pytest.mark.parametrize(
@@ -403,13 +406,13 @@ def test_the_installed_script_is_the_same_command_line(tmp_path):
     assert_one_error(unknown.returncode, unknown.stderr, contains="See colab-utils --help.")
 
 
-def test_version(run):
+def test_the_version_is_that_of_the_package(run):
     from colab_utils import __version__
 
     assert run("--version") == (0, f"{__version__}\n", "")
 
 
-# JSON
+# These tests look at the JSON.
 
 
 KEYS = {
@@ -534,7 +537,8 @@ def test_json_goes_alone_to_standard_output(run, world):
 
 
 def test_train_gives_its_json(run, world, tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))  # no download
+    # The test downloads no weights.
+    monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
     target = tmp_path / "out.json"
     status, _, err = run(
         "train",
@@ -585,7 +589,8 @@ def test_defects_are_listed_in_the_json_too(run, world):
     [(0, 2), (0.05, 2), (0.1, 0), (1, 0)],
 )
 def test_max_bad_is_a_share(run, world, share, status):
-    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()  # 1 of 12
+    # This loses 1 of 12 images.
+    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
     options = ("--workers", 1, "--max-bad", share, "--json", "-")
     got, out, err = run(
         "preprocess", *(part.replace("{}", str(world)) for part in (*COCO, *NEW)), *options
@@ -664,7 +669,7 @@ def test_val_images_alone_are_refused(run, world):
     assert_one_error(status, err, contains="--val-annotations")
 
 
-# preprocess: the plan
+# These tests look at the plan of preprocess.
 
 
 PREPROCESS = ("preprocess", *COCO, *NEW, "--workers", 1)
@@ -719,7 +724,8 @@ def test_each_choice_of_the_plan_can_be_overruled(preprocess, world, options, st
     assert read_index(world / "new").recipe["storage"] == storage
 
 
-@pytest.mark.parametrize("lost", [None, "index.json"])  # finished, and not
+# The shards are finished in one case and not in the other.
+@pytest.mark.parametrize("lost", [None, "index.json"])
 def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch, lost):
     assert preprocess("--storage", "pixels")[0] == 0
     before = hash_tree(world / "new")
@@ -732,7 +738,7 @@ def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch,
         assert hash_tree(world / "new") == before
 
 
-# Ctrl-C, full disks, closed pipes
+# These tests look at Ctrl-C, full disks, and closed pipes.
 
 
 @pytest.fixture
@@ -790,7 +796,8 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many,
             and time.monotonic() < limit
         ):
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+        # A terminal sends the signal to the workers, too.
+        os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -807,7 +814,8 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many,
 
 
 def limit_files():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # a stand-in for a disk that is full
+    # The limit stands in for a disk that is full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
 
 @pytest.mark.parametrize(
@@ -832,5 +840,6 @@ def test_standard_output_that_is_full_or_closed(world):
         status, _, err = finish("verify", "--shards", world / "shards", stdout=full)
     assert_one_error(status, err, contains="No space left")
     with start("verify", "--shards", world / "shards", "--json", "-") as process:
-        process.stdout.close()  # as `| head` does
+        # The command `head` closes its pipe like this.
+        process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (0, "")

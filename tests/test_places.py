@@ -62,7 +62,7 @@ def file():
         ("file:///data/shards", Path("/data/shards")),
         ("local:///data/shards", Path("/data/shards")),
         ("memory://bucket/shards/", UrlPath("memory://bucket/shards")),
-        # pathlib makes one slash of two
+        # The module pathlib makes one slash of two.
         (Path("memory://bucket/shards"), UrlPath("memory://bucket/shards")),
         ("MEMORY://bucket/Shards", UrlPath("memory://bucket/Shards")),
         (UrlPath("memory://bucket"), UrlPath("memory://bucket")),
@@ -80,7 +80,7 @@ def test_a_place_is_a_path_or_a_url(text, place):
         ("s3://bucket/x", "pip install s3fs"),
         ("gs://bucket/x", "pip install gcsfs"),
         ("abfs://bucket/x", "pip install adlfs"),
-        # fsspec's own words, where we know no package
+        # Where we know no package, the message has fsspec's own words.
         ("oci://bucket/x", "Install ocifs"),
         ("nonsense://bucket/x", "has a protocol that fsspec does not know"),
         ("simplecache::s3://bucket/x", "is a chain of URLs"),
@@ -231,13 +231,13 @@ def test_a_file_is_read_in_pieces_and_each_is_tried_again(file):
         assert pieces.pread(10, len(CONTENT)) == b""
         assert pieces.pread(10, len(CONTENT) + 5) == b""
     assert content == CONTENT
-    # a request brings a thousand bytes
+    # A request brings a thousand bytes.
     assert FaultyFileSystem.calls["read"] <= 20
 
 
 def test_the_end_of_a_file_that_ends_with_a_block_is_found(file):
     def refuse(call, path):
-        # as S3 refuses a part that begins after the end
+        # S3 refuses a part that begins after the end like this.
         if call == "read" and FaultyFileSystem.calls["read"] == 3:
             raise OSError(errno.EINVAL, "The requested range is not satisfiable")
 
@@ -263,7 +263,7 @@ def test_a_server_that_sends_whole_files_gives_the_right_parts(file):
     with UrlFile(place) as pieces:
         assert pieces.pread(100, 2000) == CONTENT[2000:2100]
         assert pieces.pread(100, 2100) == CONTENT[2100:2200]
-        # back again
+        # This read goes back.
         assert pieces.pread(100, 0) == CONTENT[:100]
         assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
         assert pieces.pread(100, len(CONTENT) + 10) == b""

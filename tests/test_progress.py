@@ -15,7 +15,8 @@ from colab_utils.progress import show_progress
 def test_one_progress_bar_at_a_time(monkeypatch, capsys):
     monkeypatch.setattr(progress, "is_watched", lambda: True)
     with show_progress("outer", total=2) as outer:
-        with show_progress("inner", total=3) as inner:  # in notebooks it would leave a stale line
+        # In notebooks an inner bar would leave a stale line.
+        with show_progress("inner", total=3) as inner:
             inner.update(3)
             assert inner.disable
         outer.update(2)

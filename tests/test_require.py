@@ -31,10 +31,13 @@ def test_whole_numbers_become_pythons_own(value):
 @pytest.mark.parametrize(
     "value",
     [
-        0,  # too few
+        # The count is too small.
+        0,
         -1,
-        True,  # no number
-        1.0,  # not whole
+        # A flag is no number.
+        True,
+        # The number is not whole.
+        1.0,
         float("nan"),
         "2",
         None,
@@ -84,7 +87,7 @@ def test_what_is_no_number_is_refused(value, bounds):
         ({"above": 0, "below": math.inf}, [1e300], [0, math.inf], "over 0 and finite,"),
     ],
 )
-def test_bounds_of_a_number(bounds, good, bad, words):
+def test_a_number_outside_its_bounds_is_refused(bounds, good, bad, words):
     assert [require_number("x", value, **bounds) for value in good] == good
     for value in bad:
         with pytest.raises(ColabUtilsError, match=f"expected x {words} found {value}"):

@@ -173,7 +173,8 @@ def test_foreign_content_is_never_overwritten(made, tmp_path):
         make_dataset(photos / "images" / "cat.jpg", **SMALL)
 
 
-@pytest.mark.parametrize("fault", ["lost", "cut"])  # an image deleted, an image cut short
+# An image is deleted in one case and cut short in the other.
+@pytest.mark.parametrize("fault", ["lost", "cut"])
 def test_damaged_dataset_is_refused(tmp_path, fault):
     made = make_dataset(tmp_path, n=2, width=64, height=48, workers=1)
     image = next(made.images.iterdir())
@@ -190,7 +191,8 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(module, "_draw_polygon", fail)  # workers are forked: they see it too
+    # The workers are forked, so they see the patch, too.
+    monkeypatch.setattr(module, "_draw_polygon", fail)
     expected = ColabUtilsError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         make_dataset(tmp_path, **SMALL, workers=1)
@@ -202,14 +204,19 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, error):
     [
         {"n": 0},
         {"width": 31},
-        {"height": 70_000},  # more than a JPEG holds
-        {"objects": (5, 2)},  # reversed
+        # A JPEG holds fewer rows.
+        {"height": 70_000},
+        # The bounds are reversed.
+        {"objects": (5, 2)},
         {"objects": (-1, 2)},
-        {"photos": 501},  # more than there are images
+        # There are fewer images than this.
+        {"photos": 501},
         {"photos": -1},
         {"categories": ()},
-        {"categories": ("ball", "cube")},  # an unknown one
-        {"categories": "ball"},  # its letters
+        # One category is unknown.
+        {"categories": ("ball", "cube")},
+        # The letters of a text are no categories.
+        {"categories": "ball"},
     ],
 )
 def test_parameters_without_sense_are_refused(tmp_path, wrong):
@@ -230,7 +237,7 @@ def test_three_hundred_small_objects_and_tiny_pictures(tmp_path):
     assert tiny.objects >= 29
 
 
-def test_six_megapixels(tmp_path):
+def test_an_image_of_six_megapixels_has_a_few_megabytes(tmp_path):
     made = make_dataset(tmp_path, n=1, width=3000, height=2000, objects=(2, 2), workers=1)
     assert 1e6 < made.bytes < 4e6
 

@@ -48,7 +48,8 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(slow_drive, "sleep", clock.sleep)
     for module in (files, slow_drive):
         monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(slow_drive, "_LINK", str(tmp_path / "link"))  # it holds times of this clock
+    # The link holds times of this clock, so the real one stays untouched.
+    monkeypatch.setattr(slow_drive, "_LINK", str(tmp_path / "link"))
     return clock
 
 
@@ -77,16 +78,19 @@ def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch
         clock.slept.clear()
         monkeypatch.setattr(os, "preadv", slow_preadv)
         file.pread(400, 100)
-        assert clock.slept == [pytest.approx(1.0)]  # 4 s asked, 3 s spent
+        # The profile asks for 4 s, of which 3 s were spent.
+        assert clock.slept == [pytest.approx(1.0)]
         clock.slept.clear()
         file.pread(100, 500)
-        assert clock.slept == []  # the real read was slower than the profile
+        # The real read was slower than the profile.
+        assert clock.slept == []
 
 
 def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clock, tmp_path):
     slow_down(tmp_path, SLOW)
     with DriveFile(photo) as file:
-        for offset in (300, 400, 500, 200, 300):  # one jump: back to 200
+        # The reads contain one jump, back to 200.
+        for offset in (300, 400, 500, 200, 300):
             file.pread(100, offset)
     assert clock.slept == pytest.approx([11, 1, 1, 11, 1])
 

@@ -139,7 +139,8 @@ def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
 @pytest.mark.parametrize(
     ("scene", "profile"),
     [
-        ("bad day", "bad"),  # the default
+        # This scene is the default.
+        ("bad day", "bad"),
         ("good day", "typical"),
     ],
 )
@@ -147,11 +148,13 @@ def test_a_scene_asks_for_nothing_and_slows_drive_down(colab, scene, profile):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         workspace = Workspace.open(scene=scene)
-    assert workspace == Workspace.open(scene=scene)  # a second Run all
+    # A second Run all gives the same workspace.
+    assert workspace == Workspace.open(scene=scene)
     assert colab.calls == []
     assert workspace.drive == colab.content / "slow_drive"
     assert workspace.profile is DRIVE_PROFILES[profile]
-    assert workspace.emulated  # also where there is a GPU
+    # The speed is emulated even where there is a GPU.
+    assert workspace.emulated
     assert find_profile(workspace.drive / "shards" / "shard-000000.tar") == DRIVE_PROFILES[profile]
     assert find_profile(workspace.ssd / "shards" / "shard-000000.tar") is None
     assert list(SCENES) == ["bad day", "good day", REAL]
@@ -163,7 +166,7 @@ def test_another_scene_in_the_same_session_changes_the_speed(tmp_path):
     for scene in (*SCENES, "bad day"):
         workspace = Workspace.open(**folders, scene=scene)
         result.append(find_profile(workspace.drive / "a"))
-        # an SSD folder on the slowed one stays fast
+        # An SSD folder inside the slowed one stays fast.
         assert find_profile(workspace.ssd / "a") is None
         assert workspace.profile == result[-1]
     assert result == [DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"], None, DRIVE_PROFILES["bad"]]
@@ -204,20 +207,24 @@ def test_on_colab_google_drive_is_mounted(colab):
     assert workspace.ssd.is_dir()
     assert workspace.profile is None
     assert colab.calls == [{"force_remount": True, "timeout_ms": 120000}]
-    assert Workspace.open(scene=REAL) == workspace  # mounted already: nobody is asked again
+    # Drive is mounted already, so nobody is asked again.
+    assert Workspace.open(scene=REAL) == workspace
     assert len(colab.calls) == 1
 
 
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        # declined
+        # Somebody declined the sign-in.
         (MessageError("Error: credential propagation was unsuccessful"), "credential propagation"),
-        (ValueError("mount failed"), "mount failed"),  # also what a timeout raises
-        (NotImplementedError(), "NotImplementedError"),  # Enterprise
-        # a terminal on Colab
+        # A timeout raises this error, too.
+        (ValueError("mount failed"), "mount failed"),
+        # Colab Enterprise raises this error.
+        (NotImplementedError(), "NotImplementedError"),
+        # A terminal on Colab raises this error.
         (AttributeError("'NoneType' object has no attribute 'kernel'"), "AttributeError"),
-        (ValueError("several\nlines"), r"\(ValueError: several\)"),  # the error stays one line
+        # The error stays one line.
+        (ValueError("several\nlines"), r"\(ValueError: several\)"),
     ],
 )
 def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab, failure, words):
@@ -225,7 +232,7 @@ def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab,
     with pytest.raises(ColabUtilsError, match=rf"{words}.*Sign in.*another SCENE"):
         Workspace.open(scene=REAL)
     assert not (colab.content / "slow_drive").exists()
-    # the next Run all, with another scene
+    # The next Run all has another scene.
     assert Workspace.open().drive == colab.content / "slow_drive"
     colab.failure = None
     assert Workspace.open(scene=REAL).drive == colab.content / "drive" / "MyDrive" / "colab_utils"
@@ -234,11 +241,13 @@ def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab,
 @pytest.mark.parametrize("cause", ["files", "symlink", "nothing"])
 def test_a_mount_point_that_cannot_be_used_is_told(colab, tmp_path, cause):
     mount_point = colab.content / "drive"
-    if cause == "files":  # somebody wrote there before mounting
+    # Somebody wrote there before mounting.
+    if cause == "files":
         (mount_point / "photos").mkdir(parents=True)
     elif cause == "symlink":
         mount_point.symlink_to(tmp_path)
-    else:  # mount came back, but the folder stayed empty
+    else:
+        # The mount came back, but the folder stayed empty.
         colab.empty = True
     with pytest.raises(
         ColabUtilsError, match=r"must not already contain|must not be a symlink|no MyDrive appeared"
@@ -373,7 +382,8 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     ("images", "annotations", "name"),
     [
         ("/a/val2017", "/b/instances_val2017.json", "val2017-instances_val2017"),
-        ("/a/my photos/", "/b/été (2).json", "my_photos-été_2_"),  # what a shell would stumble over
+        # A shell would stumble over these names.
+        ("/a/my photos/", "/b/été (2).json", "my_photos-été_2_"),
         ("/content/export.zip", "", "export-09809c19"),
         (
             "https://a.org/b/my%20data.v2.zip?key=3#x",
@@ -396,7 +406,8 @@ def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
     assert (ensure_dataset(again).images, ensure_dataset(again).name) == (named.images, named.name)
     assert not (workspace.drive / "dataset").exists()
     assert ensure_dataset(again, images="built-in", n=2).name == "built-in"
-    assert ensure_dataset(again).name == "built-in"  # that is remembered, too
+    # The choice is remembered, too.
+    assert ensure_dataset(again).name == "built-in"
 
 
 def test_relative_names_are_remembered_as_they_were_meant(workspace, own, monkeypatch):
@@ -451,7 +462,8 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
     assert data.annotations.is_relative_to(workspace.ssd)
     assert ensure_shards(data).images == read_index(data.shards_on_drive).images == 12
     assert not list(workspace.drive.rglob("*.jpg"))
-    os.remove(source)  # a fresh machine, a lost upload
+    # On a fresh machine an upload is lost.
+    os.remove(source)
     again = Workspace.open(
         workspace.drive,
         ssd=tmp_path / "another_machine",
@@ -503,7 +515,7 @@ def list_shards(tiny_shards):
 
 class TestEverythingBelowASlowedFolderIsReadSlowly:
     @pytest.mark.parametrize("how", ["here", "command line"])
-    def test_check_and_preprocess(self, tiny_dataset, tmp_path, waits, how):
+    def test_check_and_preprocess_wait_for_every_file(self, tiny_dataset, tmp_path, waits, how):
         slow_down(tiny_dataset.images.parent, "typical")
         names = {path.name for path in tiny_dataset.images.iterdir()} | {"annotations.json"}
         data = (tiny_dataset.images, tiny_dataset.annotations)
@@ -523,7 +535,9 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert waits() == names
 
     @pytest.mark.parametrize("how", ["here", "command line"])
-    def test_verify_and_copy(self, tiny_shards, list_shards, tmp_path, waits, how):
+    def test_verify_and_copy_wait_for_every_shard(
+        self, tiny_shards, list_shards, tmp_path, waits, how
+    ):
         slow_down(tiny_shards, "typical")
         if how == "here":
             verify_shards(tiny_shards)
@@ -537,7 +551,9 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
             main(["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "ssd")])
         assert waits() == list_shards
 
-    def test_compare(self, tiny_dataset, tmp_path, monkeypatch, capsys):
+    def test_compare_takes_the_profile_of_a_slowed_folder(
+        self, tiny_dataset, tmp_path, monkeypatch, capsys
+    ):
         def stop(*_, drive_profile, **__):
             raise ColabUtilsError(f"expected to be asked, found {drive_profile}")
 
@@ -555,7 +571,7 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert "typical" in typical
         assert "bad: 606 ms" in bad
 
-    def test_training_from_shards(self, tiny_shards, list_shards, waits):
+    def test_training_waits_for_every_shard(self, tiny_shards, list_shards, waits):
         slow_down(tiny_shards, "typical")
         dataset = ShardDataset(tiny_shards)
         assert find_profile(dataset.find_path(0)) == DRIVE_PROFILES["typical"]
@@ -685,7 +701,8 @@ def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own)
     assert train.fingerprint != val.fingerprint
     named = ensure_dataset(workspace, **own, part="val")
     assert ensure_dataset(workspace, part="val").name == named.name
-    assert ensure_dataset(workspace).name == "built-in"  # the training data stay what they are
+    # The training data stay what they are.
+    assert ensure_dataset(workspace).name == "built-in"
 
 
 def test_published_numbers_replace_those_before(workspace):

@@ -157,8 +157,8 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ColabUtilsError(
-                f"restore takes a model and an optimizer, and not a {type(part).__name__}. Leave it "
-                "out."
+                f"restore takes a model and an optimizer, and not a {type(part).__name__}. Leave "
+                "it out."
             )
     generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
     for owner in (getattr(loader, "sampler", None), loader):

@@ -25,7 +25,6 @@ from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, merge_in
 from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import lock_here, remove_leftovers
 from colab_utils.shards.plan import order_shards
-from colab_utils.units import format_bytes
 
 # The file lies in the target: it marks the folder, and tells all processes what has arrived.
 STATUS_NAME = "arriving.json"

@@ -65,7 +65,8 @@ def run_kept_jpeg(tiny_dataset, work):
         str(work / "out.json"),
     ]
     assert loaders.main(arguments) == 0
-    assert not (work / "forms" / "shards-kept").exists()  # deleted when no later scenario reads it
+    # The runner deletes what no later scenario reads.
+    assert not (work / "forms" / "shards-kept").exists()
     return json.loads((work / "out.json").read_text())
 
 
@@ -96,7 +97,8 @@ def test_the_readme_gets_the_tables_between_its_markers(results, tmp_path):
     assert text.endswith(f"\n{END}\nafter\n")
     assert "old" not in text
     assert "| packed |" in text
-    assert "not measured" in text  # the targets beside systems that were not there
+    # The targets stand beside systems that were not there.
+    assert "not measured" in text
     assert BEGIN in README.read_text()
     assert END in README.read_text()
 

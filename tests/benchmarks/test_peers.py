@@ -45,7 +45,8 @@ def test_a_library_gives_the_same_samples(tiny_dataset, tmp_path):
 def test_the_command_passes_the_peers_in_and_names_a_library_that_is_missing(
     tiny_dataset, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(sys.modules, "litdata", None)  # as if it were not installed
+    # This stands for a machine where litdata is not installed.
+    monkeypatch.setitem(sys.modules, "litdata", None)
     arguments = {
         "--images": tiny_dataset.images,
         "--annotations": tiny_dataset.annotations,

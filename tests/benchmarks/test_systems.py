@@ -9,9 +9,9 @@ from benchmarks.systems.base import Crew
 from benchmarks.worker import Job, run_job
 
 pytestmark = [
-    # every crew is tried, whatever the machine
+    # Every crew is tried, whatever the machine.
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    # peers may deliver views
+    # Peers may deliver views.
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
 ]
 
@@ -36,8 +36,10 @@ def make(tiny_dataset, tmp_path_factory):
         ("packed_files", "kept", Crew(1, "processes")),
         ("dense", "jpg_800", Crew(1, "processes")),
         ("dense_float", "pixels_800", Crew(0, "processes")),
-        ("pt_files", "jpg_800", Crew(1, "workers")),  # a record with a JPEG
-        ("memmap", "pixels_800", Crew(0, "workers")),  # a record with pixels
+        # This is a record with a JPEG.
+        ("pt_files", "jpg_800", Crew(1, "workers")),
+        # This is a record with pixels.
+        ("memmap", "pixels_800", Crew(0, "workers")),
         ("webdataset", "jpg_800", Crew(1, "workers")),
     ],
 )

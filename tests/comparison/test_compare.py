@@ -99,8 +99,7 @@ class Batches(list):
         pass
 
 
-# ------------------------------------------------------------------------------------------------
-# strategies
+# These tests look at the strategies.
 
 
 def test_every_strategy_gives_the_same_samples(race):
@@ -115,7 +114,8 @@ def test_every_strategy_gives_the_same_samples(race):
         assert row.cold_ms_per_image > 0
         assert row.title
     assert rows["dataloader"].title == "1 worker"
-    # what each needs: files copied, shards made once and copied, arrays larger than files
+    # The first prepares nothing, the second copies files, and the third makes shards once and
+    # copies them.
     assert (rows["sequential"].once_ms_per_image, rows["sequential"].session_ms_per_image) == (0, 0)
     assert rows["dataloader_on_ssd"].session_ms_per_image > 0
     assert rows["packed"].once_ms_per_image > 0 < rows["packed"].session_ms_per_image
@@ -213,7 +213,8 @@ def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
     batches = iter(loader)
     next(batches)
     batches.close()
-    loader.close()  # returns while the read still hangs
+    # Closing returns while the read still hangs.
+    loader.close()
     assert not go_on.is_set()
     go_on.set()
 
@@ -240,8 +241,7 @@ def test_more_memory_than_there_is_is_refused(race, monkeypatch):
     assert rows["other"].images_per_second > 0
 
 
-# ---------------------------------------------------------------------------------------------
-# prepared data
+# These tests look at prepared data.
 
 
 def test_shrunk_images_are_compared_at_their_stored_size(prepare, tmp_path):
@@ -296,13 +296,15 @@ def test_drive_is_slow_where_it_is_read_and_only_there(race):
     rows, comparison = race(
         "sequential", "dataloader_on_ssd", "shards_on_drive", "packed", drive_profile=SLOW
     )
-    # two images a batch, each a known sleep of 20 ms; a shard is two such sleeps, one a file
+    # A batch has two images, each a known sleep of 20 ms, and a shard is two such sleeps, one for
+    # each of its files.
     assert rows["sequential"].batch_ms_median >= 40
     assert rows["sequential"].first_batch_s >= 0.04
     assert rows["shards_on_drive"].first_batch_s >= 0.04
-    # four streams would copy the files
+    # Four streams would copy the files.
     assert rows["dataloader_on_ssd"].session_ms_per_image >= 20 / 4
-    assert rows["packed"].once_ms_per_image >= 20 / 4  # and read them, before they are converted
+    # The one-off cost also reads the files, before they are converted.
+    assert rows["packed"].once_ms_per_image >= 20 / 4
     assert rows["packed"].session_ms_per_image < rows["dataloader_on_ssd"].session_ms_per_image
     assert comparison.drive.startswith("slow: 20 ms per file")
 
@@ -330,7 +332,8 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
             if path == images:
                 listed.append(event)
 
-    sys.addaudithook(watch)  # it cannot be taken away again
+    # An audit hook cannot be taken away again.
+    sys.addaudithook(watch)
     try:
         rows, _ = race("sequential", fake("other"), images=images)
     finally:
@@ -340,8 +343,7 @@ def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
     assert listed == []
 
 
-# --------------------------------------------------------------------------------------------------
-# the rows
+# These tests look at the rows.
 
 
 @pytest.mark.parametrize(
@@ -424,7 +426,8 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
         slow_down(tiny_dataset.images, None)
     assert not any(row.note for row in rows.values())
     assert waits
-    assert max(waits) < 1  # what is timed is as slow as it was asked for
+    # What is timed is as slow as it was asked for.
+    assert max(waits) < 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -446,7 +449,8 @@ def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(
     before = dict(os.environ)
     with pytest.raises(ColabUtilsError, match="gone") if fails else nullcontext():
         race(fake("looking", look), drive_profile=SLOW)
-    assert seen[0] == [None] * 4  # the check
+    # The check comes first, and nothing is slowed down for it.
+    assert seen[0] == [None] * 4
     assert seen[1:] == [[SLOW, SLOW, None, None]] * (1 if fails else 2)
     assert dict(os.environ) == before
 
@@ -478,7 +482,7 @@ def test_the_comparison_so_far_is_given_after_each_run(race):
     ]
     assert timed[0] == ["sequential"]
     assert timed[-1] == ["sequential", "second"]
-    # who is to come is known
+    # The first report already knows who is to come.
     assert [row.name for row in seen[0].strategies] == ["sequential", "second"]
     assert seen[0].strategies[1].wait_share is None
     assert len(rows["second"].repeats_images_per_second) == 2
@@ -551,7 +555,8 @@ def test_interrupting_keeps_what_is_measured(race, watch_timing, interrupted):
             raise KeyboardInterrupt
 
     watch_timing(interrupt)
-    if interrupted == "first":  # nothing is measured yet
+    # At the first interruption nothing has been measured yet.
+    if interrupted == "first":
         with pytest.raises(KeyboardInterrupt):
             race(fake("first"), fake("second"))
     else:
@@ -571,11 +576,14 @@ def test_repeats_are_interleaved(race, watch_timing):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        # unknown: the message lists those there are
+        # The name is unknown, and the message lists those that there are.
         ({"strategies": ["packed", "teleport"]}, "'teleport'"),
-        ({"strategies": []}, "No strategy is named"),  # nothing to do
-        ({"batches": 0}, "expected batches of 1 or more"),  # nothing to time
-        ({"drive_profile": "warp"}, "Drive profile"),  # unknown profile
+        # This leaves nothing to do.
+        ({"strategies": []}, "No strategy is named"),
+        # This leaves nothing to time.
+        ({"batches": 0}, "expected batches of 1 or more"),
+        # Nobody knows this profile.
+        ({"drive_profile": "warp"}, "Drive profile"),
         ({"images": "no/such/folder"}, "image folder"),
     ],
 )
@@ -591,15 +599,15 @@ def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prep
         ColabUtilsError, match=r"No image in .* can be used\. .*empty.json names none"
     ):
         prepare(annotations=tmp_path / "empty.json")
-    (tmp_path / "images").mkdir()  # of another dataset
+    # The folder belongs to another dataset.
+    (tmp_path / "images").mkdir()
     with pytest.raises(
         ColabUtilsError, match=r"No image in .* can be used\. The first: .*Run check"
     ):
         prepare(images=tmp_path / "images")
 
 
-# ------------------------------------------------------------------------------------- what a
-# dataset costs
+# These tests look at what a dataset costs.
 
 
 def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, workers=1, **files):
@@ -637,8 +645,8 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
 
 
 def test_a_start_is_no_cost_of_an_image():
-    # 96 of 118,287 images, and 1.5 s until the first batch: scaled up, these were 31 minutes of the
-    # first epoch
+    # The run has 96 of 118,287 images, and its first batch comes after 1.5 s, which, scaled up,
+    # were 31 minutes of the first epoch.
     row = summarise(total=118_287, compared=96, opened_s=0.5, first_s=1.0)
     assert row.cold_ms_per_image == pytest.approx(100 / 4)
     assert row.first_batch_s == 1.5
@@ -658,8 +666,7 @@ def test_where_no_batch_came_after_the_start_the_warm_ones_tell():
     assert row.cold_ms_per_image == pytest.approx(1000 * (0.3 + 0.1) / 4)
 
 
-# --------------------------------------------------------------------------------------------------
-# equality
+# These tests look at equality.
 
 
 class TestDescribeDifference:
@@ -675,20 +682,24 @@ class TestDescribeDifference:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (lambda i, t: (i.flip(-1), t), "pixels"),  # mirrored
+            # The image is mirrored and its target is not.
+            (lambda i, t: (i.flip(-1), t), "pixels"),
+            # The boxes are shifted.
             (
                 lambda i, t: (i, t | {"boxes": t["boxes"] + 2}),
                 "a box",
-            ),  # shifted
+            ),
+            # The objects get another class.
             (
                 lambda i, t: (i, t | {"labels": t["labels"] + 1}),
                 "labels",
-            ),  # another class
+            ),
+            # The masks are shifted.
             (
                 lambda i, t: (i, t | {"masks": t["masks"].roll(3, -1)}),
                 "a mask",
-            ),  # shifted
-            # lost
+            ),
+            # An object is lost.
             (
                 lambda i, t: (
                     i,

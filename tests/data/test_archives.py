@@ -72,9 +72,12 @@ def test_a_zip_or_a_url_is_told_from_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "kind"),
     [
-        ("train", zipfile.ZIP_STORED),  # COCO
-        ("deep/er/images", zipfile.ZIP_DEFLATED),  # a folder in folders
-        ("annotations", zipfile.ZIP_STORED),  # images and JSON in one folder
+        # COCO packs its images like this.
+        ("train", zipfile.ZIP_STORED),
+        # Here the images lie in a folder within folders.
+        ("deep/er/images", zipfile.ZIP_DEFLATED),
+        # Images and JSON share a folder.
+        ("annotations", zipfile.ZIP_STORED),
     ],
 )
 def test_images_and_annotations_are_unpacked_once(
@@ -93,8 +96,10 @@ def test_images_and_annotations_are_unpacked_once(
         path.name for path in tiny_dataset.images.iterdir()
     }
     assert check_dataset(images, annotations).ok
-    assert not list(ssd.rglob("README.txt"))  # what no annotation names is left in the zip
-    monkeypatch.setattr(zipfile.ZipFile, "__init__", None)  # nothing is opened again
+    # What no annotation names is left in the zip.
+    assert not list(ssd.rglob("README.txt"))
+    # The second call opens nothing again.
+    monkeypatch.setattr(zipfile.ZipFile, "__init__", None)
     assert unpack_dataset(source, ssd) == (images, annotations)
 
 
@@ -106,7 +111,8 @@ def test_names_with_folders_are_found_below_the_right_one(tmp_path, tiny_dataset
         for path in tiny_dataset.images.iterdir():
             archive.write(path, f"project/images/{path.name}")
         archive.writestr("project/result.json", json.dumps(content))
-        archive.writestr("__MACOSX/project/._result.json", b"\0\5\26\7")  # macOS adds such files
+        # macOS adds such files.
+        archive.writestr("__MACOSX/project/._result.json", b"\0\5\26\7")
     images, annotations = unpack_dataset(str(tmp_path / "export.zip"), ssd)
     assert images.name == "project"
     assert check_dataset(images, annotations).ok
@@ -149,7 +155,7 @@ def test_an_unpacking_that_was_stopped_goes_on(tiny_dataset, export, ssd, monkey
     def stop(self, info, target):
         asked.append(info.filename)
         if len(asked) == 6:
-            # as a killed process leaves it
+            # A killed process leaves half a file like this.
             (Path(target) / info.filename).write_bytes(b"half of it")
             raise KeyboardInterrupt
         return extract(self, info, target)
@@ -159,7 +165,8 @@ def test_an_unpacking_that_was_stopped_goes_on(tiny_dataset, export, ssd, monkey
         unpack_dataset(export, ssd)
     first = asked[:]
     assert_same(unpack_dataset(export, ssd), tiny_dataset)
-    assert asked[6:][0] == first[5]  # the half one
+    # The file that was half written comes again.
+    assert asked[6:][0] == first[5]
     assert not set(asked[6:]) & set(first[:5])
 
 
@@ -187,12 +194,18 @@ def make_link():
 @pytest.mark.parametrize(
     "name",
     [
-        "../evil.jpg",  # out of the folder
-        "train/../../evil.jpg",  # later
-        "/tmp/evil.jpg",  # absolute
-        "C:\\evil.jpg",  # on Windows
-        "..\\evil.jpg",  # with its slashes
-        make_link(),  # a link, through which the next file would be written
+        # This leaves the folder.
+        "../evil.jpg",
+        # This leaves the folder later in the path.
+        "train/../../evil.jpg",
+        # This path is absolute.
+        "/tmp/evil.jpg",
+        # This path is absolute on Windows.
+        "C:\\evil.jpg",
+        # This leaves the folder with the slashes of Windows.
+        "..\\evil.jpg",
+        # This is a link, through which the next file would be written.
+        make_link(),
     ],
 )
 def test_what_leads_out_of_the_zip_is_refused_before_anything_is_written(
@@ -249,12 +262,15 @@ def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (lambda path: path.write_bytes(b""), "not a zip file"),  # empty
-        (lambda path: path.write_bytes(b"<!doctype html>" * 99), "not a zip file"),  # a web page
+        # The file is empty.
+        (lambda path: path.write_bytes(b""), "not a zip file"),
+        # The file is a web page.
+        (lambda path: path.write_bytes(b"<!doctype html>" * 99), "not a zip file"),
+        # The file is cut short.
         (
             lambda path: path.write_bytes(path.read_bytes()[:-3000]),
             "not a zip file",
-        ),  # cut short
+        ),
     ],
 )
 def test_what_is_no_whole_zip_is_told(export, ssd, break_it, words):
@@ -408,7 +424,8 @@ def server(export):
 def test_a_url_is_downloaded_unpacked_and_not_asked_again(server, tiny_dataset, ssd):
     unpacked = unpack_dataset(server.url, ssd)
     assert_same(unpacked, tiny_dataset)
-    assert not list(ssd.rglob("*.zip"))  # the disk is not filled twice
+    # No zip stays, so the disk is not filled twice.
+    assert not list(ssd.rglob("*.zip"))
     assert unpack_dataset(server.url, ssd) == unpacked
     assert len(server.asked) == 1
 
@@ -485,7 +502,8 @@ def test_another_file_after_a_break_is_found_by_its_checksums(server, tiny_datas
     server.breaks = [10_000] + [0] * len(RETRY_WAITS_S)
     with pytest.raises(DriveLostError):
         unpack_dataset(server.url, ssd)
-    server.content = bytes(9_000) + whole  # the server has another one by now
+    # The server has another file by now.
+    server.content = bytes(9_000) + whole
     with pytest.raises(ColabUtilsError, match="not a whole zip"):
         unpack_dataset(server.url, ssd)
     server.content = whole
@@ -536,7 +554,7 @@ def write_old_zip(path, dataset, page, stem, folder="images"):
         ("cp1251", "Снимок"),
         ("cp1252", "été"),
         ("cp850", "Größe"),
-        # macOS
+        # A zip of macOS has its names in UTF-8.
         ("utf-8", "图片 été"),
     ],
 )

@@ -255,9 +255,8 @@ def add_category(number, name=""):
     return spoil
 
 
-# kind of the defect, whether it is serious, and what repair must keep of the 12 images
-# What is done to a dataset; the kind of defect that it is, or None; whether it is serious; and the
-# images that are left when it is repaired.
+# Each row has what is done to a dataset, the kind of defect that it is, or None, whether it is
+# serious, and the images that are left of 12 when it is repaired.
 DEFECTS = [
     (lambda d: d.file(4).unlink(), "missing image", True, 11),
     (
@@ -285,7 +284,8 @@ DEFECTS = [
     (name_elsewhere("C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
     (name_elsewhere("https://example.org/a.jpg"), "found by base name", False, 12),
     (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
-    (spoil_image(width=99), "size mismatch", True, 12),  # as the outlines tell
+    # The outlines show that the declared width is wrong.
+    (spoil_image(width=99), "size mismatch", True, 12),
     (spoil_image(width=-160), "size mismatch", True, 12),
     (widen, "size mismatch", True, 11),
     (paint("CMYK"), None, False, 12),
@@ -302,8 +302,10 @@ DEFECTS = [
     (turn(6, upright=True), None, False, 12),
     (turn(6), None, False, 12),
     (turn(6, square=True), "EXIF rotation, unclear", False, 12),
-    (turn(3), "EXIF rotation, unclear", False, 12),  # upside down
-    (turn(2), "EXIF rotation, unclear", False, 12),  # mirrored
+    # The photo is upside down.
+    (turn(3), "EXIF rotation, unclear", False, 12),
+    # The photo is mirrored.
+    (turn(2), "EXIF rotation, unclear", False, 12),
     (spoil_annotation(image_id=10**9), "unknown image", True, 12),
     (
         lambda d: d.coco["images"].append(d.coco["images"][4]),
@@ -311,12 +313,13 @@ DEFECTS = [
         True,
         12,
     ),
-    (share_id, "repeated image id", True, 10),  # whose the objects are is not known
+    # Nobody knows which image these objects belong to.
+    (share_id, "repeated image id", True, 10),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "bad mask", True, 11),
-    # nothing is lost
+    # Nothing is lost here.
     (
         spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]),
         "bad mask",
@@ -438,7 +441,8 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
     if kind is not None:
         assert list_kinds(report).get(kind, 0) == before.get(kind, 0) + 1
     others = list_kinds(report).keys() - before.keys() - {kind}
-    if kind == "repeated image id":  # the first of them has all objects
+    # The first of the two images has all objects.
+    if kind == "repeated image id":
         others -= {
             "image without objects",
             "repeated file_name",
@@ -480,7 +484,7 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
         assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all()
 
 
-def test_a_good_dataset(tiny_dataset, coco_mini):
+def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
     harmless = {"image without objects", "crowd"}
     report = check_dataset(tiny_dataset.images, tiny_dataset.annotations)
     assert report.ok
@@ -564,7 +568,8 @@ def test_pictures_of_training_in_validation(dataset, tmp_path):
     shutil.copy(dataset.file(2), others / dataset.file(2).name)
     shutil.copy(dataset.file(3), others / "renamed.jpg")
     paint()(dataset)
-    (others / dataset.file(4).name).write_bytes(dataset.file(4).read_bytes()[:-1] + b"!")  # as long
+    # The copy differs in content and is as long as the original.
+    (others / dataset.file(4).name).write_bytes(dataset.file(4).read_bytes()[:-1] + b"!")
     names = [dataset.file(2).name, "renamed.jpg", dataset.file(4).name, "missing.jpg"]
     images = [{**dataset.coco["images"][n], "file_name": name} for n, name in enumerate(names)]
     (tmp_path / "val.json").write_text(
@@ -581,7 +586,7 @@ def test_pictures_of_training_in_validation(dataset, tmp_path):
     )
 
 
-def test_masks_painted_with_cvat(dataset, tmp_path):
+def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp_path):
     """All are crowds: 0 objects, unless they are taken as objects."""
     for annotation in dataset.coco["annotations"]:
         annotation["iscrowd"] = 1
@@ -611,7 +616,7 @@ def test_masks_painted_with_cvat(dataset, tmp_path):
         ({"segments_info": []}, "panoptic segments"),
     ],
 )
-def test_files_for_something_else(dataset, extra, purpose, tmp_path):
+def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpose, tmp_path):
     for annotation in dataset.coco["annotations"]:
         annotation.pop("segmentation")
         annotation.update(extra)
@@ -741,7 +746,7 @@ def test_the_numbers_of_a_dataset(coco_mini):
     )
 
 
-def test_no_images_at_all(dataset):
+def test_a_dataset_without_images_is_not_ok(dataset):
     dataset.coco["images"] = []
     dataset.coco["annotations"] = dataset.coco["images"]
     report = dataset.check()
@@ -841,7 +846,7 @@ def test_masks_are_checked_where_the_json_has_no_size(dataset):
     assert list_serious(dataset.check()) == ["bad mask"]
 
 
-def test_what_only_decoding_shows(dataset, tmp_path):
+def test_damage_that_only_decoding_shows_is_seen_by_a_deep_check(dataset, tmp_path):
     """A JPEG cut behind an end marker in its metadata, and a PNG damaged in its middle."""
     paint(kind="PNG")(dataset)
     damaged = bytearray(dataset.file(4).read_bytes())
@@ -902,7 +907,7 @@ def test_a_repair_that_would_keep_no_object_is_refused(dataset, tmp_path):
     assert not (tmp_path / "out.json").exists()
 
 
-def test_missing_folder_and_file(dataset, tmp_path):
+def test_a_missing_folder_or_file_is_told(dataset, tmp_path):
     with pytest.raises(ColabUtilsError, match="There is no image folder"):
         check_dataset(tmp_path / "no", dataset.annotations)
     with pytest.raises(ColabUtilsError, match="There is no image folder"):
@@ -914,10 +919,12 @@ def test_missing_folder_and_file(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("change", "is_kept"),
     [
-        (lambda area: area / 160 / 128, False),  # in shares of the image
+        # These areas are shares of the image.
+        (lambda area: area / 160 / 128, False),
         (lambda area: area * 160 * 128, False),
         (lambda area: -area, False),
-        (lambda area: area * 1.02, True),  # by its outline, as COCO has it
+        # COCO computes the area from the outline, so it differs a little.
+        (lambda area: area * 1.02, True),
         (lambda area: area, True),
     ],
 )

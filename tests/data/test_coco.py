@@ -189,9 +189,10 @@ def test_any_dataset_is_what_json_reads(path, coco, indent, ascii_only):
 
 @pytest.mark.parametrize(
     "encoding",
-    ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"],  # a PowerShell pipe writes UTF-16
+    # A pipe in PowerShell writes UTF-16, for instance.
+    ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"],
 )
-def test_encodings_and_unicode_names(path, encoding):
+def test_every_encoding_of_json_gives_the_same_names(path, encoding):
     coco = make_coco(images=[{"id": 7, "file_name": "Straße/日本 🚲.jpg", "height": 6, "width": 8}])
     assert_same(
         read(path, json.dumps(coco, ensure_ascii=False).encode(encoding)),
@@ -202,20 +203,25 @@ def test_encodings_and_unicode_names(path, encoding):
 @pytest.mark.parametrize(
     ("coco", "key", "expected"),
     [
-        (change_annotation(id=5.0), "id", 5),  # float ids
+        # Some exports write ids as floats.
+        (change_annotation(id=5.0), "id", 5),
         (change_annotation(image_id=7.0, category_id=90.0), "category_id", 90),
-        (change_annotation(id="12"), "id", 12),  # numbers as text: Roboflow, VIA
+        # Roboflow and VIA write numbers as text.
+        (change_annotation(id="12"), "id", 12),
         (change_annotation(id="9007199254740993"), "id", 9007199254740993),
-        (change_annotation(id="3f2b-uuid"), "id", 1),  # the row
+        # The row stands in for an id that is no number.
+        (change_annotation(id="3f2b-uuid"), "id", 1),
         (change_annotation(id=None), "id", 1),
         (change_annotation(image_id="7", category_id="90.0"), "image_id", 7),
         (change_annotation(bbox=["0", 0.5, "4.25", 4]), "bbox", [0, 0.5, 4.25, 4]),
         (change_annotation(area="16.5"), "area", 16.5),
-        (change_annotation(area=None), "area", 6.0),  # the pixels of the mask, as in pycocotools
-        (change_annotation(area=None, segmentation=[]), "area", 16.0),  # no mask: that of the box
+        # The area is the number of pixels of the mask, as in pycocotools.
+        (change_annotation(area=None), "area", 6.0),
+        # Without a mask, the area is that of the box.
+        (change_annotation(area=None, segmentation=[]), "area", 16.0),
         (change_annotation(bbox=None), "bbox", [1, 0, 3, 3]),
         (change_annotation(bbox=[]), "bbox", [1, 0, 3, 3]),
-        # a flat polygon
+        # The polygon is flat.
         (
             change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]),
             "bbox",
@@ -226,7 +232,8 @@ def test_encodings_and_unicode_names(path, encoding):
         (change_annotation(iscrowd=False), "iscrowd", 0),
         (change_annotation(iscrowd=None), "iscrowd", 0),
         (change_annotation(iscrowd=True), "iscrowd", 1),
-        (change_annotation(segmentation=[]), "segmentation", []),  # kept for the checks
+        # The checks need to see the empty list.
+        (change_annotation(segmentation=[]), "segmentation", []),
         (change_annotation(segmentation="text"), "segmentation", "text"),
         (change_annotation(segmentation=[""]), "segmentation", [""]),
         (
@@ -236,7 +243,7 @@ def test_encodings_and_unicode_names(path, encoding):
         ),
     ],
 )
-def test_odd_but_readable_entries(path, coco, key, expected):
+def test_odd_but_readable_entries_are_read(path, coco, key, expected):
     assert read(path, coco).annotations(0)[0][key] == expected
 
 
@@ -266,7 +273,8 @@ def nest(depth: int) -> Any:
         ({"id": [4]}, "id [4] where COCO has an integer"),
         ({"category_id": "car"}, "category_id 'car' where COCO has an integer"),
         ({"category_id": None}, "category_id None"),
-        ({"iscrowd": 4}, "iscrowd 4 where COCO has 0 or 1"),  # once a crowd, without a word
+        # This was once read as a crowd, without a word.
+        ({"iscrowd": 4}, "iscrowd 4 where COCO has 0 or 1"),
         ({"iscrowd": "false"}, "iscrowd 'false' where"),
         ({"iscrowd": [0]}, "iscrowd [0] where"),
     ],
@@ -399,7 +407,7 @@ def test_images_of_the_same_id_are_refused_with_the_way_out(path):
         open_coco(path.parent, path)
 
 
-def test_empty_lists(path):
+def test_empty_lists_are_read_as_nothing(path):
     assert len(read(path, make_coco(annotations=[])).annotations(0)) == 0
     assert len(read(path, {"images": [], "annotations": [], "categories": []})) == 0
 
@@ -419,14 +427,16 @@ WHOLE = json.dumps(make_coco()).encode()
             "a Git LFS pointer: run `git lfs pull`",
         ),
         (b"\n<!DOCTYPE html><html>", "a web page"),
-        (b"\xff\xd8\xff\xe0", "bytes that are not UTF-8 text"),  # a JPEG
+        # These bytes begin a JPEG.
+        (b"\xff\xd8\xff\xe0", "bytes that are not UTF-8 text"),
         (
             WHOLE.replace(b"car", b"B\xe4r"),
             "bytes that are not UTF-8 text, perhaps Latin-1. Save the JSON as UTF-8",
         ),
         (b"hello", "text that is not JSON at character 0"),
         (b"{}", "no list of images and annotations and categories"),
-        (b"[]", "does not hold COCO instances: a list"),  # detection results
+        # Detection results are a list.
+        (b"[]", "does not hold COCO instances: a list"),
         (b'"text"', "text that is not JSON"),
         (b"{" + WHOLE, "text that is not JSON"),
         (WHOLE + b"}", "text that is not JSON"),
@@ -437,7 +447,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE[:-1] + b', "annotations": 5}', "annotations twice"),
         (b"{1: 2, " + WHOLE[1:], "text that is not JSON"),
         (make_coco(images=[{"id": 7, "file_name": 5000 * "a"}]), "longer than a path may be"),
-        # more digits than Python reads
+        # The number has more digits than Python reads.
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),
         ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(images=[5]), "'images' (id 5)"),
@@ -609,7 +619,7 @@ def test_same_category_twice_is_one(path):
     )
 
 
-def test_missing_file_and_folder(tmp_path):
+def test_a_path_that_is_no_file_is_told(tmp_path):
     with pytest.raises(ColabUtilsError, match="No such file"):
         read_coco(tmp_path / "no.json")
     with pytest.raises(ColabUtilsError, match="Is a directory"):
@@ -630,14 +640,17 @@ def test_a_broken_disk_is_not_a_lost_drive(path, monkeypatch):
 def test_what_is_no_file_of_annotations_is_refused_at_once(path, kind):
     held = None
     if kind == "pipe":
-        os.mkfifo(path)  # which would wait for its writer for ever
+        # Opening the pipe would wait for its writer for ever.
+        os.mkfifo(path)
     elif kind == "socket":
         held = socket.socket(socket.AF_UNIX)
-        os.chdir(path.parent)  # its name may have 108 characters
+        # The name of a socket may have only 108 characters.
+        os.chdir(path.parent)
         held.bind(path.name)
     elif kind == "large":
         with open(path, "wb") as file:
-            file.truncate(2 * 2**40)  # sparse
+            # The file is sparse, so it takes no room.
+            file.truncate(2 * 2**40)
     elif kind != "device":
         path.symlink_to("/dev/zero")
     with pytest.raises(
@@ -671,7 +684,8 @@ def test_lost_drive_is_no_bad_file(path, monkeypatch):
         ("..", False),
         ("/etc/passwd", False),
         ("//host/share/a.jpg", False),
-        ("..\\a.jpg", False),  # a Windows path, were it unpacked there
+        # This would be a Windows path, were it unpacked there.
+        ("..\\a.jpg", False),
         ("C:\\a.jpg", False),
         ("", False),
         (".", False),
@@ -702,18 +716,22 @@ def find(tmp_path, names, *, files, index=0):
     ("name", "files", "expected", "by_name"),
     [
         ("x.jpg", ["x.jpg", "a/x.jpg"], "x.jpg", False),
-        ("x.jpg", ["a/x.jpg"], "x.jpg", False),  # as it is named: it is missing
+        # A plain name means this place, so the file is missing.
+        ("x.jpg", ["a/x.jpg"], "x.jpg", False),
         ("a/x.jpg", ["a/y.jpg", "x.jpg"], "a/x.jpg", False),
-        ("a/x.jpg", ["x.jpg"], "x.jpg", True),  # no folder a
+        # There is no folder a.
+        ("a/x.jpg", ["x.jpg"], "x.jpg", True),
         ("a/b/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
-        ("images\\x.jpg", ["x.jpg"], "x.jpg", True),  # Label Studio on Windows
+        # Label Studio writes this on Windows.
+        ("images\\x.jpg", ["x.jpg"], "x.jpg", True),
         ("images\\x.jpg", ["images/x.jpg", "x.jpg"], "images/x.jpg", False),
-        ("images\\x.jpg", ["images\\x.jpg", "x.jpg"], "images\\x.jpg", False),  # Linux allows it
+        # Linux allows a backslash in a name.
+        ("images\\x.jpg", ["images\\x.jpg", "x.jpg"], "images\\x.jpg", False),
         ("C:\\data\\x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("/home/me/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("../../label-studio/data/x.jpg", ["x.jpg"], "x.jpg", True),
         ("https://example.org/up/my%20x.jpg?v=1", ["my x.jpg"], "my x.jpg", True),
-        # a Mac's zip
+        # A Mac's zip takes accents apart like this.
         ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),
         ("e\u0301/x.jpg", ["\u00e9/x.jpg"], "\u00e9/x.jpg", False),
         ("/d/\u00e9.jpg", ["e\u0301.jpg"], "e\u0301.jpg", True),
@@ -727,7 +745,8 @@ def test_images_are_found_by_their_base_names(tmp_path, name, files, expected, b
     ("names", "files", "why"),
     [
         (["/d/x.jpg"], ["a/x.jpg", "b/x.jpg"], "more than one image or file of that name"),
-        (["/d/1/x.jpg", "/d/2/x.jpg"], ["x.jpg"], "more than one image"),  # it is one of the two
+        # The file belongs to only one of the two images.
+        (["/d/1/x.jpg", "/d/2/x.jpg"], ["x.jpg"], "more than one image"),
         (["/d/x.jpg", "a/x.jpg"], ["a/x.jpg"], "more than one image"),
         (["/d/x.jpg"], ["y.jpg"], "no file of that name"),
         (["https://example.org/"], ["y.jpg"], "no file of that name"),
@@ -787,7 +806,7 @@ def shortcut(tmp_path):
     [
         ("train/x.jpg", "train/x.jpg"),
         ("y.jpg", "y.jpg"),
-        # by its base name
+        # The image is found by its base name.
         ("/d/x.jpg", "train/x.jpg"),
     ],
 )
@@ -824,7 +843,8 @@ def test_plain_names_list_nothing(tmp_path, monkeypatch):
         assert dataset.find_image(tmp_path / "images", 0) == (tmp_path / "images/x.jpg", False)
     assert dataset.find_image(tmp_path / "images", 1)[1]
     monkeypatch.setattr("os.scandir", None)
-    assert dataset.find_image(tmp_path / "images", 2)[1]  # the folder was listed once
+    # The folder was listed once, so nothing lists it again.
+    assert dataset.find_image(tmp_path / "images", 2)[1]
 
 
 def test_subset_is_the_same_images_and_small_to_send(coco_mini):
@@ -862,7 +882,8 @@ def test_memory_is_that_of_the_text_and_no_objects(path):
     tracemalloc.stop()
     gc.collect()
     assert len(dataset.ids) == 6_000
-    assert len(gc.get_objects()) - objects < 500  # none for each annotation
+    # No annotation keeps an object of its own.
+    assert len(gc.get_objects()) - objects < 500
     text = path.stat().st_size
     assert left < text + 200_000
     assert peak < 4 * text + 5_000_000

@@ -88,12 +88,14 @@ def test_other_arrays_than_pixels_are_refused(array, message):
     ):
         decode_pixels(dump(array))
     with pytest.raises(ColabUtilsError, match="raw pixels"):
-        decode_pixels(dump(array)[:70])  # cut short in its header
+        # The array is cut short in its header.
+        decode_pixels(dump(array)[:70])
 
 
 def test_a_palette_with_more_transparencies_than_colours_is_told():
     image = Image.new("P", (4, 4), 9)
-    image.info["transparency"] = bytes(300)  # as the chunk of a damaged PNG gives it
+    # Pillow reads this from the chunk of a damaged PNG.
+    image.info["transparency"] = bytes(300)
     with pytest.raises(ColabUtilsError, match="not a complete image: palette index out of range"):
         to_rgb(image)
 
@@ -113,7 +115,8 @@ def test_threads_do_not_disturb_each_other():
     before = gc.get_threshold()
 
     def give_way(*_):
-        # another thread runs in the middle of whatever allocates; Python's own parser fails at that
+        # Another thread runs in the middle of whatever allocates, and Python's own parser fails at
+        # that.
         time.sleep(1e-5)
 
     gc.callbacks.append(give_way)
@@ -434,7 +437,7 @@ def test_a_process_forked_while_another_thread_reads_has_the_users_values(switch
     thread.start()
     assert inside.wait(60)
     with warnings.catch_warnings():
-        # of forking beside threads, which is what is tested
+        # Python warns of forking beside threads, which is what this test is about.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if not pid:

@@ -30,7 +30,8 @@ OBJECTS = {
     ],
     "b": [("dog", [(40, 40), (200, 32), (192, 160), (120, 176), (48, 152)])],
 }
-CLASSES = {"cat": 8, "dog": 12}  # their values in Pascal VOC
+# Pascal VOC gives these classes these values.
+CLASSES = {"cat": 8, "dog": 12}
 
 
 def save_photo(path):
@@ -184,7 +185,7 @@ def make_cvat():
     )
 
 
-# by the heading of a recipe: what makes the export, and the images and the JSON that come out
+# The heading of a recipe gives what makes the export, and the images and the JSON that come out.
 MADE = {
     "Masks as PNG files, one colour an object": (
         make_pngs,
@@ -243,7 +244,8 @@ def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkey
         unions = [[(mask | shape).sum() for shape in drawn] for mask in target["masks"].numpy()]
         common = [[(mask & shape).sum() for shape in drawn] for mask in target["masks"].numpy()]
         overlap = np.array(common) / unions
-        assert overlap.max(1).min() > 0.9  # borders are traced in different ways
+        # Tools trace borders in different ways.
+        assert overlap.max(1).min() > 0.9
         if len(dataset.class_names) > 1:
             labels = [dataset.class_names[label] for label in target["labels"].tolist()]
             assert labels == [objects[place][0] for place in overlap.argmax(1)]

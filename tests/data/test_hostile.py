@@ -94,7 +94,7 @@ def test_a_giant_image_that_is_not_there_is_drawn_grey(tmp_path, coco):
 )
 def test_odd_class_names_are_shown_as_text(tmp_path, coco, name):
     coco["categories"][0]["name"] = name
-    # twice, so that the image is drawn
+    # A second object makes the check draw the image.
     coco["annotations"].append({**coco["annotations"][0], "id": 2})
     report, page = check(tmp_path, coco)
     assert str(report).replace("\n", "").isprintable()
@@ -162,7 +162,7 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        # Pillow would start gs
+        # Pillow would start gs for this.
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 24\n{} loop\n", "PostScript"),
         (
             make_png(
@@ -200,7 +200,8 @@ def test_pages_of_a_tiff_are_not_counted(tmp_path, coco):
     place = struct.unpack_from("<I", data, 4)[0]
     entries = bytes(data[place : place + 2 + 12 * struct.unpack_from("<H", data, place)[0]])
     end = place + len(entries)
-    for _ in range(100_000):  # a minute, and more
+    # Without a limit, following this many pages takes more than a minute.
+    for _ in range(100_000):
         struct.pack_into("<I", data, end, len(data))
         data += entries + bytes(4)
         end = len(data) - 4

@@ -25,7 +25,8 @@ def people(tmp_path):
         mask = np.zeros((40, 60), np.uint8)
         for person in range(number):
             mask[5 + 9 * person : 20 + 9 * person, 4:30] = person + 1
-            mask[2 + person, 50 + person] = person + 1  # an object may have several parts
+            # An object may have several parts.
+            mask[2 + person, 50 + person] = person + 1
         photo = chance.integers(0, 256, (40, 60, 3), np.uint8)
         Image.fromarray(photo).save(tmp_path / f"PNGImages/Fudan{number}.png")
         Image.fromarray(mask).save(tmp_path / f"PedMasks/Fudan{number}_mask.png")
@@ -48,7 +49,7 @@ def test_objects_are_those_of_torchvisions_tutorial(people):
         ids = torch.unique(drawn)[1:]
         masks = (drawn == ids[:, None, None]).to(torch.uint8)
         assert torch.equal(target["masks"], masks)
-        # the tutorial's boxes end at the last pixel
+        # The tutorial's boxes end at the last pixel.
         corners = masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1])
         assert torch.equal(target["boxes"], corners)
         assert target["area"].tolist() == masks.sum((1, 2)).tolist()
@@ -68,7 +69,8 @@ def test_every_kind_of_mask(people, kind):
         )
     elif kind == "P":
         mask = Image.fromarray(values.astype(np.uint8))
-        mask.putpalette([0, 0, 0, 9, 9, 9, 9, 9, 9])  # colours that look the same
+        # The palette gives several values the same colour.
+        mask.putpalette([0, 0, 0, 9, 9, 9, 9, 9, 9])
     else:
         mask = Image.fromarray(values > 0) if kind == "1" else Image.fromarray(values * 300)
     mask.save(people / "PedMasks/Fudan0_mask.png")
@@ -141,7 +143,7 @@ def test_what_is_wrong_is_told_and_nothing_is_written(people, spoil, message):
     assert sorted(path.name for path in people.iterdir()) == before
 
 
-def test_a_folder_without_images(people):
+def test_a_folder_without_images_is_refused(people):
     (people / "empty").mkdir()
     with pytest.raises(ColabUtilsError, match=r"empty has no image files"):
         convert_masks(people / "empty", people / "PedMasks", output=people / "people.json")

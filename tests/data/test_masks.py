@@ -130,7 +130,8 @@ def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
 def test_empty_runs_cost_no_image():
     size = [10_500, 10_500]
     runs = [5, 0, 95, 10_500**2 - 100]
-    encode_segmentation([SQUARE], 20, 20)  # what the first call imports is not counted
+    # The first call imports modules, and their memory is not counted.
+    encode_segmentation([SQUARE], 20, 20)
     tracemalloc.start()
     rle = encode_segmentation({"size": size, "counts": runs}, *size)
     assert tracemalloc.get_traced_memory()[1] < 1e6
@@ -187,7 +188,8 @@ def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
             assert rle["counts"] == expected["counts"]
             dense = unpack_masks(pack_masks([rle]), *size)[0]
             assert np.array_equal(dense, coco_mask.decode(expected))
-    assert crowds  # uncompressed RLE was among them
+    # Uncompressed RLE was among them.
+    assert crowds
 
 
 @QUICK
@@ -215,15 +217,17 @@ def test_resize_is_torch_nearest(masks, height, width):
         (None, "has no mask"),
         ([], "has no mask"),
         ([[]], "one of 0 numbers"),
+        # The polygon is too short, and pycocotools takes 4 numbers for a box.
         (
             [[1, 1, 2, 2]],
             "one of 4 numbers: a box or a line",
-        ),  # too short: pycocotools takes 4 numbers for a box
+        ),
         ([[1, 1, 2, 2], []], "one of 4 numbers: a box or a line"),
         ([SQUARE, [1, 1, 2]], "one of 3 numbers"),
         ([SQUARE, 5], "something that is no number"),
         ([SQUARE, [[1, 1]]], "the segmentation is outlines in lists of points"),
-        ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),  # odd
+        # The polygon has an odd number of coordinates.
+        ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),
         ([[[1, 1], [5, 1], [5, 4]]], "the segmentation is outlines in lists of points"),
         ([[[1, 1]] * 6], "the segmentation is outlines in lists of points"),
         ([[[1, 1, 1]] * 6], "something that is no number"),
@@ -231,14 +235,16 @@ def test_resize_is_torch_nearest(masks, height, width):
         ([[None] * 6], "reaches to pixel nan"),
         ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
         ([[float("inf"), *SQUARE[1:]]], "reaches to pixel inf"),
-        ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),  # pycocotools would take gigabytes
+        # For this polygon, pycocotools would take gigabytes.
+        ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),
         ([[-1e300, *SQUARE[1:]]], "reaches to pixel 1e+300"),
         ([[0, 0, 9e6, 9e6, 0, 1]], "reaches to pixel 9e+06"),
         ("text", "the text 'text'"),
         ({"size": [6, 8]}, "has no counts"),
         ({"counts": [48]}, "size [6, 8], the image's, found None"),
         ({"size": 5, "counts": [48]}, "found 5"),
-        ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),  # width first
+        # The size has the width first.
+        ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),
         ({"size": [6, 8], "counts": [40]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [50, -2]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": ["a"]}, "add up to 6 x 8"),
@@ -251,15 +257,17 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": [float("nan")]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": []}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": ""}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),  # ends in the middle of a run
+        # The counts end in the middle of a run.
+        ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [48] + [0] * 99 + [1]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": "日本"}, "add up to 6 x 8"),
-        # 48, in more bits than C shifts
+        # The count is 48, in more bits than C shifts.
         ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),
     ],
 )
 def test_what_is_no_mask_is_refused(segmentation, message):
-    for size in ((6, 8), np.array([6, 8], np.int32)):  # numpy's numbers compare element by element
+    # Numpy compares its numbers element by element.
+    for size in ((6, 8), np.array([6, 8], np.int32)):
         with pytest.raises(ColabUtilsError) as error:
             encode_segmentation(segmentation, *size)
         assert message in str(error.value)
@@ -269,10 +277,14 @@ def test_what_is_no_mask_is_refused(segmentation, message):
 @pytest.mark.parametrize(
     "polygon",
     [
-        [-5, -5, 20, -5, 20, 20, -5, 20],  # larger than the image
-        [100, 100, 110, 100, 110, 110],  # outside
-        [-900, 3, 900, 3, 0, 900],  # far outside
-        [3, 3, 3, 3, 3, 3],  # a point
+        # This polygon is larger than the image.
+        [-5, -5, 20, -5, 20, 20, -5, 20],
+        # This polygon lies outside.
+        [100, 100, 110, 100, 110, 110],
+        # This polygon reaches far outside.
+        [-900, 3, 900, 3, 0, 900],
+        # This polygon is a point.
+        [3, 3, 3, 3, 3, 3],
     ],
 )
 def test_polygons_beyond_the_image_are_cut_as_in_pycocotools(polygon):
@@ -310,7 +322,7 @@ def test_a_polygon_without_its_list_and_numbers_as_text_are_that_polygon():
         assert encode_segmentation(segmentation, 6, 8) == encode_segmentation([SQUARE], 6, 8)
 
 
-def test_no_masks():
+def test_packing_no_masks_gives_empty_arrays():
     packed = pack_masks([])
     assert (packed.bits.size, packed.crops.shape, packed.offsets.tolist()) == (0, (0, 4), [0])
     assert unpack_masks(packed, 6, 8).shape == (0, 6, 8)

@@ -394,9 +394,9 @@ def test_boxes_of_corners_near_the_origin_are_mended_with_the_others(export):
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        # height and width in another order
+        # The box has height and width in the wrong order.
         (lambda annotation: annotation.update(bbox=[*annotation["bbox"][:2], 24, 20]), "loose box"),
-        # of an outline with a hole
+        # The area is that of an outline with a hole.
         (lambda annotation: annotation.update(area=288), "area and mask disagree"),
     ],
 )
@@ -414,19 +414,19 @@ def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
 @pytest.mark.parametrize(
     "change",
     [
-        # of the box, as in many exports
+        # The area is that of the box, as in many exports.
         lambda annotation: annotation.update(
             area=480, segmentation=[[8, 10, 28, 10, 28, 34]], bbox=[8, 10, 20, 24]
         ),
-        # of an object that the edge of the image cuts
+        # The object is cut by the edge of the image.
         lambda annotation: annotation.update(
             area=480, segmentation=[list_corners(90, 10, 20, 24)], bbox=[90, 10, 20, 24]
         ),
-        # of a few pixels
+        # The object has only a few pixels.
         lambda annotation: annotation.update(
             area=30, segmentation=[list_corners(8, 10, 5, 5)], bbox=[8, 10, 5, 5]
         ),
-        # of a box that also holds what is hidden
+        # The box also holds what is hidden.
         lambda annotation: annotation.update(bbox=[annotation["bbox"][0], 10, 20, 28]),
     ],
 )

@@ -50,7 +50,8 @@ def spread(value, *, every=1):
 
 def test_a_loop_that_never_waits_has_no_cause():
     assert find(waits=spread(0.005), between=spread(0.005)) == []
-    assert find(waits=[3.0, *[0.0] * 99]) == []  # every run starts once
+    # Every run starts once, so one long wait is no cause.
+    assert find(waits=[3.0, *[0.0] * 99]) == []
 
 
 @pytest.mark.parametrize(
@@ -68,13 +69,13 @@ def test_a_loop_that_never_waits_has_no_cause():
             "restarts",
             r"Passes after the first \(3\) wait 1 s each.* start anew.*persistent_workers=True",
         ),
-        # workers stay: that cure is in place
+        # Workers stay, so that cure is in place.
         (
             {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99), "share": 0.3},
             "restarts",
             r"wait 1 s each for their first batch\. Workers stay already",
         ),
-        # workers start anew, but that is not what takes the time
+        # Workers start anew, but that is not what takes the time.
         (
             {
                 "waits": spread(1.0, every=25),
@@ -132,8 +133,8 @@ def test_a_loop_that_never_waits_has_no_cause():
             "read",
             r"It reads 4.0 MB, at 59 MB/s: it is the bandwidth. .*Shrink",
         ),
-        # a slowed folder sleeps in its reads; what sleeps elsewhere, as a locked database does
-        # between its reads, is not said to read
+        # A slowed folder sleeps in its reads. What sleeps elsewhere, as a locked database does
+        # between its reads, is not said to read.
         (
             {
                 "waits": spread(0.05),
@@ -162,7 +163,7 @@ def test_a_loop_that_never_waits_has_no_cause():
             "lock",
             r"42 ms for a lock that other processes hold, 25 ms of work.*would not help",
         ),
-        # one reads while it holds a lock
+        # One process reads while it holds the lock.
         (
             {
                 "waits": spread(0.05),
@@ -209,7 +210,7 @@ def test_a_loop_that_never_waits_has_no_cause():
             "collate",
             r"25 ms of work after it, in collate_fn",
         ),
-        # a thread of its own works: it waits for a core, and no look says for anything else
+        # A thread of the sample's own works and waits for a core, and no look shows anything else.
         (
             {
                 "waits": spread(0.05),
@@ -220,7 +221,7 @@ def test_a_loop_that_never_waits_has_no_cause():
             "work",
             r"42.7 ms until a core is free, 25 ms of work",
         ),
-        # workers by spawn: their samples are not seen, but what they wait for is
+        # With workers by spawn the samples are not seen, but what they wait for is.
         (
             {"waits": spread(0.05), "looks": {"read": 30, "": 10}},
             "read",
@@ -231,13 +232,13 @@ def test_a_loop_that_never_waits_has_no_cause():
             "wait",
             r"100% for what was not seen",
         ),
-        # another loader is waited for in the step
+        # The step waits for another loader.
         (
             {"places": {"step": {"another loader": 8, "main.py:3 train": 2}}, "share": 1.0},
             "other_loader",
             r"Beside its own batches, the loop waits for another loader \(in 8 of 10 looks\)",
         ),
-        # other children of this process are busy, too: the evaluation
+        # Other children of this process, such as the evaluation, are busy, too.
         (
             {
                 "waits": spread(0.05),
@@ -267,7 +268,7 @@ def test_a_loop_that_never_waits_has_no_cause():
             "slow_sample",
             r"3 batches waited 1 s each while sample 37 was loaded: 75% of all waits.*sample 37",
         ),
-        # samples that are always in one batch: nobody knows which is slow
+        # The samples are always in one batch, so nobody knows which is slow.
         (
             {
                 "waits": spread(1.0, every=25),
@@ -278,7 +279,7 @@ def test_a_loop_that_never_waits_has_no_cause():
             "sleep",
             r"asleep",
         ),
-        # whichever sample came first opened the file: it was slow once
+        # Whichever sample came first opened the file, so it was slow once.
         (
             {
                 "waits": spread(1.0, every=25),
@@ -289,7 +290,7 @@ def test_a_loop_that_never_waits_has_no_cause():
             "sleep",
             r"asleep",
         ),
-        # a sample that was seen twice, in a loop that waits for something else
+        # The sample was seen twice, in a loop that waits for something else.
         (
             {
                 "waits": spread(0.05),
@@ -369,7 +370,7 @@ def test_too_many_workers_wait_for_cores_and_for_nothing_else(monkeypatch):
 @pytest.mark.parametrize(
     ("loop", "share"),
     [
-        # samples wait for a core
+        # The samples wait for a core.
         (
             {
                 "waits": spread(0.05),
@@ -378,7 +379,7 @@ def test_too_many_workers_wait_for_cores_and_for_nothing_else(monkeypatch):
             },
             0.5,
         ),
-        # the loop itself does
+        # The loop itself waits for a core.
         ({"queued_s": 7.0}, 0.7),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_step_is_slowed_by_its_loader_by_the_time_without_a_core():
     assert module._find_slowdown(times, 1.0) == pytest.approx(10.0)
 
 
-# Whole diagnoses
+# These tests run whole diagnoses.
 
 
 @pytest.mark.clock
@@ -89,8 +89,8 @@ def test_a_loader_that_keeps_up_is_fine():
 
 @pytest.mark.clock
 def test_a_stalled_loader_is_told_what_it_could_win(monkeypatch):
-    # loading 4 images takes 40 ms in one worker, the step 10 ms: five times as fast at most,
-    # workers cure it
+    # Loading 4 images takes 40 ms in one worker and the step takes 10 ms, so it can be at most five
+    # times as fast, and workers cure it.
     monkeypatch.setattr(fixes, "_LEAST_BATCHES", 8)
     monkeypatch.setattr(fixes, "_LATE", 1000)
     loader = DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1, persistent_workers=True)
@@ -146,7 +146,7 @@ def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
     assert "step" not in [stage.name for stage in diagnosis.stages]
 
 
-def test_three_images(tiny_dataset, tmp_path, no_fixes):
+def test_three_images_are_enough_for_a_diagnosis(tiny_dataset, tmp_path, no_fixes):
     annotations = write_subset(
         read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json"
     )
@@ -157,7 +157,7 @@ def test_three_images(tiny_dataset, tmp_path, no_fixes):
     json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
 
 
-# What it leaves behind
+# These tests look at what a diagnosis leaves behind.
 
 
 def test_random_states_and_the_order_are_put_back(tiny_shards, no_fixes):
@@ -189,7 +189,8 @@ def test_a_watched_loader_is_diagnosed_as_the_loader_itself(tiny_shards, no_fixe
     diagnosis = diagnose(watch(loader), EmulatedStep(1), seconds=0.5)
     assert "decode" in [stage.name for stage in diagnosis.stages]
     assert loader.state_dict() == state
-    assert capsys.readouterr().err == ""  # no pass of a diagnosis is one of the watched loader
+    # No pass of a diagnosis is one of the watched loader.
+    assert capsys.readouterr().err == ""
 
 
 def test_the_step_trains_and_what_it_trained_is_put_back(no_fixes):
@@ -224,7 +225,7 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
         kept = {}
         memory = MemoryLog()
         for number in range(count):
-            # 10,000 bytes
+            # The batch has 10,000 bytes.
             module._keep_batch(
                 kept,
                 memory,
@@ -241,14 +242,15 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
     assert note(1, 100) == [63]
 
 
-# The verdict
+# These tests look at the verdict.
 
 
 @pytest.mark.clock
 def test_batches_that_differ_make_no_headspace(no_fixes):
     seen = []
 
-    # the loader is never waited for; the first batches are small, or the step still warms up
+    # The loader is never waited for, because the first batches are small, or the step still warms
+    # up.
     def step(*batch):
         seen.append(1)
         time.sleep(0.005 if len(seen) <= 4 else 0.02)
@@ -294,7 +296,7 @@ def test_a_step_that_lacks_cpu_beside_the_loader_is_named(no_fixes):
 
 
 def test_the_largest_stage_is_the_one_with_the_largest_mean():
-    # half of the files lie in Drive's cache: their median says nothing
+    # Half of the files lie in Drive's cache, so their median says nothing.
     stages = [Stage("read", 2, 600, 1, mean_ms=300), Stage("decode", 10, 12, 10, mean_ms=10)]
     words = describe_verdict(_make_times(0.2, 0.1), 40, 1.0, stages, [], "real")
     assert "the largest stage is read: 300.0 ms an image" in words
@@ -348,7 +350,7 @@ def test_confidence_comes_with_batches(batches, spread_s, level):
     assert module._describe_confidence(now).startswith(f"{level}: {batches} batches")
 
 
-# What is refused or named
+# These tests look at what is refused or named.
 
 
 class _Hangs(_Sleepy):
@@ -361,9 +363,10 @@ class _Hangs(_Sleepy):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
     monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
-    before = set(multiprocessing.active_children())  # of other tests
+    # Other tests may have left processes.
+    before = set(multiprocessing.active_children())
     loader = DataLoader(_Hangs(), batch_size=4, num_workers=workers)
-    # the lines of this process alone are seen
+    # Only the lines of this process are seen.
     where = r"at sample 8\." if workers else "at sample 8, in "
     with pytest.raises(
         ColabUtilsError, match=rf"The loader gives no batch 3: No batch came for .* {where}"
@@ -373,7 +376,8 @@ def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
 
 
 def test_one_that_never_yields_is_named_in_a_background_job(monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts one
+    # A shell starts a background process like this.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         test_a_loader_that_never_yields_is_named(monkeypatch, 0)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -409,7 +413,7 @@ def test_a_broken_image_is_named(tiny_dataset, tmp_path):
         diagnose(loader, seconds=1)
 
 
-# Beside an earlier run
+# These tests compare with an earlier run.
 
 BEFORE = {"images_per_second": 10.0, "wait_share": 0.8, "error": 0.03}
 

@@ -98,7 +98,7 @@ def slow_folder(tiny_dataset):
 @pytest.mark.clock
 @pytest.mark.parametrize("plain", [True, False], ids=["torch's DataLoader", "make_loader"])
 def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_folder, plain):
-    # 160 x 128 pixels become 40 x 32
+    # Images of 160 x 128 pixels become 40 x 32.
     monkeypatch.setattr(fixes, "_SIDES", {"min_size": 32, "max_size": 64})
     if plain:
         loader = DataLoader(slow_folder, batch_size=2, collate_fn=_collate)
@@ -129,7 +129,8 @@ def test_shards_on_a_slow_drive(tiny_shards):
     loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
     fixes_by_id = _find(now)
-    assert set(fixes_by_id) == {"shards", "workers"}  # masks are packed already
+    # The masks are packed already.
+    assert set(fixes_by_id) == {"shards", "workers"}
     assert fixes_by_id["shards"].measured_images_per_second > now.loop.images_per_second
 
 
@@ -260,11 +261,16 @@ def test_a_trial_keeps_what_the_loader_was_given():
 @pytest.mark.parametrize(
     ("load_ms", "cpu_ms", "step_ms", "cores", "now", "tried"),
     [
-        (80, 1, 20, 2, 1, 4),  # waiting for files: as many as keep the step busy
-        (1000, 1, 20, 2, 1, 8),  # that is never enough
-        (20, 20, 100, 2, 0, 1),  # the step is the limit
-        (20, 20, 1, 2, 1, 2),  # the cores are
-        (20, 20, 1, 2, 2, 4),  # and all are busy already: the next count up
+        # Loading waits for files, so as many workers are tried as keep the step busy.
+        (80, 1, 20, 2, 1, 4),
+        # No number of workers is ever enough.
+        (1000, 1, 20, 2, 1, 8),
+        # The step is the limit.
+        (20, 20, 100, 2, 0, 1),
+        # The cores are the limit.
+        (20, 20, 1, 2, 1, 2),
+        # All cores are busy already, so the next count up is tried.
+        (20, 20, 1, 2, 2, 4),
         (20, 20, 1, 1, 0, 1),
         (20, 20, 1, 2, 8, 16),
     ],

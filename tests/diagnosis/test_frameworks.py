@@ -28,7 +28,7 @@ pytestmark = [
     ),
 ]
 ROOT = Path(__file__).parents[2]
-# samples of a dataset; batches that a loop takes of a loader
+# A dataset has this many samples, and a loop takes at most MOST batches of a loader.
 ITEMS = 12
 MOST = 9
 
@@ -102,7 +102,7 @@ def assert_saw(watched, batches, passes=1):
     assert sum(part.share for part in summary.parts) <= 1.001
 
 
-# --- frameworks
+# These tests run the frameworks.
 
 
 def make_lightning(epochs=2, **settings):
@@ -158,7 +158,7 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
 @ignore_lightning
 def test_lightning_gives_its_own_loader_to_watch(capsys):
     module, trainer = make_lightning()
-    # after Lightning put a sampler for each process into the loader
+    # At this point Lightning has put a sampler for each process into the loader.
     trainer.strategy.process_dataloader = watch
     trainer.fit(module, make_training()[2])
     assert len(module.model.seen) == ITEMS
@@ -171,7 +171,8 @@ def test_lightning_ends_an_endless_stream(capsys):
     watched = watch(DataLoader(_Stream(), batch_size=2))
     trainer.fit(module, watched)
     assert [batch[0][0] for batch in module.model.seen] == list(range(0, 2 * MOST, 2))
-    assert_saw(watched, MOST + 1)  # of a stream without a length, Lightning takes one batch ahead
+    # Lightning takes one batch ahead of a stream without a length.
+    assert_saw(watched, MOST + 1)
 
 
 @ignore_lightning
@@ -313,14 +314,15 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
     second = json.loads((tmp_path / "1.json").read_text())
     for plain, seen, *facts in (first, second):
         assert seen == plain
-        assert seen[0] != seen[1]  # set_epoch() reached the sampler
+        # The orders differ, so set_epoch() reached the sampler.
+        assert seen[0] != seen[1]
         assert facts == [8, 2, []]
     for epoch in range(2):
         assert sorted(first[1][epoch] + second[1][epoch]) == list(range(16))
     assert {*re.findall(r"^\[default(\d)\]:.* images/s$", ended.stderr, re.MULTILINE)} == {"0", "1"}
 
 
-# --- loaders
+# These tests run other loaders.
 
 
 def train(loader, pick):
@@ -346,7 +348,7 @@ def check(make, batches, pick=lambda batch: batch):
     return watched
 
 
-def test_a_plain_list(capsys):
+def test_a_plain_list_is_watched_as_a_loader(capsys):
     assert (
         len(
             check(
@@ -386,7 +388,7 @@ def test_batches_that_the_dataset_makes(workers, capsys):
 )
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_webdataset(endless, workers, tmp_path, capsys):
+def test_a_loader_of_webdataset_is_watched(endless, workers, tmp_path, capsys):
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
         for number in range(ITEMS):
@@ -409,11 +411,12 @@ def test_webdataset(endless, workers, tmp_path, capsys):
         4,
         pick=lambda batch: batch[0],
     )
-    gc.collect()  # while the warning of a shard that stays open is ignored
+    # Nothing may be left to collect once the warning of a shard that stays open counts again.
+    gc.collect()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_hugging_face_datasets(workers, capsys):
+def test_a_stream_of_hugging_face_is_watched(workers, capsys):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"x": [float(number) for number in range(ITEMS)]})
 
@@ -433,7 +436,7 @@ def test_hugging_face_datasets(workers, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_mosaic_streaming(workers, tmp_path, capsys):
+def test_a_loader_of_mosaic_streaming_is_watched(workers, tmp_path, capsys):
     streaming = pytest.importorskip("streaming")
     with streaming.MDSWriter(out=str(tmp_path / "data"), columns={"x": "float64"}) as writer:
         for number in range(ITEMS):

@@ -41,7 +41,7 @@ pytestmark = [
         ("clock_nanosleep", "", "sleep"),
         ("pread64", "/data/1.jpg", "read"),
         ("openat", "/data/1.jpg", "read"),
-        # a page of a mapped file
+        # The kernel waits here for a page of a mapped file.
         ("folio_wait_bit_common", "", "read"),
         ("read", "socket:[7]", "process"),
         ("recvfrom", "", "process"),

@@ -11,13 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 from colab_utils.diagnosis.memory_growth import MemoryLog, Reading, find_growth
 from colab_utils.machine import find_free_memory
 
-# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 MB = 1_000_000
 
 
-FIRST = os.getpid() + 1  # the pid of the first worker
+# The first worker gets this pid.
+FIRST = os.getpid() + 1
 
 
 def make_readings(growth, *, count=20, workers=2, noise=0):
@@ -63,7 +64,8 @@ def test_workers_that_grow_are_named():
 
 def test_growth_is_seen_over_short_passes():
     passes = make_readings(2 * MB, count=40)
-    assert find_growth(passes[::5]) is None  # too few
+    # These are too few passes to tell.
+    assert find_growth(passes[::5]) is None
     assert find_growth(passes[::2]).mb_per_batch == pytest.approx(2, rel=0.01)
 
 
@@ -72,9 +74,12 @@ def test_growth_is_seen_over_short_passes():
     [
         make_readings(0),
         make_readings(0, noise=30 * MB),
-        make_readings(-MB),  # it shrinks
-        make_readings(2 * MB, count=5),  # too few to tell
-        make_readings(10_000),  # less than what allocators do
+        # The process shrinks.
+        make_readings(-MB),
+        # These are too few readings to tell.
+        make_readings(2 * MB, count=5),
+        # Allocators alone move more memory than this.
+        make_readings(10_000),
         [
             *make_readings(9 * MB, count=16)[:15],
             *[make_readings(9 * MB, count=16)[15]._replace(batches=b) for b in range(75, 120, 5)],

@@ -12,19 +12,24 @@ from torch.utils.data import DataLoader, Dataset
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
 
-# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
 @pytest.mark.parametrize(
     ("load_s", "load_cv", "batches", "tolerance"),
     [
-        (2.0, 0.0, 98, 0),  # the loaders are the limit
-        (0.35, 0.0, 295, 2),  # the step is the limit
-        (0.7, 0.22, 275, 1),  # in balance, where variance costs most
+        # The loaders are the limit.
+        (2.0, 0.0, 98, 0),
+        # The step is the limit.
+        (0.35, 0.0, 295, 2),
+        # Loading and step are in balance, where variance costs most.
+        (0.7, 0.22, 275, 1),
     ],
 )
-def test_reference_of_seven_loaders(load_s, load_cv, batches, tolerance):
+def test_seven_loaders_deliver_as_many_batches_as_the_reference(
+    load_s, load_cv, batches, tolerance
+):
     runs = [
         simulate(workers=7, load_s=load_s, step_s=0.1, load_cv=load_cv, seed=seed).batches
         for seed in range(200 if load_cv else 1)
@@ -35,14 +40,19 @@ def test_reference_of_seven_loaders(load_s, load_cv, batches, tolerance):
 @pytest.mark.parametrize(
     ("workers", "prefetch", "ratio", "efficiency"),
     [
-        (1, 2, 0.8, 0.985),  # one worker
-        (2, 2, 1.0, 0.886),  # balance, two workers
-        (2, 8, 1.0, 0.973),  # asking for more ahead wins most of it back
-        (12, 2, 1.25, 0.764),  # many workers wait for the slowest one
+        # A single worker loads.
+        (1, 2, 0.8, 0.985),
+        # Two workers are in balance with the step.
+        (2, 2, 1.0, 0.886),
+        # Asking for more batches ahead wins most of it back.
+        (2, 8, 1.0, 0.973),
+        # Many workers wait for the slowest one.
+        (12, 2, 1.25, 0.764),
     ],
 )
-def test_efficiency_table(workers, prefetch, ratio, efficiency):
-    # loading CV 0.5, step CV 0.1: the table was computed with the recursion over 20,000 batches
+def test_the_efficiency_agrees_with_the_table(workers, prefetch, ratio, efficiency):
+    # The table was computed with the recursion over 20,000 batches, with a loading CV of 0.5 and a
+    # step CV of 0.1.
     seconds = 1000
     run = simulate(
         workers=workers,
@@ -122,14 +132,22 @@ def test_a_load_longer_than_the_simulation_gives_no_batch():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workers": -1}, "workers"),  # fewer than none
-        ({"workers": 1.5}, "workers"),  # half a worker
-        ({"prefetch": 0}, "prefetch"),  # nothing ever asked for
-        ({"load_s": -1}, "load_s"),  # negative time
-        ({"load_s": float("nan")}, "load_s"),  # no number
-        ({"load_s": 0, "step_s": 0}, "load_s or step_s more than 0"),  # endless batches
-        ({"seconds": 0}, "are not 1 to 1,000,000 batches"),  # no time at all
-        ({"load_s": 1e-9, "step_s": 1e-9}, "fewer seconds"),  # would run for hours
+        # There cannot be fewer workers than none.
+        ({"workers": -1}, "workers"),
+        # There is no half worker.
+        ({"workers": 1.5}, "workers"),
+        # Nothing would ever be asked for.
+        ({"prefetch": 0}, "prefetch"),
+        # Time cannot be negative.
+        ({"load_s": -1}, "load_s"),
+        # This is no number.
+        ({"load_s": float("nan")}, "load_s"),
+        # The batches would never end.
+        ({"load_s": 0, "step_s": 0}, "load_s or step_s more than 0"),
+        # This leaves no time at all.
+        ({"seconds": 0}, "are not 1 to 1,000,000 batches"),
+        # This would run for hours.
+        ({"load_s": 1e-9, "step_s": 1e-9}, "fewer seconds"),
     ],
 )
 def test_impossible_settings_are_refused(settings, words):
@@ -199,22 +217,24 @@ def _compare_loader(run, settings):
 
 
 @pytest.mark.clock
-# more workers than cores: they only sleep
+# There may be more workers than cores, because they only sleep.
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
     "settings",
     [
-        {"workers": 0, "load_s": 0.03, "step_s": 0.02},  # loading and training alternate
-        # in balance, and unsteady
+        # Without workers, loading and training alternate.
+        {"workers": 0, "load_s": 0.03, "step_s": 0.02},
+        # Loading and step are in balance, and unsteady.
         {"workers": 4, "load_s": 0.16, "step_s": 0.04, "load_cv": 0.5, "step_cv": 0.2},
-        # a deep queue
+        # The queue is deep.
         {"workers": 2, "load_s": 0.08, "step_s": 0.04, "load_cv": 0.8, "prefetch": 6},
     ],
 )
 def test_real_dataloader_does_as_many_batches(settings):
     run = simulate(**settings, seconds=60)
     rates = []
-    for _ in range(4):  # on a busy machine one quiet run of four is enough
+    # On a busy machine one quiet run of four is enough.
+    for _ in range(4):
         rates.append(_compare_loader(run, settings))
         if abs(rates[-1] - 1) < 0.03:
             break

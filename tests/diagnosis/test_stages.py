@@ -22,7 +22,7 @@ from colab_utils.diagnosis.stages import (
 )
 from colab_utils.slow_drive import DriveProfile, slow_down
 
-# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 SLOW = DriveProfile("test", open_s=0.02, bytes_per_s=50e6, source="made up for the test")

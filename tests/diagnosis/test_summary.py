@@ -75,7 +75,8 @@ def test_attributes_of_the_loader_are_reachable():
     watched = watch(loader)
     assert (len(watched), watched.batch_size, watched.dataset) == (2, 2, loader.dataset)
     assert watched.sampler is loader.sampler
-    watched.worker_init_fn = print  # as a framework sets it
+    # A framework sets a function of its own like this.
+    watched.worker_init_fn = print
     assert loader.worker_init_fn is print
     assert isinstance(watched, DataLoader)
     with pytest.raises(ColabUtilsError, match="No batch was seen yet"):
@@ -188,12 +189,13 @@ def test_all_images_are_counted_the_last_batch_too(batch_size, drop_last):
     options = {"drop_last": drop_last} if batch_size else {}
     watched = watch(DataLoader(torch.zeros(10, 3, 2), batch_size=batch_size, **options))
     seen = sum(len(batch) if batch_size else 1 for _ in range(2) for batch in watched)
-    # of a bare tensor, the first dimension
+    # The first dimension of a bare tensor counts as its images.
     assert watched.summary().images == seen * (1 if batch_size else 3)
 
 
 def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
-    gc.disable()  # it would end the workers in the middle of another loop
+    # The collector would end the workers in the middle of another loop.
+    gc.disable()
     try:
         loader = DataLoader(range(8), num_workers=1, persistent_workers=True)
         watched = watch(loader)
@@ -253,7 +255,7 @@ def test_micro_batches_without_a_step_have_the_parts_of_those_with_one(capsys):
 @pytest.mark.parametrize(
     ("after_s", "between_s"),
     [
-        # what is logged follows only the step of the optimizer, or each batch
+        # What is logged follows only the step of the optimizer, or each batch.
         (0.1, 0.0),
         (0.4, 0.3),
         (9.0, 0.3),

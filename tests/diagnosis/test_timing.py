@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.machine import count_cores
 
-# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
@@ -126,7 +126,8 @@ class TestTimeBatches:
         )
         times = time_batches(loader, EmulatedStep(20), batches=8)
         assert times.step_cpu_s >= 8 * 0.018
-        # the kernel counts CPU in ticks of 10 ms, and workers run a few batches ahead or behind
+        # The kernel counts CPU time in ticks of 10 ms, and workers run a few batches ahead or
+        # behind.
         assert 10 < times.cpu_ms_per_image < 90
 
     def test_counts_all_threads_of_a_step(self):
@@ -139,15 +140,17 @@ class TestTimeBatches:
 
         times = time_batches(range(6), step, batches=6, warmup=0)
         assert times.step_cpu_s >= 6 * 0.03
-        assert times.cpu_ms_per_image < 15  # in ticks of 10 ms
+        # The kernel counts CPU time in ticks of 10 ms.
+        assert times.cpu_ms_per_image < 15
 
     @pytest.mark.clock
     def test_slow_workers_that_deliver_in_bursts_are_timed_in_whole_rounds(self):
-        # 2 workers, 0.5 s a batch: two batches at once every half second, 4 batches a second,
-        # whatever the cap
+        # Two workers take 0.5 s a batch, so two batches come at once every half second, and 4
+        # batches a second, whatever the cap.
         loader = DataLoader(_Samples(60, sleep_s=0.5), batch_size=1, num_workers=2)
         times = time_batches(loader, batches=100, max_s=0.1)
-        assert len(times.wait_s) == 2  # three rounds would take longer than three times the cap
+        # Three rounds would take longer than three times the cap.
+        assert len(times.wait_s) == 2
         assert times.images_per_second == pytest.approx(4, rel=0.3)
 
     def test_a_wall_clock_that_jumps_changes_nothing(self, monkeypatch):
@@ -189,7 +192,7 @@ class TestTimeBatches:
         with pytest.raises(ColabUtilsError, match="iterated again"):
             time_batches(iter([["a"]] * 2), batches=10, warmup=2)
 
-    def test_nothing_at_all(self):
+    def test_a_loader_without_batches_is_refused(self):
         with pytest.raises(ColabUtilsError, match="The loader gives no batch"):
             time_batches([], batches=3)
 
@@ -228,13 +231,14 @@ class TestTimeBatches:
 
     @pytest.mark.clock
     def test_a_naive_clock_lies_about_a_queued_step_and_ours_does_not(self, monkeypatch):
-        busy_until = [0.0]  # a device that works off a queue, as CUDA does
+        # The device works off a queue, as CUDA does.
+        busy_until = [0.0]
 
         def synchronise():
             time.sleep(max(0.0, busy_until[0] - time.perf_counter()))
 
         def step(batch):
-            # queued, and back at once
+            # The call is queued and returns at once.
             busy_until[0] = max(busy_until[0], time.perf_counter()) + 0.03
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -276,19 +280,25 @@ class TestTimeBatches:
 @pytest.mark.parametrize(
     ("batch", "images"),
     [
-        ((torch.zeros(4, 3, 2, 2), torch.zeros(4)), 4),  # tensors, as default_collate makes them
+        # The default_collate of torch makes tensors like these.
+        ((torch.zeros(4, 3, 2, 2), torch.zeros(4)), 4),
+        # The references of torchvision make lists like these.
         (
             [[torch.zeros(3, 2, 2)] * 3, [{}] * 3],
             3,
-        ),  # lists, as torchvision's references make them
-        ({"pixel_values": torch.zeros(5, 3), "labels": torch.zeros(5)}, 5),  # transformers
-        (torch.zeros(6, 3), 6),  # a bare tensor
-        ((torch.tensor(1.0), 2), 1),  # batch_size=None
+        ),
+        # The transformers library makes dicts like this.
+        ({"pixel_values": torch.zeros(5, 3), "labels": torch.zeros(5)}, 5),
+        # A batch may be a bare tensor.
+        (torch.zeros(6, 3), 6),
+        # A loader with batch_size=None passes samples on.
+        ((torch.tensor(1.0), 2), 1),
+        # This batch has more than two columns.
         (
             (torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)),
             8,
-        ),  # more columns than two
-        # as default_collate makes of them
+        ),
+        # The default_collate of torch makes such a list of a batch.
         ([torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)], 8),
         (
             collections.namedtuple("Batch", "images targets")(
@@ -296,22 +306,28 @@ class TestTimeBatches:
             ),
             8,
         ),
-        ({"epoch": 3, "images": torch.zeros(8, 3, 2, 2)}, 8),  # begins with a scalar
-        ([{"image": torch.zeros(3, 2, 2)}] * 2, 2),  # samples, as Detectron2 makes them
-        ([(torch.zeros(3, 2, 2), 1)] * 3, 3),  # samples as they are
+        # The first value of this batch is a scalar.
+        ({"epoch": 3, "images": torch.zeros(8, 3, 2, 2)}, 8),
+        # Detectron2 makes lists of samples like this.
+        ([{"image": torch.zeros(3, 2, 2)}] * 2, 2),
+        # The samples come as they are.
+        ([(torch.zeros(3, 2, 2), 1)] * 3, 3),
         ([torch.zeros(3, 2, 2)] * 3, 3),
     ],
 )
-def test_images_of_any_batch(batch, images):
+def test_the_images_of_any_batch_are_counted(batch, images):
     assert time_batches([batch], batches=2, warmup=0).images == 2 * images
 
 
 @pytest.mark.parametrize(
     ("batch", "arguments"),
     [
-        ((["a"], [{}]), 2),  # images and targets
-        (torch.zeros(2), 1),  # one packed batch, which has two images and is no pair
-        ([{"image": 1}, {"image": 2}], 1),  # two samples
+        # A pair holds images and targets.
+        ((["a"], [{}]), 2),
+        # A packed batch is one argument, though it has two images and looks like a pair.
+        (torch.zeros(2), 1),
+        # A list of two samples is one argument.
+        ([{"image": 1}, {"image": 2}], 1),
     ],
 )
 def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
@@ -327,7 +343,8 @@ def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
 
 @pytest.mark.clock
 def test_ended_children_stay_counted():
-    # each epoch starts and ends its worker
+    # Each epoch starts and ends its worker.
     loader = DataLoader(_Samples(4, burn_s=0.05), num_workers=1)
     times = time_batches(loader, batches=8, warmup=0)
-    assert times.cpu_s >= 0.36  # of 0.40, in ticks of 10 ms
+    # The time is 0.40 s, and the kernel counts it in ticks of 10 ms.
+    assert times.cpu_s >= 0.36

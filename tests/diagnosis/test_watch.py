@@ -37,7 +37,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset
 
 pytestmark = [
-    # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+    # Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::colab_utils.errors.ColabUtilsWarning"),
     pytest.mark.skipif(
@@ -45,7 +45,8 @@ pytestmark = [
     ),
     pytest.mark.timeout(40),
 ]
-BAD = 3  # the sample where something happens
+# Something happens at the sample of this index.
+BAD = 3
 TIMEOUT_S = 0.5
 
 
@@ -115,14 +116,16 @@ def _when_stalled(watched, act, *, times=1):
 
 
 def _kill_self():
-    time.sleep(0.2)  # other threads of this worker have gone on to later batches
+    # Meanwhile, other threads of this worker go on to later batches.
+    time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_workers():
     """torch would wait 5 s for those of a loader that failed."""
     for process in multiprocessing.active_children():
-        with suppress(RuntimeError):  # torch's, wherever this process is when a worker ends
+        # The handler of torch raises wherever this process is when a worker ends.
+        with suppress(RuntimeError):
             process.kill()
             process.join()
 
@@ -153,7 +156,7 @@ def _leaves_nothing(few_objects):
 
 @pytest.mark.clock
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_read_that_hangs(tmp_path, kind):
+def test_a_read_that_hangs_is_named_with_its_sample(tmp_path, kind):
     dataset = _Photos(tmp_path)
     fifo = dataset.paths[BAD]
     _make_fifo(fifo)
@@ -167,14 +170,15 @@ def test_a_read_that_hangs(tmp_path, kind):
     (stall,) = watched.stalls
     assert stall.verdict == "read"
     assert (stall.seen.sample, stall.file, stall.seen.call) == (BAD, str(fifo), "openat")
-    # of torch's own loader only the sample that is being loaded is seen, not its batch
+    # In torch's own loader only the sample that is being loaded is seen, not its batch.
     assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     is_alone = kind.endswith("alone")
     assert is_alone == any(
         line.endswith(" __getitem__") and "test_watch.py:" in line for line in stall.seen.stack
     )
     assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == is_alone
-    assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5  # within 1 s, but for a busy machine
+    # A busy machine may add seconds to the 1 s that it should take.
+    assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5
     assert "\n" not in str(stall)
 
 
@@ -336,7 +340,7 @@ def test_nothing_of_torch_is_used():
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", text)
 
 
-def test_a_killed_worker(tmp_path):
+def test_a_killed_worker_is_named_with_its_sample(tmp_path):
     dataset = _Photos(tmp_path, n=14, act=_kill_self)
     watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=30)
     with pytest.raises(ColabUtilsError, match="ended"):
@@ -359,7 +363,7 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     ) as caught:
         _list_ids(watched)
     message = str(caught.value)
-    # and not 4, its index in the Subset
+    # The message names the sample of the dataset and not 4, its index in the Subset.
     assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in message
     assert "Who killed it was not seen. Now " in message
     assert "Most often it is the memory: use fewer workers" in message
@@ -406,7 +410,7 @@ def test_a_lock_held_across_fork(tmp_path):
         timeout_s=TIMEOUT_S,
         on_stall="raise",
     )
-    # the workers are forked while it is held
+    # The workers are forked while the lock is held.
     with lock, pytest.raises(ColabUtilsError, match="waits for a lock"):
         _list_ids(watched)
     (stall,) = watched.stalls
@@ -466,7 +470,8 @@ def test_a_healthy_loader_is_left_alone(tmp_path, kind):
     assert watched.batch_size == 2
     assert watched.dataset is loader.dataset
     assert "__getitem__" in vars(_Photos)
-    assert not hasattr(_Photos.__getitem__, "__wrapped__")  # only in workers
+    # Only workers wrap the method.
+    assert not hasattr(_Photos.__getitem__, "__wrapped__")
 
 
 def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
@@ -504,7 +509,7 @@ def test_only_a_data_loader_is_a_data_loader_under_watch(tmp_path):
         watched.streams  # noqa: B018
 
 
-def test_any_iterable():
+def test_any_iterable_can_be_watched():
     watched = watch((number for number in range(3)), timeout_s=20)
     assert list(watched) == [0, 1, 2]
     with pytest.raises(TypeError):
@@ -566,7 +571,7 @@ def test_a_pass_that_is_broken_off(tmp_path):
     assert _list_ids(watched) == list(range(8))
 
 
-def test_files_of_our_datasets(tiny_dataset: BuiltinDataset, tiny_shards):
+def test_the_files_of_our_datasets_are_known(tiny_dataset: BuiltinDataset, tiny_shards):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     assert Path(passes.find_file(folder, 2)).is_file()
     assert Path(passes.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
@@ -578,7 +583,8 @@ def test_it_costs_little():
     batches = list(range(20_000))
     began = time.perf_counter()
     assert list(watch(batches)) == batches
-    assert (time.perf_counter() - began) / len(batches) < 300e-6  # about 3 us
+    # It takes about 3 us, so the bound leaves room for a busy machine.
+    assert (time.perf_counter() - began) / len(batches) < 300e-6
 
 
 @pytest.mark.parametrize(
@@ -591,7 +597,7 @@ def test_it_costs_little():
         ({"on_stall": "skip"}, "on_stall must be one of report, raise; it is 'skip'"),
     ],
 )
-def test_arguments_that_cannot_be(arguments, message):
+def test_arguments_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ColabUtilsError, match=message):
         watch([1], **arguments)
     with pytest.raises(ColabUtilsError, match="The int cannot be iterated over"):

@@ -200,7 +200,7 @@ def load_small(folder, info):
 
 
 def test_no_python_code_is_parsed_for_arrays(small_shard, monkeypatch):
-    # in Python 3.11 it sometimes fails in several threads
+    # In Python 3.11 it sometimes fails in several threads.
     monkeypatch.setattr("ast.literal_eval", lambda _: 1 / 0)
     assert len(load_small(*small_shard).image_ids)
 
@@ -236,7 +236,8 @@ def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_pa
             result = read(path, info)
         except ColabUtilsError as error:
             message = str(error)
-        else:  # bits are compared when they are read
+        else:
+            # The bits of the masks are compared with their checksum only when they are read.
             result = dataclasses.replace(result, bits=arrays.bits) if name == "a.arrays" else result
             assert_equal(result, arrays)
         assert str(path) in message
@@ -261,7 +262,8 @@ def test_a_flipped_bit_in_a_table_is_noticed(coco_shards, tmp_path):
     shard = index.shards[0]
     content = bytearray((coco_shards / shard.arrays_name).read_bytes())
     boxes = load_arrays(coco_shards / shard.arrays_name, shard).boxes
-    content[content.index(boxes.tobytes()) + 40] ^= 4  # still a box
+    # After the change it is still a valid box.
+    content[content.index(boxes.tobytes()) + 40] ^= 4
     (tmp_path / "a.arrays").write_bytes(content)
     with pytest.raises(ColabUtilsError, match="another checksum"):
         load_arrays(tmp_path / "a.arrays", shard)

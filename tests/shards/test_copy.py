@@ -180,7 +180,8 @@ def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
 
 def test_a_limit_copies_the_first_shards_and_a_later_copy_completes_it(source, tmp_path):
     target = tmp_path / "ssd"
-    report = copy_shards(source, target, limit_gb=8.5e-6)  # two shards of about 4 kB
+    # The limit holds two shards of about 4 kB.
+    report = copy_shards(source, target, limit_gb=8.5e-6)
     assert (report.shards, report.left_out_shards) == (2, 2)
     assert "2 left out" in str(report)
     index = read_index(target)
@@ -190,7 +191,8 @@ def test_a_limit_copies_the_first_shards_and_a_later_copy_completes_it(source, t
     assert len(names(target)) == 5
     report = copy_shards(source, target)
     assert (report.shards, report.skipped_shards) == (4, 2)
-    assert_same(source, target)  # the index too: partial no longer
+    # The index is the same too, and no longer partial.
+    assert_same(source, target)
 
 
 def test_a_limit_takes_nothing_away(source, tmp_path):
@@ -200,7 +202,8 @@ def test_a_limit_takes_nothing_away(source, tmp_path):
     assert report.shards == 4
     assert_same(source, target)
     (target / "shard-000003.tar").unlink()
-    copy_shards(source, target, limit_gb=8.5e-6)  # but what is gone is not listed
+    # The index no longer lists what is gone.
+    copy_shards(source, target, limit_gb=8.5e-6)
     assert [shard.name[6:12] for shard in read_index(target).shards] == [
         "000000",
         "000001",
@@ -223,7 +226,8 @@ def test_a_damaged_shard_beyond_the_limit_is_not_listed(source, tmp_path, name):
         "000001",
         "000002",
     ]
-    copy_shards(source, target)  # and replaced where it is asked for
+    # A copy without a limit replaces the damaged shard.
+    copy_shards(source, target)
     assert_same(source, target)
 
 
@@ -248,7 +252,8 @@ def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which, edit):
     with pytest.raises(ColabUtilsError, match=re.escape(str(path.parent))):
         copy_shards(source, target)
     assert path.read_bytes() == before
-    if which == "target":  # the cure
+    # Deleting the file is the cure that the message names.
+    if which == "target":
         path.unlink()
         copy_shards(source, target)
         assert_same(source, target)
@@ -268,17 +273,22 @@ def test_a_copy_of_a_part_is_a_part_until_all_is_copied(source, tmp_path):
     copy_shards(tmp_path / "part", tmp_path / "ssd")
     assert read_index(tmp_path / "ssd").partial
     copy_shards(source, tmp_path / "ssd")
-    copy_shards(tmp_path / "part", tmp_path / "ssd")  # a part on top of the whole changes nothing
+    # Copying a part on top of the whole changes nothing.
+    copy_shards(tmp_path / "part", tmp_path / "ssd")
     assert_same(source, tmp_path / "ssd")
 
 
 @pytest.mark.parametrize(
     "limit_gb",
     [
-        1e-9,  # less than one shard
-        0,  # nothing
-        -1,  # less than nothing
-        float("nan"),  # compares false with everything
+        # The limit is less than one shard.
+        1e-9,
+        # The limit is nothing.
+        0,
+        # The limit is less than nothing.
+        -1,
+        # NaN compares false with everything.
+        float("nan"),
     ],
 )
 def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
@@ -289,7 +299,7 @@ def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
 
 def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    # 16,006 bytes + 2 % do not fit
+    # A copy of 16,006 bytes and 2 % more does not fit.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))
     with pytest.raises(
         ColabUtilsError, match=r"16\.3 kB of free disk, and 16\.1 kB are free.*--limit-gb"
@@ -297,7 +307,8 @@ def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeyp
         copy_shards(source, tmp_path / "ssd")
     assert not (tmp_path / "ssd").exists()
     copy_shards(source, tmp_path / "ssd", limit_gb=8.5e-6)
-    copy_shards(source, tmp_path / "ssd")  # what is there already needs no room
+    # What is there already needs no room.
+    copy_shards(source, tmp_path / "ssd")
 
 
 def test_a_damaged_source_is_named_after_a_second_try(source, tmp_path, opened):
@@ -380,7 +391,7 @@ def test_a_drive_that_is_gone_at_the_start(source, tmp_path, monkeypatch):
         copy_shards(source, tmp_path / "ssd")
 
 
-def test_a_full_disk(source, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_half_copy(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -397,7 +408,7 @@ def test_other_shards_in_the_target_are_left_alone(source, tmp_path):
         copy_shards(source, other)
     write_index(other, replace(read_index(source), recipe={**RECIPE, "max_size": 640}))
     before[INDEX_NAME] = (other / INDEX_NAME).read_bytes()
-    # the same dataset, stored in another size
+    # The dataset is the same, stored in another size.
     with pytest.raises(ColabUtilsError, match=r"holds other shards"):
         copy_shards(source, other)
     (other / INDEX_NAME).unlink()
@@ -491,7 +502,8 @@ def test_ctrl_c_leaves_finished_files_and_no_index(running):
 def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
     source, target = running(signal.SIGKILL)
     assert list(target.glob(".*.part"))
-    alive = target / f".shard-000000.tar.{os.getppid()}.part"  # a copy that still runs elsewhere
+    # A copy that still runs elsewhere owns this file.
+    alive = target / f".shard-000000.tar.{os.getppid()}.part"
     alive.touch()
     copy_shards(source, target)
     alive.unlink()

@@ -280,5 +280,6 @@ def test_members_make_a_plain_tar():
 
 
 def test_checksums_of_bytes_and_files_agree(tmp_path):
-    (tmp_path / "a").write_bytes(b"abc" * 100_000)  # more than is read at once
+    # The content is more than is read at once.
+    (tmp_path / "a").write_bytes(b"abc" * 100_000)
     assert hash_file(tmp_path / "a") == (300_000, hash_bytes(b"abc" * 100_000))

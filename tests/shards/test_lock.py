@@ -120,7 +120,8 @@ def contend(barrier, folder, rounds, results):
             results.put((n, str(error)))
 
 
-@pytest.mark.parametrize("dead", [False, True])  # the lock of a killed process is there
+# In the second case the lock of a killed process is there.
+@pytest.mark.parametrize("dead", [False, True])
 def test_one_of_several_processes_gets_the_lock(tmp_path, dead):
     rounds = 60
     count = 3
@@ -157,10 +158,11 @@ def test_the_lock_of_another_machine_counts_for_a_while(tmp_path):
     ):
         pass
     assert (tmp_path / "writer.txt").exists()
+    # The writer has given no sign of life for too long.
     os.utime(
         tmp_path / "writer.txt",
         (time.time() - 101,) * 2,
-    )  # it gives no sign of life any more
+    )
     with hold_folder(tmp_path):
         assert os.uname().nodename in (tmp_path / "writer.txt").read_text()
     assert not list(tmp_path.iterdir())
@@ -220,13 +222,14 @@ def test_a_lock_without_content_is_somebodys(tmp_path, content):
         pass
 
 
-def test_a_lock_that_is_no_file(tmp_path):
+def test_a_lock_that_is_no_file_is_never_written_through(tmp_path):
     os.mkfifo(tmp_path / "writer.txt")
     with pytest.raises(ColabUtilsError, match="is a device or a pipe"), hold_folder(tmp_path):
         pass
     (tmp_path / "writer.txt").unlink()
     (tmp_path / "mine").write_text("mine")
-    for target in ("nowhere", "mine"):  # nothing is written where a link leads
+    # Nothing is written where a link leads.
+    for target in ("nowhere", "mine"):
         (tmp_path / "writer.txt").symlink_to(target)
         os.utime(tmp_path / "mine", (0, 0))
         with hold_folder(tmp_path):
@@ -243,7 +246,7 @@ def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
-        # it stays in the table of processes
+        # The process stays in the table of processes.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert (tmp_path / "writer.txt").exists()
         with hold_folder(tmp_path):

@@ -48,7 +48,7 @@ def snapshot(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-# parts
+# These tests write parts.
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +400,7 @@ def test_preprocess_needs_images_unless_it_finishes(folder, capsys):
     assert "Neither --images and --annotations" in capsys.readouterr().err
 
 
-# a run that is stopped
+# These tests stop a run.
 
 
 def test_a_stopped_job_writes_nothing(sixty, folder, monkeypatch):
@@ -422,7 +422,7 @@ def test_a_stopped_job_writes_nothing(sixty, folder, monkeypatch):
     write_shard(planned.jobs[0])
 
 
-# executors
+# These tests use executors.
 
 
 class Forgetful(Executor):

@@ -68,7 +68,7 @@ def test_shards_at_a_url_are_those_of_a_folder(photos, local, bucket):
     report = write(photos)
     assert report.images == 30
     assert snapshot(bucket) == snapshot(local)
-    # a second call finds them finished
+    # A second call finds the shards finished.
     assert write(photos).shards == report.shards
     assert find_recipe(URL) == read_index(local).recipe
 
@@ -200,7 +200,7 @@ def test_a_server_without_parts_of_files_is_copied_from(filled, local, tmp_path,
     shutil.copytree(local, Path(FaultyFileSystem.root) / "whole" / "shards")
     copy_shards(url, tmp_path / "ssd")
     assert snapshot(tmp_path / "ssd") == snapshot(local)
-    # the index, its probe, and nothing of a shard more than once
+    # The index and its probe are read, and nothing of a shard more than once.
     assert FaultyFileSystem.calls["read"] <= 2
 
 
@@ -221,7 +221,7 @@ def test_shards_are_copied_to_a_url(local, bucket):
     again = copy_shards(local, URL)
     assert again.bytes == 0
     assert again.skipped_shards == report.shards
-    # the index alone
+    # Only the index is written again.
     assert FaultyFileSystem.calls["write"] == 1
 
 

@@ -16,7 +16,8 @@ from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.records import try_sample
 from colab_utils.shards.write import write_shards
 
-SMALL = {"min_size": 64, "max_size": 200}  # every image of the tiny dataset is larger
+# Every image of the tiny dataset is larger.
+SMALL = {"min_size": 64, "max_size": 200}
 
 
 @pytest.fixture

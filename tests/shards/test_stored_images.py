@@ -189,8 +189,9 @@ KINDS = [
     ("palette.png", save(PALETTE, "PNG"), False),
     ("transparent palette.png", save(TRANSPARENT, "PNG"), False),
     ("one bit.png", save(GREY.convert("1"), "PNG"), False),
-    ("16 bits.png", make_png(16, 2, DEEP_RGB), False),  # Pillow says RGB, torchvision gives uint16
-    # Pillow's convert("RGB") turns it white
+    # Pillow says RGB, and torchvision gives uint16.
+    ("16 bits.png", make_png(16, 2, DEEP_RGB), False),
+    # The call convert("RGB") of Pillow turns it white.
     ("16 bits grey.png", make_png(16, 0, DEEP_GREY), False),
     ("lossy.webp", save(RGB, "WEBP"), False),
     ("lossless.webp", save(RGB, "WEBP", lossless=True), False),
@@ -263,7 +264,8 @@ def test_keep_shrinks_nothing(name, data, kept):
     KINDS,
     ids=[name for name, _, _ in KINDS],
 )
-@pytest.mark.parametrize("min_size", [800, 24])  # as large as it is, and shrunk
+# The images are stored as large as they are, and shrunk.
+@pytest.mark.parametrize("min_size", [800, 24])
 def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
     stored = store_image(data, (48, 64), min_size=min_size, max_size=1333, storage="pixels")
     size = (48, 64) if min_size == 800 else (24, 32)
@@ -293,15 +295,19 @@ def turn(orientation, size=(48, 64)):
     ("orientation", "size", "turned"),
     [
         (1, (48, 64), False),
-        (6, (48, 64), False),  # annotated as the file lies, as torchvision reads it: kept
-        (6, (64, 48), True),  # annotated as people see it
+        # The annotations follow the file as it lies and torchvision reads it, so it is kept.
+        (6, (48, 64), False),
+        # The annotations follow the photo as people see it.
+        (6, (64, 48), True),
         (8, (64, 48), True),
         (5, (64, 48), True),
-        (3, (48, 64), False),  # upside down: its size says nothing
-        (6, (0, 0), False),  # no size in the annotations: as torchvision reads it
+        # The photo is upside down, and its size says nothing about that.
+        (3, (48, 64), False),
+        # The annotations give no size, so the file counts as torchvision reads it.
+        (6, (0, 0), False),
     ],
 )
-def test_turned_photos(orientation, size, turned):
+def test_photos_are_turned_where_the_annotations_say_so(orientation, size, turned):
     data = turn(orientation)
     stored = store_image(data, size, **SIZES)
     assert (stored.data == data) is not turned
@@ -372,12 +378,14 @@ def make_chunk(name, data):
     "chunk",
     [
         make_chunk(b"eXIf", b"no TIFF at all"),
-        # as text
+        # The orientation stands there as text.
         make_chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04six\0\0\0\0\0"),
-        make_chunk(b"iCCP", b"profile\0\x07xxxx"),  # a way to compress that there is not
+        # The chunk names a compression that does not exist.
+        make_chunk(b"iCCP", b"profile\0\x07xxxx"),
         make_chunk(b"iCCP", b"profile"),
         make_chunk(b"zTXt", b"text\0\x07xxxx"),
-        make_chunk(b"tEXt", b"text\0text")[:-4] + b"oops",  # another checksum
+        # The checksum is wrong.
+        make_chunk(b"tEXt", b"text\0text")[:-4] + b"oops",
     ],
 )
 def test_damaged_metadata_refuses_no_image(chunk):
@@ -390,7 +398,8 @@ def test_damaged_metadata_refuses_no_image(chunk):
 
 
 def test_photos_of_phones_pass_and_bombs_are_refused_before_they_are_decoded():
-    phone = save(Image.new("1", (12_000, 9_000)), "PNG")  # 108 megapixels: Pillow would warn
+    # The image has 108 megapixels, for which Pillow would warn.
+    phone = save(Image.new("1", (12_000, 9_000)), "PNG")
     assert store_image(phone, (9_000, 12_000), **SIZES).size[0] == 800
     bomb = save(Image.new("1", (16_000, 16_000)), "PNG")
     jpeg = bytearray(save(GREY, "JPEG"))
@@ -448,7 +457,8 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
     (kept,) = record["annotations"]
     assert (kept["bbox"], kept["area"], kept["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
     assert kept["segmentation"]["size"] == [24, 32]
-    text = kept["segmentation"]["counts"].decode()  # RLE stays bytes until the JSON is written
+    # RLE stays bytes until the JSON is written.
+    text = kept["segmentation"]["counts"].decode()
     assert json.loads(dump_record(record))["annotations"][0]["segmentation"]["counts"] == text
     assert (record["original_height"], record["original_width"]) == (48, 64)
 

@@ -20,7 +20,7 @@ def shards(tiny_shards, tmp_path):
     return shutil.copytree(tiny_shards, tmp_path / "shards")
 
 
-def test_whole_shards(tiny_shards):
+def test_whole_shards_are_complete(tiny_shards):
     report = verify_shards(tiny_shards)
     assert report.bad == ()
     assert (report.images, report.shards) == (12, len(read_index(tiny_shards).shards))
@@ -33,7 +33,8 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("which", [0, 1])  # the tar, the arrays
+# The tar is damaged first, then the arrays.
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

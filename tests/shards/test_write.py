@@ -48,7 +48,8 @@ from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 from tests.bad_reads import BadReads, cut
 
-SHARD_MB = 0.03  # a few images of the tiny dataset
+# A shard holds a few images of the tiny dataset.
+SHARD_MB = 0.03
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,8 @@ def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
         return real_read(*arguments, **options)
 
     monkeypatch.setattr(jobs, "read_image", read)
-    with ThreadPoolExecutor(1) as executor:  # in this process, where it can be counted
+    # The thread stays in this process, where its calls can be counted.
+    with ThreadPoolExecutor(1) as executor:
         run(dataset, folder, executor=executor, streams=3)
     assert snapshot(folder) == snapshot(undisturbed)
     assert 2 <= max(peaks) <= 3
@@ -132,7 +134,7 @@ def test_webdataset_reads_real_coco_as_it_is(coco_mini, folder):
         record = json.loads(sample["json"])
         image = images.pop(record["image_id"])
         assert sample["__key__"] == f"{image['id']:012d}"
-        # not a bit changed
+        # Not a bit is changed.
         assert sample["jpg"] == (coco_mini.images / image["file_name"]).read_bytes()
         assert record["image_id"] == image["id"]
         for key in ("file_name", "width", "height"):
@@ -144,7 +146,8 @@ def test_webdataset_reads_real_coco_as_it_is(coco_mini, folder):
     decoded = next(iter(webdataset.WebDataset(tars[:1], shardshuffle=False).decode("pil")))
     assert decoded["jpg"].mode == "RGB"
     assert decoded["json"]["annotations"]
-    gc.collect()  # while the warning of a shard that webdataset left open is ignored
+    # Nothing may be left to collect once the warning of an open shard of webdataset counts again.
+    gc.collect()
 
 
 def test_any_worker_count_writes_the_same_bytes(tiny_dataset, undisturbed, tmp_path):
@@ -233,20 +236,20 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(
     left = snapshot(folder)
     expected = snapshot(undisturbed)
     assert "index.json" not in left
-    # the arrays of each were written before
+    # The arrays of each finished shard were written before its tar.
     finished = {name for name in left if name.endswith(".tar")}
     assert finished
     assert len(finished) < sum(name.endswith(".tar") for name in expected)
-    # as a kill in a write leaves it
+    # A kill in the middle of a write leaves this.
     (folder / f".shard-000009.tar.{process.pid}.part").write_bytes(b"half")
     times = {name: (folder / name).stat().st_mtime_ns for name in finished}
     run(data, folder, workers=3 - workers)
     assert snapshot(folder) == expected
-    # continued, not begun again
+    # The run was continued, not begun again.
     assert {name: (folder / name).stat().st_mtime_ns for name in finished} == times
 
 
-def test_killed_at_random_moments(tmp_path):
+def test_a_run_killed_at_random_moments_continues(tmp_path):
     script = Path(__file__).parents[1] / "stress" / "kill_preprocess.py"
     command = [sys.executable, str(script), "--kills", "3", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -259,7 +262,8 @@ def test_ctrl_c_leaves_finished_shards_only(tiny_dataset, undisturbed, folder, t
     data = tiny_dataset.images, tiny_dataset.annotations
     process = start_slow_run(data, folder, workers, tmp_path)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == b""  # no worker's traceback
+    # No worker prints a traceback.
+    assert process.communicate(timeout=60)[1] == b""
     assert process.returncode == 130
     expected = snapshot(undisturbed)
     left = snapshot(folder)
@@ -298,7 +302,8 @@ def test_a_full_disk_leaves_finished_shards_and_continues(
     assert snapshot(folder) == expected
 
 
-@pytest.mark.timeout(120)  # and not the hour of the next try
+# The next try would come only after an hour.
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
     tiny_dataset, folder, monkeypatch, workers
@@ -380,7 +385,7 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
     assert "1 bad images skipped" in str(report)
     assert read_index(folder).skipped == report.skipped
     assert verify_shards(folder).images == 11
-    # and told again by the same call
+    # The same call reports the skipped image again.
     assert run(dataset, folder, max_bad=0.1).skipped == report.skipped
 
 
@@ -472,7 +477,8 @@ def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("place", [0, 9])  # 0 is met while the first images are measured
+# Image 0 is met while the first images are measured.
+@pytest.mark.parametrize("place", [0, 9])
 def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, workers, place):
     lost = names(dataset[1])[place]
     read = image_module.read_file
@@ -508,9 +514,11 @@ def hundred(tmp_path_factory):
 @pytest.mark.parametrize(
     ("bad", "max_bad", "stops", "workers"),
     [
-        (1, 0.01, False, 1),  # just 1 %
+        # This is just 1 %.
+        (1, 0.01, False, 1),
         (2, 0.01, True, 2),
-        (29, 0.29, False, 1),  # 0.29 x 100 is 28.999999999999996
+        # In floating point, 0.29 x 100 is 28.999999999999996.
+        (29, 0.29, False, 1),
         (30, 0.29, True, 1),
         (1, 0, True, 1),
         (40, 1, False, 2),
@@ -531,7 +539,8 @@ def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, stops,
         run(data, folder, max_bad=max_bad, workers=workers)
     assert ".png: not an image" in str(error.value)
     assert not (folder / "index.json").exists()
-    for i in range(50, 50 + bad):  # repaired, the same call goes through
+    # Once the images are repaired, the same call goes through.
+    for i in range(50, 50 + bad):
         shutil.copy(hundred / f"{i}.png", images)
     assert run(data, folder, max_bad=max_bad, workers=workers).skipped == ()
     run((hundred, hundred / "a.json"), tmp_path / "good")
@@ -751,7 +760,8 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
     with pytest.raises(ColabUtilsError, match=r"The annotations .* cannot be read"):
         run((dataset[0], tmp_path / "no.json"), folder)
     with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
-        run(dataset, dataset[1])  # a file
+        # The target is a file and no folder.
+        run(dataset, dataset[1])
     with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
         run(dataset, Path("/proc/shards"))
 
@@ -772,7 +782,7 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
         {"max_bad": -0.1},
     ],
 )
-def test_numbers_out_of_range(tiny_dataset, folder, options):
+def test_numbers_out_of_range_are_refused(tiny_dataset, folder, options):
     with pytest.raises(ColabUtilsError, match=f"expected {next(iter(options))} between"):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
     assert not folder.exists()
@@ -882,10 +892,11 @@ def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, wor
     tars = sorted(str(path) for path in folder.glob("*.tar"))
     samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode())
     assert [sample["npy"].shape for sample in samples] == [(128, 160, 3)] * 12
-    gc.collect()  # while the warning of a shard that webdataset left open is ignored
+    # Nothing may be left to collect once the warning of an open shard of webdataset counts again.
+    gc.collect()
 
 
-def test_storages_of_larger_images(tiny_dataset, tmp_path):
+def test_the_storage_decides_what_larger_images_become(tiny_dataset, tmp_path):
     data = (tiny_dataset.images, tiny_dataset.annotations)
     sizes = {}
     for name, options in {
@@ -915,7 +926,7 @@ def test_other_settings_are_refused(tiny_dataset, undisturbed, folder):
 
 
 @pytest.mark.parametrize("storage", ["zip", "auto", None, ["shrink"]])
-def test_unknown_storage(tiny_dataset, folder, storage):
+def test_an_unknown_storage_is_refused(tiny_dataset, folder, storage):
     with pytest.raises(ColabUtilsError, match="storage must be one of keep, shrink, pixels"):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, storage=storage)
     assert not folder.exists()
@@ -923,7 +934,8 @@ def test_unknown_storage(tiny_dataset, folder, storage):
 
 def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
     assert find_recipe(folder) is None
-    assert find_recipe(dataset[1]) is None  # a file
+    # The path is a file and no folder.
+    assert find_recipe(dataset[1]) is None
     with monkeypatch.context() as patch:
         patch.setattr(
             write, "write_index", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
@@ -931,14 +943,15 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
         with pytest.raises(ColabUtilsError, match="failed: full"):
             run(dataset, folder, storage="pixels")
     assert not (folder / "index.json").exists()
-    assert find_recipe(folder)["storage"] == "pixels"  # of a run that is not finished
+    # The recipe belongs to a run that is not finished.
+    assert find_recipe(folder)["storage"] == "pixels"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text("{}")
     with pytest.raises(ColabUtilsError, match="is none of colab_utils"):
         find_recipe(tmp_path / "other")
 
 
-# one writer
+# These tests look at the rule of one writer.
 
 
 def contend(number, barrier, data, folder, rounds, results):
@@ -990,17 +1003,20 @@ def test_of_two_writers_one_gets_in(tiny_dataset, dataset, tmp_path, same):
         assert not any("\n" in loser for loser in losers)
         folder = tmp_path / "out" / str(n)
         assert verify_shards(folder).bad == ()
-        run(data[winners[0]], folder)  # it is that one's
+        # The folder belongs to the winner, so the same call goes through.
+        run(data[winners[0]], folder)
         assert not (folder / "writer.txt").exists()
 
 
 def test_an_image_that_was_read_badly_is_read_again(tiny_dataset, undisturbed, folder, monkeypatch):
     files = (tiny_dataset.images, tiny_dataset.annotations)
     reads = BadReads(monkeypatch, next(tiny_dataset.images.iterdir()).suffix, cut, 1000)
-    with pytest.raises(DriveLostError, match=r"bytes of .* came"):  # nothing is known of the image
+    # Nothing is known of the image, so it cannot be skipped.
+    with pytest.raises(DriveLostError, match=r"bytes of .* came"):
         run(files, folder)
     assert not folder.exists()
-    reads.times = 4  # while images are tried, in this process
+    # The bad reads end while images are tried, in this process.
+    reads.times = 4
     report = run(files, folder)
     assert report.skipped == ()
     assert reads.times == 0
@@ -1047,7 +1063,8 @@ def test_no_warning_stops_preprocess(tiny_dataset, tmp_path):
     decodes.
     """
     coco = json.loads(tiny_dataset.annotations.read_text())
-    runs = [0, 128 * 80, 0, 0, 128 * 80]  # empty ones, for which the mask is encoded anew
+    # The runs include empty ones, for which the mask is encoded anew.
+    runs = [0, 128 * 80, 0, 0, 128 * 80]
     coco["annotations"][0].update(
         segmentation={"size": [128, 160], "counts": runs}, bbox=[0, 0, 80, 128]
     )

@@ -33,9 +33,12 @@ def read_texts(figure):
 @pytest.mark.parametrize(
     ("values", "texts"),
     [
-        ({"a": 3.0}, ["3"]),  # one bar
-        ({"a": 0.0, "b": 0.0}, ["0", "0"]),  # nothing at all
-        ({"a": 12345.6, "b": 0.123}, ["12,346", "0.12"]),  # far apart
+        # A chart may have one bar.
+        ({"a": 3.0}, ["3"]),
+        # All bars may be empty.
+        ({"a": 0.0, "b": 0.0}, ["0", "0"]),
+        # The values lie far apart.
+        ({"a": 12345.6, "b": 0.123}, ["12,346", "0.12"]),
     ],
 )
 def test_bars_carry_their_numbers(values, texts):
@@ -81,7 +84,7 @@ def test_what_ended_early_is_not_waiting_and_what_is_cut_counts_as_far_as_it_is_
     figure = charts.plot_first_seconds(
         {"short": make_spans(0.5), "long": make_spans(0, 3, 3.75)}, seconds=4
     )
-    # 0.5 of 1 s; 1.25 of 4 s
+    # The loops wait 0.5 of 1 s, and 2.75 of 4 s.
     assert read_texts(figure) == ["waits 50%, 1 batch", "waits 69%, 2 batches"]
     assert read_frames(figure) == [1, 4]
 
@@ -123,7 +126,8 @@ def find_crossings(figure):
             yield text.get_text()
 
 
-@pytest.mark.parametrize("top", [40, 36, 30, 20, 3])  # at the line, just under it, and far from it
+# The bars end at the line, just under it, and far from it.
+@pytest.mark.parametrize("top", [40, 36, 30, 20, 3])
 def test_no_text_is_struck_through_or_cut(top):
     notes = {
         "plain loop": "waits 96%",
@@ -168,7 +172,7 @@ def test_a_long_title_is_broken_not_cut():
     assert "\n" in title
 
 
-# formulas, one of them wrong; what legends hide; other signs
+# The names are formulas, one of them wrong, names that legends hide, and other signs.
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 
 
@@ -198,7 +202,8 @@ def make_odd_figures():
 
 def test_names_in_figures_are_shown_as_they_are():
     for figure in make_odd_figures():
-        figure.draw_without_rendering()  # a formula that is none would raise here
+        # Drawing raises where a formula is none.
+        figure.draw_without_rendering()
         texts = [text for text in figure.findobj(Text) if text.get_text()]
         shown = {text.get_text().strip() for text in texts}
         assert all(any(name in text for text in shown) for name in NAMES), shown

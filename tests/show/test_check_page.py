@@ -47,7 +47,8 @@ def test_the_page_says_what_is_wrong_and_shows_it(spoiled, tmp_path):
     assert "&lt;script&gt;" in page
     assert all(escape(sentence) in page for sentence in report.statistics.advice)
     assert "box of corners" in page
-    write_check(report, *spoiled, tmp_path / "new" / "page.html")  # an earlier page is replaced
+    # The second page replaces the first.
+    write_check(report, *spoiled, tmp_path / "new" / "page.html")
 
 
 def test_somebody_elses_page_stays(spoiled, tmp_path):

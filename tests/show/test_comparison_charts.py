@@ -42,7 +42,7 @@ def read_title(figure):
     return figure.get_suptitle().replace("\n", " ")
 
 
-# images a second
+# These tests look at the chart of images a second.
 
 
 def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_comparison):
@@ -73,7 +73,7 @@ def test_the_figure_grows_while_the_steps_are_timed(course, lose, make_compariso
     assert read_texts(figure)[1:5] == ["…"] * 4
     assert read_title(figure) == "The step waits 96% of the time with the plain loop"
     whole = plot_comparison(make_comparison(*course))
-    # the axis stays as it is
+    # The axis stays as it is.
     assert whole.axes[0].get_xlim() == pytest.approx(figure.axes[0].get_xlim())
 
 
@@ -130,7 +130,7 @@ def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
         plot_comparison(make_comparison(lost))
 
 
-# first seconds, hours
+# These tests look at the charts of the first seconds and of the hours.
 
 
 def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
@@ -145,7 +145,8 @@ def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_com
     more = plot_cold_start(make_comparison(*course, make_timing("saved_tensors")))
     names = ["plain loop", "2 workers", "32 streams", "shards on SSD", "make_loader"]
     assert [label.get_text() for label in more.axes[0].get_yticklabels()] == names
-    assert more.axes[0].get_xlim() == (0, 7)  # whole seconds that all of them ran
+    # The axis ends at the whole seconds that all of them ran.
+    assert more.axes[0].get_xlim() == (0, 7)
     with pytest.raises(ColabUtilsError, match="No strategy was timed"):
         plot_cold_start(make_comparison(lose(course[0])))
 
@@ -158,7 +159,7 @@ def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comp
     }
     assert len(lines) == 3
     assert sorted(line.get_ydata()[-1] for line in lines.values()) == [
-        # converted once, copied three times
+        # The data are converted once and copied three times.
         pytest.approx(9 * hours / 38.4 + (0.15 + 3 * 0.002) * hours),
         pytest.approx(9 * hours / 20),
         pytest.approx(9 * hours / 1.6),
@@ -190,14 +191,18 @@ def test_names_at_the_ends_of_lines_do_not_overlap(make_timing, make_comparison)
 @pytest.mark.parametrize(
     ("rate", "once_ms", "paid"),
     [
-        (19.2, 10, "Paid back in the first epoch. 9 epochs"),  # 26 ms won, 10 spent
-        (19.2, 90, "Paid back after 3.5 epochs. 9 epochs"),  # and 90
-        (37.0, 100, "Paid back after "),  # long after the chart ends
+        # Each epoch wins 26 ms an image, and 10 ms were spent.
+        (19.2, 10, "Paid back in the first epoch. 9 epochs"),
+        # Each epoch wins 26 ms an image, and 90 ms were spent.
+        (19.2, 90, "Paid back after 3.5 epochs. 9 epochs"),
+        # The pay-back comes long after the chart ends.
+        (37.0, 100, "Paid back after "),
+        # Nothing is won, so no pay-back is named.
         (
             38.4,
             100,
             "9 epochs of 118,287 images: 11 hours with make_loader, 7.7 hours with 2 workers",
-        ),  # nothing is won: no pay-back is named
+        ),
     ],
 )
 def test_when_it_is_paid_back(make_timing, make_comparison, rate, once_ms, paid):
@@ -226,9 +231,9 @@ def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
     )
 
 
-# names
+# These tests look at names.
 
-# formulas, one of them wrong; what legends hide; other signs
+# The names are formulas, one of them wrong, names that legends hide, and other signs.
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 
 
@@ -237,13 +242,14 @@ def test_names_in_figures_are_shown_as_they_are(make_timing, make_comparison):
     comparison = replace(make_comparison(*rows), step=NAMES[2])
     for plot, least in ((plot_comparison, 4), (plot_epochs, 2)):
         figure = plot(comparison)
-        figure.canvas.draw()  # a formula that is none would raise here
+        # Drawing raises where a formula is none.
+        figure.canvas.draw()
         texts = [text for text in figure.findobj(Text) if text.get_text()]
         assert sum(any(name in text.get_text() for text in texts) for name in NAMES) >= least
         assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
 
 
-# what one method wins over another
+# These tests look at what one method wins over another.
 
 
 def test_a_difference_within_the_spread_of_the_repeats_is_called_equal(

@@ -10,14 +10,22 @@ from colab_utils.show.guesses import compare_guess
 @pytest.mark.parametrize(
     ("guess", "sentence"),
     [
-        (50, "You guessed 50, it was 96 %: more than you thought."),  # a slider
-        ("50", "You guessed 50, it was 96 %: more than you thought."),  # a text
-        (" 96 %", "You guessed 96, it was 96 %: close."),  # with its unit
-        (80, "You guessed 80, it was 96 %: close."),  # within a quarter
-        (200, "You guessed 200, it was 96 %: less than you thought."),  # too much
-        ("-3", "You guessed -3, it was 96 %: more than you thought."),  # nonsense, but a number
-        ("", "You made no guess. It was 96 %."),  # left empty
-        (None, "You made no guess. It was 96 %."),  # deleted
+        # A slider gives a number.
+        (50, "You guessed 50, it was 96 %: more than you thought."),
+        # A form field gives text.
+        ("50", "You guessed 50, it was 96 %: more than you thought."),
+        # The reader typed the unit, too.
+        (" 96 %", "You guessed 96, it was 96 %: close."),
+        # The guess is within a quarter.
+        (80, "You guessed 80, it was 96 %: close."),
+        # The guess is too high.
+        (200, "You guessed 200, it was 96 %: less than you thought."),
+        # The guess is nonsense, but it is a number.
+        ("-3", "You guessed -3, it was 96 %: more than you thought."),
+        # The reader left the field empty.
+        ("", "You made no guess. It was 96 %."),
+        # The reader deleted the guess.
+        (None, "You made no guess. It was 96 %."),
     ],
 )
 def test_a_guess_is_judged_beside_the_measurement(guess, sentence):
@@ -27,12 +35,18 @@ def test_a_guess_is_judged_beside_the_measurement(guess, sentence):
 @pytest.mark.parametrize(
     "guess",
     [
-        "many",  # a word
-        "1,500",  # a comma means thousands to some, and tenths to others
-        "nan",  # a number to Python
-        "inf",  # a number to Python
-        [3],  # a list
-        " ",  # a blank
+        # A word is no number.
+        "many",
+        # A comma means thousands to some, and tenths to others.
+        "1,500",
+        # Python takes this for a number.
+        "nan",
+        # Python takes this for a number.
+        "inf",
+        # A list is no number.
+        [3],
+        # A blank is no number.
+        " ",
     ],
 )
 def test_what_is_no_number_is_named_and_not_judged(guess):

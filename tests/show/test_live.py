@@ -49,10 +49,10 @@ def test_the_animation_carries_every_span(stalled):
             [trace.batch, trace.start_s],
             atol=1e-3,
         )
-        # what the end cuts off lasts a little longer
+        # What the end cuts off lasts a little longer.
         np.testing.assert_allclose(drawn[2], trace.end_s, atol=0.04)
     assert sum(end <= 30 for end in data["steps"][2]) == stalled.batches == 98
-    # 3 batches a second are too fast to watch
+    # At full speed, 3 batches a second are too fast to watch.
     assert read_data(animate_simulation(stalled))["speed"] == 0.5
 
 
@@ -91,7 +91,8 @@ def test_a_long_simulation_stays_small():
     animation = animate_simulation(crowd)
     data = read_data(animation)
     assert len(data["steps"][0]) == 1500
-    assert read_title(animation) == str(crowd)  # of the whole simulation
+    # The title speaks of the whole simulation.
+    assert read_title(animation) == str(crowd)
     assert f"in the first {data['seconds']:.3g} s" in animation.data
     assert len(animation.data) < 150_000
     assert animation.data.count('class="load"') == 16
@@ -117,9 +118,12 @@ def test_no_batch_at_all_is_drawn():
 @pytest.mark.parametrize(
     "speed",
     [
-        0,  # it would never move
-        float("nan"),  # no number
-        float("inf"),  # it would be over
+        # At this speed it would never move.
+        0,
+        # This is no number.
+        float("nan"),
+        # At this speed it would be over at once.
+        float("inf"),
     ],
 )
 def test_impossible_speeds_are_refused(stalled, speed):
@@ -143,7 +147,7 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
         "for (const slider of document.querySelectorAll('.time')) { slider.value = 0.5; "
         "slider.oninput(); }"
     )
-    # the first one twice, as where one output is opened in two views
+    # The first one comes twice, as where one output is opened in two views.
     page.write_text(
         f"<body>{first.data}{second.data}{first.data}<script>{half}</script></body>",
         encoding="utf-8",
@@ -185,7 +189,7 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
     assert model == (str(waiting[2][0]) if len(waiting[2]) else "waits")
 
 
-# --- the sliders
+# These tests look at the sliders.
 
 
 def test_the_sliders_start_where_they_are_told_and_say_so():
@@ -226,8 +230,10 @@ def test_a_slider_redraws_the_chart_and_the_sentence():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"step_s": 0}, "step_s"),  # a slider of powers of ten has no 0
-        ({"load_s": float("nan")}, "load_s"),  # no number
+        # A slider of powers of ten has no 0.
+        ({"step_s": 0}, "step_s"),
+        # This is no number.
+        ({"load_s": float("nan")}, "load_s"),
     ],
 )
 def test_impossible_sliders_are_refused(settings, words):
@@ -235,7 +241,7 @@ def test_impossible_sliders_are_refused(settings, words):
         explore_simulation(**settings)
 
 
-# --- the monitor of a training run
+# These tests look at the monitor of a training run.
 
 
 def make_line(step, *, steps=1000, loss=1.0, gpu=None, ap=None):
@@ -293,7 +299,7 @@ def test_text_has_the_pages_colour_and_curves_stand_on_a_zero():
     assert re.findall("<text[^>]*>(.*?)</text>", page) == ["0", "0", "0"]
 
 
-# white, Colab's dark, JupyterLab's
+# The pages are white, Colab's dark, and JupyterLab's dark.
 @pytest.mark.parametrize("page", [(255, 255, 255), (56, 56, 56), (17, 17, 17)])
 def test_curves_are_seen_on_light_and_dark(page):
     def light(*colour):
@@ -307,7 +313,8 @@ def test_curves_are_seen_on_light_and_dark(page):
     assert len(strokes) == 2
     for stroke in strokes:
         pair = sorted((light(*bytes.fromhex(stroke[1:])), light(*page)))
-        assert pair[1] / pair[0] >= 3  # what WCAG asks of graphics
+        # WCAG asks this contrast of graphics.
+        assert pair[1] / pair[0] >= 3
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -328,7 +335,8 @@ def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatc
     monkeypatch.setattr(live, "monotonic", lambda: clock[0])
     monkeypatch.setattr("IPython.display.display", display)
     monitor = LiveMonitor()
-    for _ in range(2):  # a second run begins with its plan
+    # A second run begins with its plan.
+    for _ in range(2):
         monitor("a plan")
         for step in range(1, 11):
             clock[0] += 0.3
@@ -336,10 +344,11 @@ def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatc
     assert len(pictures) == 2
     for drawn in pictures:
         assert "step 1 of 10" in drawn[1]
-        # of the points, which begin anew with each run
+        # Commas separate the points of the curves, which begin anew with each run.
         assert drawn[1].count(",") < drawn[-1].count(",")
         assert 4 <= len(drawn) <= 7
-        assert "step 10 of 10" in drawn[-1]  # the end is always drawn
+        # The end is always drawn.
+        assert "step 10 of 10" in drawn[-1]
 
 
 def test_elsewhere_lines_are_printed(capsys):

@@ -12,7 +12,7 @@ from colab_utils.show.charts import plot_bars, plot_first_seconds
 from colab_utils.show.comparison_charts import plot_comparison, plot_epochs
 from colab_utils.show.pictures import PALETTE
 
-# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB
+# The matrices are those of Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
 SIGHT = {
     "all cones": np.eye(3),
     "deuteranopia": [
@@ -28,7 +28,7 @@ SIGHT = {
 }
 TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
 WHITE = (0.9505, 1.0, 1.089)
-# least distance in CIELAB; objects have outlines and names, too
+# These are the least distances in CIELAB. Objects may be closer, as they have outlines and names.
 CHARTS = 20
 OBJECTS = 15
 
@@ -109,7 +109,7 @@ def test_neighbouring_objects_are_told_apart(sight):
 def test_the_measure_sees_what_the_eyes_see():
     assert find_lab("#ffffff", "all cones") == pytest.approx([100, 0, 0], abs=0.1)
     assert find_lab("#ff0000", "all cones") == pytest.approx([53.2, 80.1, 67.2], abs=0.2)
-    # green and grey were in one chart
+    # This green and this grey were once in the same chart.
     for sight, grey in (("deuteranopia", "#777777"), ("protanopia", "#777777")):
         assert (
             find_closest(["#009E73", grey], sight)[0]

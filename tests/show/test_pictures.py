@@ -58,10 +58,14 @@ def test_a_sample_shows_its_mask_box_and_name():
 @pytest.mark.parametrize(
     "sample",
     [
-        make_sample(),  # no objects
-        make_sample((0, 0, 60, 40)),  # an object that fills the image
-        make_sample((0, 0, 1, 1)),  # one pixel
-        make_sample((3, 3, 9, 9), height=400, width=30),  # a tall image
+        # The image has no objects.
+        make_sample(),
+        # The object fills the image.
+        make_sample((0, 0, 60, 40)),
+        # The object is a single pixel.
+        make_sample((0, 0, 1, 1)),
+        # The image is tall.
+        make_sample((3, 3, 9, 9), height=400, width=30),
     ],
 )
 def test_odd_samples_are_drawn(sample):
@@ -77,7 +81,7 @@ def test_float_images_are_drawn_as_they_are():
 
 
 def test_only_the_largest_are_named_and_no_name_is_cut():
-    # each smaller than the one before
+    # Each box is smaller than the one before.
     boxes = [(n * 10, n * 5, n * 10 + 9 - n, n * 5 + 9 - n) for n in range(6)]
     figure = draw_twice(make_sample(*boxes), {1: "a very long name", 2: "tile"})
     axis, _ = figure.axes
@@ -95,7 +99,7 @@ def test_masks_have_outlines_that_follow_them():
         for lines in figure.axes[0].collections
         for path in lines.get_paths()
     ]
-    # between the pixels
+    # The outline runs between the pixels.
     assert np.allclose(
         outlines,
         [[-0.5, -0.5, 59.5, 39.5], [9.5, 4.5, 29.5, 24.5]],
@@ -176,17 +180,22 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
     ]
     assert widths == [[4, 1.5], [4, 4]]
     colours = [[patch.get_edgecolor() for patch in axis.patches] for axis in (truth, predicted)]
-    assert colours[0][0] == colours[1][0] == colours[1][1]  # all of them are balls
+    # All of them are balls.
+    assert colours[0][0] == colours[1][0] == colours[1][1]
     assert colours[0][0] != colours[0][1]
 
 
 @pytest.mark.parametrize(
     ("box", "label", "count"),
     [
-        ((10, 5, 30, 25), 1, 1),  # the same
-        ((10, 5, 30, 25), 2, 0),  # of another class
-        ((14, 5, 34, 25), 1, 1),  # IoU 0.67
-        ((17, 5, 37, 25), 1, 0),  # IoU 0.48
+        # The prediction is the object itself.
+        ((10, 5, 30, 25), 1, 1),
+        # The prediction has another class.
+        ((10, 5, 30, 25), 2, 0),
+        # The IoU is 0.67.
+        ((14, 5, 34, 25), 1, 1),
+        # The IoU is 0.48.
+        ((17, 5, 37, 25), 1, 0),
     ],
 )
 def test_a_prediction_fits_by_its_mask_and_its_class(box, label, count):

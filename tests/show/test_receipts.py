@@ -25,7 +25,8 @@ def test_many_receipts_in_one_chart(receipts):
     figure = plot_receipts(receipts[::-1])
     figure.canvas.draw()
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert [name.partition(":")[0] for name in names] == ["1. anna", "2. ben"]  # the fastest first
+    # The fastest comes first.
+    assert [name.partition(":")[0] for name in names] == ["1. anna", "2. ben"]
     assert [patch.get_width() for patch in figure.axes[0].patches] == [24, 2]
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert ["96% → 4%" in texts[0], "96% → 92%" in texts[1]] == [

@@ -45,7 +45,8 @@ def test_the_receipt_holds_everything_itself(tmp_path, course, make_comparison):
     page = write_receipt(make_comparison(*course), tmp_path / "receipt")
     reader = Reader(page)
     assert page == tmp_path / "receipt" / "index.html"
-    assert len(reader.loads) == 3  # bars, first seconds, hours
+    # The page loads the bars, the first seconds, and the hours.
+    assert len(reader.loads) == 3
     assert all(source.startswith("data:image/svg+xml;base64,") for source in reader.loads)
     assert "script" not in reader.tags
     assert reader.links == ["comparison.json"]

@@ -21,7 +21,8 @@ def test_the_page_holds_the_verdict_the_picture_and_the_slowest_batches(tmp_path
     assert summary.verdict in text
     assert "<img" in text
     assert text.count("<tr>") == 1 + len(summary.worst)
-    assert write_summary(summary, page) == page  # an earlier one is replaced
+    # The new page replaces an earlier one.
+    assert write_summary(summary, page) == page
     other = tmp_path / "index.html"
     other.write_text("mine")
     with pytest.raises(ColabUtilsError, match="Name a new file"):

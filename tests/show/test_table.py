@@ -13,15 +13,23 @@ from colab_utils.show.table import make_table
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "–"),  # not measured
-        (True, "yes"),  # a flag
-        (0.0, "0"),  # zero has no digits
-        (0.04567, "0.0457"),  # small: three digits
-        (7.97e-05, "0.0001"),  # smaller: no powers of ten
-        (12.34, "12.3"),  # middle: three digits
-        (118287, "118,287"),  # whole numbers keep all digits
-        (29114.4, "29,114"),  # large: no decimals
-        ("as it is", "as it is"),  # text
+        # The value was not measured.
+        (None, "–"),
+        # A flag reads as a word.
+        (True, "yes"),
+        # Zero has no digits after the point.
+        (0.0, "0"),
+        # A small number has three digits.
+        (0.04567, "0.0457"),
+        # A smaller number has no powers of ten.
+        (7.97e-05, "0.0001"),
+        # A middling number has three digits.
+        (12.34, "12.3"),
+        # Whole numbers keep all digits.
+        (118287, "118,287"),
+        # A large number has no decimals.
+        (29114.4, "29,114"),
+        ("as it is", "as it is"),
     ],
 )
 def test_values_are_written_as_people_read_them(value, text):
@@ -60,13 +68,20 @@ def test_numbers_stand_on_the_right():
 @pytest.mark.parametrize(
     ("texts", "right"),
     [
-        (["7.97e-05", "0.1"], True),  # powers of ten
-        (["+7%", "-12 %"], True),  # errors
-        (["4.2 s", "10 minutes", "–"], True),  # units
-        (["1,234.5", "not tried"], True),  # what is missing
-        (["3 files of 4", "1"], False),  # a sentence
-        (["T4", "A100"], False),  # names
-        (["1.00 [0.9-1.1]"], False),  # a range
+        # Powers of ten are numbers.
+        (["7.97e-05", "0.1"], True),
+        # Relative errors are numbers.
+        (["+7%", "-12 %"], True),
+        # Numbers may have units.
+        (["4.2 s", "10 minutes", "–"], True),
+        # A missing value leaves the column one of numbers.
+        (["1,234.5", "not tried"], True),
+        # A sentence is no number.
+        (["3 files of 4", "1"], False),
+        # Names are no numbers.
+        (["T4", "A100"], False),
+        # A range is no number.
+        (["1.00 [0.9-1.1]"], False),
     ],
 )
 def test_numbers_with_units_stand_on_the_right(texts, right):
@@ -76,7 +91,8 @@ def test_numbers_with_units_stand_on_the_right(texts, right):
 def test_a_long_table_scrolls_and_takes_the_keyboards_focus():
     html = make_table([{"class": n, "AP": 0.1} for n in range(80)]).to_html()
     assert re.match('<div tabindex="0" style="[^"]*max-height:[^"]*overflow:auto"', html)
-    assert html.count("position:sticky") == 2  # the headings stay
+    # The headings stay while the table scrolls.
+    assert html.count("position:sticky") == 2
 
 
 def test_a_table_without_rows_is_refused_and_what_a_row_lacks_is_a_dash():
