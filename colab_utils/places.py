@@ -1,7 +1,7 @@
 """Places where data lies: folders, and URLs that fsspec knows, such as buckets and web servers.
 
-fsspec has the protocols and the credentials; see its documentation for how to set them. Here are
-the words for what goes wrong there, and files that are either complete or not there.
+fsspec knows the protocols and finds the credentials; its documentation says how to set them. This
+module adds errors that say what to do, and files that appear only when they are complete.
 """
 
 import errno
@@ -30,8 +30,10 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
 _CHAIN = re.compile(r"[a-z][a-z0-9+.-]+::", re.IGNORECASE)
 _LOCAL = ("file", "local")
 WEB = ("http", "https")
-"""Protocols of web servers, which give files by their names alone, and take none."""
-# A file that is written there has its name when it is complete, and not before.
+"""Protocols of web servers. They send a file whose name is known. They list no folders and take no
+files.
+"""
+# Stores in which a file appears only when it is complete.
 _STORES = (
     "s3",
     "s3a",
@@ -63,32 +65,32 @@ _PACKAGES = {
     "smb": "smbprotocol",
     "webdav": "webdav4",
 }
-# Errors that asking again does not mend.
+# Errors that would come again if the server were asked again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
 _LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
-# Of the answers 400 to 499, those that ask to come again.
+# Of the statuses 400 to 499, those after which a request may be sent again.
 _PASSING_STATUS = (408, 425, 429)
 _SILENT_S = 60.0
-# s3fs sends a large file in parts of so many bytes.
+# Bytes of a part: s3fs sends large files in parts.
 _SENT_BYTES = 50 << 20
 _Result = TypeVar("_Result")
-# Servers that give a whole file where a part was asked for.
+# Servers that send the whole file when a part is asked for.
 _WITHOUT_RANGES: set[str] = set()
 
 
 class ServerLostError(DriveLostError):
-    """A server did not answer, or not as it should; what was finished before is safe."""
+    """A server did not answer, or answered with a failure. What was finished before is safe."""
 
     place = "the server"
 
 
 class RefusedError(ColabUtilsError):
-    """A server refused, and would do so again: look at the address, credentials and rights."""
+    """A server refused a request, and would refuse it again: look at address and credentials."""
 
 
 class UrlStatus(NamedTuple):
-    """What a server tells of a file, by the names of ``os.stat``."""
+    """Size and time of a file on a server, named as in ``os.stat``."""
 
     st_size: int
     """Bytes."""
@@ -98,13 +100,13 @@ class UrlStatus(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class UrlPath:
-    """A file or a folder at a URL, with what `pathlib.Path` gives of those of this machine.
+    """A file or a folder at a URL, with methods like those of `pathlib.Path`.
 
-    It is no ``os.PathLike``: nothing takes it for a path of this machine by mistake.
+    It is no ``os.PathLike``, so that no function takes it for a path of this machine by mistake.
 
     Args:
         url: the URL, without a query.
-        query: what a web server wants after each name, such as a signature; never shown.
+        query: what a web server needs after each name, such as a signature. It is never shown.
 
     Example:
         >>> folder = UrlPath("s3://bucket/shards")
@@ -128,7 +130,7 @@ class UrlPath:
 
     @property
     def protocol(self) -> str:
-        """Return what the URL begins with, such as ``s3``."""
+        """Return the protocol of the URL, such as ``s3``."""
         return self.url.partition(":")[0].lower()
 
     @property
@@ -142,7 +144,7 @@ class UrlPath:
         return replace(self, url=self.url.rstrip("/").rpartition("/")[0])
 
     def with_suffix(self, suffix: str) -> "UrlPath":
-        """Return the file beside it whose name ends otherwise."""
+        """Return the file in the same folder with another ending of its name."""
         return self.parent / PurePosixPath(self.name).with_suffix(suffix).name
 
     def absolute(self) -> "UrlPath":
@@ -166,7 +168,7 @@ class UrlPath:
         """Return whether there is a file, or a folder with files.
 
         Raises:
-            ServerLostError: nobody can tell.
+            ServerLostError: the server does not answer.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
             self._find_info()
@@ -194,7 +196,7 @@ class UrlPath:
             return bytes(system.cat_file(path))
 
     def read_range(self, start: int, count: int) -> bytes:
-        """Return so many bytes of a file; fewer may come, and past its end none."""
+        """Return ``count`` bytes from ``start`` on; fewer at the end of the file, none after it."""
         with guard_server(self):
             system, path = self._locate()
             content = bytes(system.cat_file(path, start, start + count))
@@ -210,19 +212,19 @@ class UrlPath:
 
     @property
     def has_ranges(self) -> bool:
-        """Return whether the server gives parts of files, as far as it was asked for some."""
+        """Return False if the server has sent a whole file when a part was asked for."""
         return self.server not in _WITHOUT_RANGES
 
     def open_stream(self) -> Any:
-        """Open a file that is read from its start on, of a server without ranges."""
+        """Open a file to read it from its start on; for servers that send no parts of files."""
         with guard_server(self):
             system, path = self._locate()
             return system.open(path, "rb", block_size=0)
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Write a file, which has its name when it is complete and not before.
+        """Write a file. It appears under its name only when it is complete.
 
-        It is compared with what the server says of it, or else read back.
+        Afterwards the content is compared with the server's MD5, or else the file is read back.
 
         Raises:
             OSError: EIO where the file reads back differently.
@@ -254,7 +256,7 @@ class UrlPath:
         system.mv(temporary, path)
 
     def holds(self, content: bytes) -> bool:
-        """Return whether a file has this content: by the server's MD5, or else read back."""
+        """Return whether a file has this content, by the server's MD5 or by reading the file."""
         try:
             info = self._find_info()
         except FileNotFoundError:
@@ -265,22 +267,22 @@ class UrlPath:
         if "md5Hash" in info:
             # Google's name and form of it.
             tag = b64decode(info["md5Hash"]).hex()
-        # A store that encrypts, or was given other parts, has another one.
+        # The tag is another one where the store encrypts, or where the file came in other parts.
         return tag == _make_tag(content, "-" in tag) or self.read_bytes() == content
 
     def replace(self, target: "UrlPath") -> None:
-        """Move a file, over what is there."""
+        """Move a file to ``target``, and replace a file that is there."""
         with guard_server(self):
             system, path = self._locate()
             system.mv(path, target._locate()[1])
 
     def touch(self) -> None:
-        """Give a file the time of now, or make it empty; others may look at its time alone."""
+        """Set the time of a file to now, or make an empty file."""
         self.write(self.read_bytes() if self.exists() else b"")
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""
-        # Servers do not agree on what removing nothing is.
+        # If there is no file, some servers raise an error and others do not.
         if not self.exists():
             if missing_ok:
                 return
@@ -290,14 +292,14 @@ class UrlPath:
             system.rm_file(path)
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Make a folder where the server has such; a bucket is never made."""
+        """Make a folder, if the server has folders. A bucket is never made."""
         if self.protocol not in (*_STORES, *WEB):
             with guard_server(self):
                 system, path = self._locate()
                 system.makedirs(path, exist_ok=exist_ok)
 
     def rmdir(self) -> None:
-        """Do nothing: an empty folder in a store is not there."""
+        """Do nothing: a store has no empty folders."""
 
     def remove_all(self) -> None:
         """Remove all files of a folder."""
@@ -317,7 +319,7 @@ class UrlPath:
                 yield self / name
 
     def _list(self) -> dict[str, dict[str, Any]]:
-        """Return what fsspec tells of each name in a folder; nothing where there is none."""
+        """Return fsspec's facts on each name in a folder; none if there is no folder."""
         with suppress(FileNotFoundError, NotADirectoryError), guard_server(self):
             system, path = self._locate()
             system.invalidate_cache()
@@ -331,7 +333,7 @@ class UrlPath:
             return dict(system.info(path))
 
     def _locate(self) -> tuple[Any, str]:
-        """Return fsspec's file system of this process, and what it calls the file."""
+        """Return fsspec's file system for this process, and the name of the file in it."""
         system = _open_system(self.server, os.getpid())
         return system, system._strip_protocol(self.url) + self.query
 
@@ -340,7 +342,7 @@ Place = Path | UrlPath
 
 
 def _make_tag(content: bytes, is_in_parts: bool) -> str:
-    """Return what S3 calls the ETag of a file that was sent as a whole, or in s3fs's parts."""
+    """Return the ETag that S3 gives a file that was sent as a whole, or in the parts of s3fs."""
     if not is_in_parts:
         return hashlib.md5(content, usedforsecurity=False).hexdigest()
     view = memoryview(content)
@@ -362,7 +364,7 @@ def _open_system(server: str, process: int) -> Any:
     if protocol in WEB:
         from aiohttp import ClientTimeout
 
-        # A large file may take long; a server that is silent is lost.
+        # A large file may take long. A server that sends nothing for so many seconds is lost.
         silence = ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
         options["client_kwargs"] = {"timeout": silence}
     return url_to_fs(server, **options)[0]
@@ -372,8 +374,8 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """Return a folder or file of this machine, or one at a URL.
 
     Raises:
-        ColabUtilsError: fsspec does not know the protocol, or lacks a package for it; or it is a
-            chain of URLs.
+        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, or the path
+            is a chain of URLs.
 
     Example:
         >>> open_place("data/shards"), open_place("file:///data/shards")
@@ -386,7 +388,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     text = os.fspath(path)
     if _CHAIN.match(text):
         raise ColabUtilsError(
-            f"{text} is a chain of URLs, which is not read here. Name the last place alone."
+            f"{text} is a chain of URLs, which cannot be read. Name only the last place of it."
         )
     match = _URL.fullmatch(text)
     if match is None:
@@ -404,7 +406,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
 
 
 def name_below(path: Place, folder: Place) -> str:
-    """Return the name of a file below a folder, with slashes.
+    """Return the path of a file from a folder on, with slashes.
 
     Example:
         >>> name_below(UrlPath("s3://bucket/a/b.jpg"), UrlPath("s3://bucket"))
@@ -416,7 +418,7 @@ def name_below(path: Place, folder: Place) -> str:
 
 
 def is_same_place(first: Place, second: Place) -> bool:
-    """Return whether two places are one folder, or one URL.
+    """Return whether two places are the same folder, or the same URL.
 
     Example:
         >>> is_same_place(Path("shards"), Path("shards/."))
@@ -428,7 +430,7 @@ def is_same_place(first: Place, second: Place) -> bool:
 
 
 def _require_protocol(url: str, protocol: str) -> None:
-    """Refuse a URL that nothing here can read, before any work."""
+    """Refuse a URL whose protocol cannot be read."""
     from fsspec import get_filesystem_class
 
     try:
@@ -448,12 +450,12 @@ def _require_protocol(url: str, protocol: str) -> None:
 
 @contextmanager
 def guard_server(path: UrlPath) -> Iterator[None]:
-    """Turn what fsspec and its packages raise into errors with a cure.
+    """Turn the errors of fsspec and its packages into errors that say what to do.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no such file, folder or bucket.
-        ServerLostError: the server did not answer, or asked to come again.
-        RefusedError: it refused.
+        ServerLostError: the server did not answer, or asks to try again later.
+        RefusedError: the server refused.
     """
     try:
         yield
@@ -477,7 +479,7 @@ def guard_server(path: UrlPath) -> Iterator[None]:
 
 
 def _find_cause(error: Exception) -> Exception:
-    """Return what was wrong: fsspec says "not found" of a web server that fails, too."""
+    """Return the real cause: fsspec says "not found" also where a web server failed."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
@@ -489,7 +491,7 @@ def _find_cause(error: Exception) -> Exception:
 
 
 def find_reason(error: BaseException) -> str:
-    """Return in a few words what a server, or its package, said when this error was raised."""
+    """Return what a server or its package said when this error was raised, in a few words."""
     while isinstance(error, ColabUtilsError) and error.__cause__ is not None:
         error = error.__cause__
     return _describe_cause(error)
@@ -506,7 +508,7 @@ def _describe_cause(error: BaseException) -> str:
 
 
 def _find_status(error: BaseException) -> int:
-    """Return the number with which a web server answered; 0 where there is none."""
+    """Return the status that a web server answered with; 0 where there is none."""
     for name in ("status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int):
@@ -531,8 +533,9 @@ class UrlFile(io.RawIOBase):
 
     Args:
         path: the file.
-        retries: those of each read; without them the first error is raised.
-        block_bytes: bytes that one request brings at least, for those who read on.
+        retries: how often each read is tried again. Without them the first error is raised.
+        block_bytes: the least bytes of one request. Bytes that are not needed yet are kept for the
+            next read.
 
     Example:
         >>> from fsspec import filesystem
@@ -548,7 +551,7 @@ class UrlFile(io.RawIOBase):
         self.path = path
         self._retries = retries
         self._block_bytes = block_bytes
-        # Replaced as a whole: other threads may look at it.
+        # Start and bytes of the last request. Both are replaced at once, for other threads.
         self._block = (0, b"")
         self._size: int | None = None
         self._place = 0
@@ -569,7 +572,7 @@ class UrlFile(io.RawIOBase):
         return self._place
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a byte from the start, from here or from the end; return which one it is."""
+        """Go to a byte, counted from the start, from here or from the end; return its number."""
         starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}
         start = starts[whence] if whence in starts else self.find_size()
         self._place = start + offset
@@ -581,10 +584,10 @@ class UrlFile(io.RawIOBase):
         return bytes(memoryview(content)[: self.readinto(content, offset)])
 
     def readinto(self, buffer: Any, offset: int | None = None) -> int:
-        """Fill a writable buffer of bytes from ``offset``, or from where the last call ended;
-        return how many came.
+        """Fill a writable buffer with bytes of the file; return how many came.
 
-        Fewer come only at the end of the file.
+        They are read from ``offset`` on, or from where the last call ended. Fewer than the buffer
+        holds come only at the end of the file.
         """
         view = memoryview(buffer).cast("B")
         start = self._place if offset is None else offset
@@ -617,7 +620,7 @@ class UrlFile(io.RawIOBase):
         return self._retries.run(call) if self._retries else call()
 
     def _take(self, start: int, count: int) -> memoryview:
-        """Return bytes from ``start`` on, at least one of them where the file has any."""
+        """Return at most ``count`` bytes from ``start`` on; none only at the end of the file."""
         block_start, block = self._block
         inside = start - block_start
         if not 0 <= inside < len(block):
@@ -636,7 +639,7 @@ class UrlFile(io.RawIOBase):
         try:
             content = self.path.read_range(start, count)
         except RefusedError:
-            # Servers refuse a part that begins after the end.
+            # Servers refuse a part that begins behind the end of the file.
             if 0 < self.find_size() <= start:
                 return b""
             raise
@@ -645,9 +648,9 @@ class UrlFile(io.RawIOBase):
         return content
 
     def _read_stream(self, start: int, count: int) -> bytes:
-        """Read on in the whole file that the server gives, from its start where need be."""
+        """Read bytes of a file that the server sends as a whole. To go back, ask for it again."""
         stream = self._stream
-        # After an error another one is opened.
+        # After an error, the next call opens another stream.
         self._stream = None
         if stream is None or self._stream_place > start:
             stream = self.path.open_stream()

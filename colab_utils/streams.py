@@ -18,21 +18,21 @@ from colab_utils.slow_drive import find_profile
 MOST_STREAMS = 256
 """Reads at once, at most."""
 
-# A local disk answers at once: more reads than these only take turns.
+# A local disk answers at once, so more reads than these only wait for each other.
 _LOCAL_STREAMS = 2
 # The first guess for a folder behind a network.
 _REMOTE_STREAMS = 16
 # File systems whose files come over a network, beside Drive and slowed folders.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
-# A wider try counts as better where files come faster by this factor.
+# A larger number of streams is kept where files come faster by at least this factor.
 _GAIN = 1.1
-# Each try is wider by this factor, and by less after a refusal.
+# Each trial takes more streams by this factor, and by the smaller one after a refusal.
 _FACTOR = 2.0
 _FACTOR_AFTER_REFUSAL = 1.5
-# Files that a window counts, for each stream; the first one of each stream is left out.
+# A window counts so many files for each stream. The first file of each stream is not counted.
 _FILES_A_STREAM = 2
 _LEAST_FILES = 16
-# Windows until a wider try, where the last one gained nothing.
+# After a trial that gained nothing, so many windows pass before the next one.
 _PATIENCE = 3
 
 
@@ -52,11 +52,11 @@ class StreamTrial:
 class StreamTuner:
     """Choose how many files are read at once, while they are read.
 
-    The number doubles as long as files come faster by a tenth. Where they do not, it falls back
-    and is tried again later. Where the folder refuses, it is halved, or what was tried is given up;
-    then the middle between what works and what was refused is tried.
-    The method is that of TCP's slow start (RFC 5681), with files a second in place of
-    acknowledgements.
+    The number doubles as long as files come faster by a tenth. Where they do not, the last good
+    number is taken again, and a larger one is tried later. Where the folder refuses a read during
+    a trial, the last good number is taken again; at other times the number is halved. After a
+    refusal, the middle between the number that works and the refused one is tried.
+    The method is TCP's slow start (RFC 5681), with files a second in place of acknowledgements.
 
     Attributes:
         streams: the number now.
@@ -81,7 +81,7 @@ class StreamTuner:
         self._patience = 0
         self._ignored = 0
         self._is_trial = False
-        # The window under way, and when its last file came.
+        # The files of the current window, and the time when the last one came.
         self._files = 0
         self._counted = 0
         self._busy_s = 0.0
@@ -89,7 +89,10 @@ class StreamTuner:
 
     @property
     def best(self) -> StreamTrial | None:
-        """Return the fewest streams whose rate no later trial beat by a tenth; None before one."""
+        """Return the number of streams that was kept, and its rate; None before a window has ended.
+
+        No later trial was faster by a tenth.
+        """
         if not self.trials:
             return None
         return StreamTrial(self._accepted, self._accepted_rate)
@@ -106,13 +109,13 @@ class StreamTuner:
             self._end_window(self._counted / max(self._busy_s, 1e-6))
 
     def pause(self) -> None:
-        """Stop the clock until the next file: fewer were asked for than could be read."""
+        """Stop the clock until the next file, because not all streams are busy."""
         self._last_s = None
 
     def refuse(self) -> None:
-        """Read less at once: the folder refused a read.
+        """Take fewer streams, because the folder refused a read.
 
-        All reads that were in flight at that time may be refused: these change nothing more.
+        Other reads that were under way at that time may be refused, too. They change nothing more.
         """
         if self._ignored > 0:
             self._ignored -= 1
@@ -136,7 +139,7 @@ class StreamTuner:
         self._last_s = None
 
     def _end_window(self, rate: float) -> None:
-        """Decide on the next number from the files a second of a whole window."""
+        """Choose the next number of streams by the files a second of the window that ended."""
         self.trials = [*self.trials[-99:], StreamTrial(self.streams, rate)]
         if self._is_trial and rate < _GAIN * self._accepted_rate:
             self.streams = self._accepted
@@ -168,7 +171,7 @@ class StreamTuner:
         self._is_trial = self.streams > self._accepted
 
     def _settle(self) -> None:
-        """Keep the number for some windows. What was refused may be served after them."""
+        """Keep the number for some windows, and forget the refusal: it may be over by then."""
         self._refused = None
         self._patience = _PATIENCE
 
@@ -194,8 +197,8 @@ def require_streams(streams: int | str) -> int | str:
 def guess_streams(place: str | Place) -> int:
     """Return how many files of a folder to read at once at first.
 
-    It is the number that was found last in this session for the same mount; else 16 for a folder
-    behind a network, and 2 for a local disk.
+    It is the number that was found last in this session for the same mount. Without one, it is 16
+    for a folder behind a network, and 2 for a local disk.
 
     Example:
         >>> guess_streams("/proc")
@@ -208,7 +211,7 @@ def guess_streams(place: str | Place) -> int:
 
 def remember_streams(place: str | Place, streams: int) -> None:
     """Keep a number of streams for this mount, for `guess_streams` of this session."""
-    # Without it the next reader starts at the first guess, and finds the number again.
+    # If the file cannot be written, the next reader begins with the first guess.
     with suppress(OSError):
         _find_note(place).write_text(str(streams), encoding="ascii")
 
@@ -236,7 +239,7 @@ def _find_kind(place: Path) -> str:
 
 
 def _find_note(place: str | Place) -> Path:
-    """Return the file that holds the number of streams of the mount that a path lies on."""
+    """Return the file that holds the number of streams for the mount of a path."""
     if isinstance(place, UrlPath):
         key = place.server
     else:

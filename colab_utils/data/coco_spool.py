@@ -1,8 +1,9 @@
 """A COCO dataset whose annotations wait on this machine's disk, while memory holds its images.
 
-The JSON is read once: block by block, its annotations go into a temporary file, in their order.
-When the images of each shard are known, each block is sorted by shard into a second one, from which
-a shard takes its piece of each block. The files have no names, so that nothing is left behind.
+The JSON is read once, and its annotations are written to a temporary file in blocks, in the order
+of the JSON. Later it is known which images each shard gets. Then the annotations of each block are
+sorted by shard and written to a second temporary file. A shard reads its part of each block there.
+The files have no names, so that they are gone when the process ends.
 """
 
 import os
@@ -35,14 +36,14 @@ from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import require_space
 from colab_utils.places import Place, open_place
 
-# The numbers of an annotation, and where its text starts among those of its block.
+# The numbers of an annotation, and where its text starts among the texts of its block.
 _ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
-# Annotations of so many bytes stay in memory.
+# Up to so many bytes of annotations stay in memory. More go to the disk.
 _MEMORY_BYTES = 1 << 24
 
 
 class _Block(NamedTuple):
-    """Where rows lie in a file, with their texts behind them."""
+    """Where the rows of a block lie in the file. Their texts follow them."""
 
     start: int
     rows: int
@@ -53,7 +54,7 @@ class _Spool:
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
-        # The last one that needs it ends it.
+        # The file is closed when nothing refers to the spool any more.
         weakref.finalize(self, self._file.close)
         self.blocks: list[_Block] = []
 
@@ -66,7 +67,7 @@ class _Spool:
             start = self._file.seek(0, os.SEEK_END)
             self._file.write(rows.tobytes())
             self._file.write(texts)
-            # Nothing is left to be written by a process that is forked.
+            # A forked process would write what is still in the buffer a second time.
             self._file.flush()
         self.blocks.append(_Block(start, len(rows)))
 
@@ -87,7 +88,8 @@ class _Spool:
 class SpooledCoco:
     """Hold the images of a COCO dataset; its annotations lie in a temporary file.
 
-    Make one with `spool_coco`. It stays in its process: send the datasets that it gives.
+    Make one with `spool_coco`. It cannot be sent to another process. The datasets that `select` and
+    `cut` return can.
     """
 
     images: CocoDataset
@@ -95,7 +97,7 @@ class SpooledCoco:
     annotations: int
     crowds: int
     stamp: FileStamp
-    """Of the JSON, as it was when it was read."""
+    """The size and time of the JSON when it was read."""
     _spool: _Spool
     _strangers: Strangers
 
@@ -113,28 +115,27 @@ class SpooledCoco:
         for number, indices in enumerate(parts):
             part_of[indices] = number
             place_of[indices] = np.arange(len(indices))
-        dealt = _Spool()
-        # Where the piece of each part starts in each block, and where the last one ends.
+        by_part = _Spool()
+        # For each block: the rows at which the parts start, and where the last part ends.
         bounds = []
         for block in self._spool.blocks:
             rows = self._spool.read_rows(block, 0, block.rows)
             image_of = self._strangers.find_images(rows)
             chosen = part_of[image_of]
-            # Those of no part come first.
+            # Annotations of no part are sorted to the front, and left out.
             order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]
             bounds.append(np.searchsorted(chosen[order], np.arange(len(parts) + 1)))
             texts = self._spool.read_texts(block, rows) if len(order) else b""
-            dealt.add(*_sort(rows[order], place_of[image_of[order]], texts))
+            by_part.add(*_order_texts(rows[order], place_of[image_of[order]], texts))
         for number, indices in enumerate(parts):
-            yield _join(
-                self.images.select(indices), dealt, [ends[number : number + 2] for ends in bounds]
-            )
+            ends = [starts[number : number + 2] for starts in bounds]
+            yield _join_blocks(self.images.select(indices), by_part, ends)
 
 
-def _sort(
+def _order_texts(
     rows: NDArray[Any], places: NDArray[np.int32], texts: bytes
 ) -> tuple[NDArray[Any], bytes]:
-    """Return rows with the places of their images in their parts, and their texts in this order."""
+    """Return the rows with the places of their images in the part, and the texts in their order."""
     spans = zip(rows["text_start"].tolist(), rows["text_end"].tolist(), strict=True)
     pieces = [texts[start:end] for start, end in spans]
     rows["text_end"] = np.cumsum(rows["text_end"] - rows["text_start"])
@@ -142,16 +143,18 @@ def _sort(
     return rows, b"".join(pieces)
 
 
-def _join(images: CocoDataset, dealt: _Spool, bounds: list[NDArray[np.int64]]) -> CocoDataset:
+def _join_blocks(
+    images: CocoDataset, spool: _Spool, bounds: list[NDArray[np.int64]]
+) -> CocoDataset:
     """Return the dataset of a part's images, with its rows and texts from all blocks.
 
-    ``bounds`` has of each block where the part's rows start and end.
+    ``bounds`` holds, for each block, the rows at which the part starts and ends.
     """
     pieces = []
     texts = bytearray()
-    for block, (first, stop) in zip(dealt.blocks, bounds, strict=True):
-        pieces.append(dealt.read_rows(block, int(first), int(stop)))
-        texts += dealt.read_texts(block, pieces[-1])
+    for block, (first, stop) in zip(spool.blocks, bounds, strict=True):
+        pieces.append(spool.read_rows(block, int(first), int(stop)))
+        texts += spool.read_texts(block, pieces[-1])
     rows = np.concatenate(pieces)
     order = np.argsort(rows["image_id"], kind="stable")
     counts = np.bincount(rows["image_id"], minlength=len(images))
@@ -168,17 +171,17 @@ def _join(images: CocoDataset, dealt: _Spool, bounds: list[NDArray[np.int64]]) -
 
 
 def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
-    """Read annotations as `open_coco`, with memory for the images alone.
+    """Read annotations as `open_coco` does, and hold only the images in memory.
 
     Raises:
-        ColabUtilsError: as `open_coco`; or this machine's disk is too small.
+        ColabUtilsError: as `open_coco` does, or if this machine's disk is too small.
         DriveLostError: Drive went away.
     """
     require_folder(images)
     path = open_place(annotations)
     stamp = stamp_file(path)
     if stamp.bytes > _MEMORY_BYTES:
-        # The annotations, once in the order of the file and once in that of the shards.
+        # The annotations are written twice: in the order of the JSON, then in that of the shards.
         cure = "or name a folder of another disk in the variable TMPDIR"
         require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
     try:

@@ -1,5 +1,5 @@
-"""Read the text of a JSON file value by value through a window, so that memory holds a part of it
-at a time.
+"""Read the text of a JSON file value by value through a window, so that memory holds only a part of
+the text.
 """
 
 import codecs
@@ -10,21 +10,22 @@ from typing import Any, Protocol
 import xxhash
 
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])?[ \t\n\r]*")
-# So much of the file is read at once.
+# Bytes that one read of the file asks for.
 _PIECE_BYTES = 1 << 22
 _HEAD_BYTES = 1 << 12
 # Characters of the longest value that is read as a whole.
 _LONGEST_VALUE = 1 << 30
-# Characters behind a number that may belong to it, as in 1.5e+7, and those of -Infinity.
+# A value or an error counts only when so many characters behind it are known, or at the end of the
+# text: 1.5 may go on as 1.5e+7, and -Inf as -Infinity.
 _TAIL = 16
 _decode = json.JSONDecoder().raw_decode
 
 
 class Readable(Protocol):
-    """A binary file that is open, of any kind."""
+    """An open binary file of any kind."""
 
     def read(self, size: int, /) -> bytes:
-        """Return up to this many bytes, none at the end."""
+        """Return at most ``size`` bytes; none at the end of the file."""
 
 
 class JsonWindow:
@@ -34,10 +35,10 @@ class JsonWindow:
         file: an open binary file, read from where it stands.
 
     Attributes:
-        head: the first bytes of the file, which show its kind.
+        head: the first bytes of the file, which show its format.
 
     Raises:
-        UnicodeDecodeError: at any time, if the bytes are no text.
+        UnicodeDecodeError: the bytes are no text. Any method that reads may raise it.
 
     Example:
         >>> import io
@@ -51,10 +52,10 @@ class JsonWindow:
         self._digest = xxhash.xxh3_128()
         self._text = ""
         self._position = 0
-        # Characters that were dropped before the text.
+        # Characters of the file that were read before `_text`, and dropped.
         self._dropped = 0
         self._is_complete = False
-        # What was read and is no text yet.
+        # Bytes that were read and are not decoded yet.
         self._pending = file.read(_PIECE_BYTES)
         self.head = self._pending[:_HEAD_BYTES]
         make_decoder = codecs.getincrementaldecoder(json.detect_encoding(self.head))
@@ -84,10 +85,10 @@ class JsonWindow:
         return self._text[self._position]
 
     def read_mark(self, expected: str) -> str:
-        """Read one of the expected marks, and the space around it.
+        """Read one of the expected marks and the white space around it; return the mark.
 
         Raises:
-            json.JSONDecodeError: something else comes.
+            json.JSONDecodeError: something else is there.
         """
         match = _MARK.match(self._text, self._position)
         while match and match.end() == len(self._text) and self._fill():
@@ -102,7 +103,7 @@ class JsonWindow:
 
         Raises:
             json.JSONDecodeError: the text is no JSON.
-            ValueError: the value cannot be held.
+            ValueError: the value is too long, or a number has too many digits.
             RecursionError: it is nested too deeply.
         """
         while True:
@@ -118,24 +119,25 @@ class JsonWindow:
                 return value, text
 
     def read_rest(self) -> None:
-        """Read to the end of the file, and forget what comes."""
+        """Read to the end of the file without keeping the text, to complete the fingerprint."""
         self._position = len(self._text)
         while self._fill():
             self._position = len(self._text)
 
     def is_at_end(self) -> bool:
-        """Return whether nothing more comes."""
+        """Return whether the text has ended."""
         return self._position == len(self._text) and not self._fill()
 
     def _is_fault(self, error: json.JSONDecodeError) -> bool:
-        """Return whether more text would not mend an error."""
+        """Return whether the text is no JSON, whatever follows it."""
         if error.msg.startswith("Unterminated string"):
             return False
         return error.pos < len(self._text) - _TAIL
 
     def _fill(self) -> bool:
-        """Read on; return whether the text had not ended. A value that is longer than the window
-        doubles it.
+        """Read the next piece into the window; return False if the file has ended.
+
+        The window doubles while a value does not fit into it.
         """
         if self._is_complete:
             return False

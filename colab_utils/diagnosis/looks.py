@@ -1,4 +1,4 @@
-"""What a loop and its workers are at, seen in short looks while it runs: the evidence of causes."""
+"""Short looks at a loop and its workers while the loop runs: the evidence for causes."""
 
 import os
 import threading
@@ -8,13 +8,13 @@ from pathlib import PurePath
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import find_wait
 
-# So many looks are evidence, where half of all say the same.
+# Fewer looks than these are no evidence. Of these or more, half must show the same.
 _LEAST_LOOKS = 5
 _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
-# What a process is in that waits for what its workers send, and that takes it in.
+# Files whose code runs while a process waits for its workers, and while it receives a batch.
 _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
 _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
-# What calls a dataset and collate_fn, where torch's loader has no workers.
+# The file that calls the dataset and collate_fn, where torch's loader has no workers.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
@@ -26,8 +26,8 @@ class Looks:
     """Counts of what was seen.
 
     Attributes:
-        waits: what workers waited for at a sample, or this process where it loads them itself, as
-            `find_wait` calls it, and how often.
+        waits: how often each cause of a wait was seen while a sample was loaded, by a worker or by
+            this process. `find_wait` names the causes.
 
     Example:
         >>> looks = Looks(WorkerMonitor(None))
@@ -43,8 +43,9 @@ class Looks:
         self._outside_count = 0
 
     def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
-        """Look at the thread that runs the loop, in this phase of it, and at the workers, which may
-        still start.
+        """Look once at the thread that runs the loop, and at the workers.
+
+        ``phase`` is what the loop does now. ``starts`` says that workers may still be starting.
         """
         place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
@@ -57,19 +58,19 @@ class Looks:
         if place == SAMPLE and not pids:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
-        # A worker that starts may import its modules: that is no sample.
+        # A worker that is starting may be importing modules, which is not the loading of a sample.
         if self._monitor.sees_samples or not starts:
             self.waits.update(self._monitor.list_waits())
 
     @property
     def works_outside(self) -> bool:
-        """Return whether in most of the looks at a wait a worker was busy, and at no sample."""
+        """Return whether, in most looks at a wait, a worker was busy but loaded no sample."""
         count = self._places.get("wait", Counter()).total()
         return count >= _LEAST_LOOKS and 2 * self._outside_count > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
-        """Return where the loop was in half of the looks at a phase, and these looks in words; ""
-        where that is no one place.
+        """Return the place where the loop was in at least half of the looks at a phase, and how
+        many looks these were, in words. Both are "" where there is no such place.
         """
         places = self._places.get(phase, Counter())
         if places.total() < _LEAST_LOOKS:
@@ -80,13 +81,13 @@ class Looks:
         return place, f"in {count} of {places.total()} looks"
 
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
-        """Return the innermost line of Python that a thread is at, or one of the names above."""
+        """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`."""
         activity = self._monitor.inspect_thread(thread)
         stack = "\n".join(activity.stack)
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
         if any(name in stack for name in _QUEUES):
-            # Unpickling is C, below the line that calls it.
+            # Unpickling is written in C, so the innermost line of Python is the one that calls it.
             takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
             takes_in |= any(name in stack for name in _TAKES_IN)
             return HANDOFF if takes_in else WORKERS

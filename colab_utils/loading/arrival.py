@@ -44,12 +44,11 @@ class Arrival:
     machine then follow the copy with a `FollowedArrival`.
 
     If the shards take more than ``limit_bytes``, they take turns, and the copy never ends: a shard
-    is removed when another one is needed earlier, and only if Drive still has it. In this case
-    ``target`` must have been new or empty. The file ``arriving.json`` marks it, and it gets no
-    index.
+    is removed when another one is needed earlier, but only if Drive still has it. ``target`` must
+    then be new or empty at first. The file ``arriving.json`` marks it, and no index is written.
 
     Attributes:
-        rolls: whether shards take turns.
+        takes_turns: whether shards take turns.
         spans_s: begin and end of the copy of each shard, in seconds after ``began_s`` (a time of
             ``perf_counter``). The keys are the numbers of the shards, in the order of arrival.
         retries: number of times that Drive failed and was tried again.
@@ -82,7 +81,7 @@ class Arrival:
             retries=retries,
         )
         self.index = index
-        self.rolls = limit_bytes < index.bytes
+        self.takes_turns = limit_bytes < index.bytes
         self._limit = limit_bytes
         least = min(index.bytes, 2 * max(self._sizes, default=0))
         if math.isnan(limit_bytes) or limit_bytes < least:
@@ -101,13 +100,13 @@ class Arrival:
         source = self.source
         target = self.target
         index = self.index
-        # The status of an earlier arrival, or an index, shows that the shards in the target are of
+        # A status of an earlier arrival, or an index, shows that the shards in the target belong to
         # this copy.
         previous = read_target(source, target, index)
         self._previous = previous
         status = read_status(target, self.key)
         is_marked = previous is None and status.get("rolls")
-        if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
+        if self.takes_turns and not is_marked and target.exists() and any(target.iterdir()):
             raise ColabUtilsError(
                 f"Shards that take turns need a new or empty folder, and {target} holds files, "
                 "which are never removed. Name another folder, or leave limit_gb out."
@@ -134,10 +133,10 @@ class Arrival:
         workers: int,
         retries: Retries,
     ) -> None:
-        """Note what there is to do: shards of these bytes and images, in this order."""
+        """Set the plan: the order of the shards, and the bytes and images of each."""
         self.target = target
         self.retries = retries
-        self.rolls = False
+        self.takes_turns = False
         self._limit = math.inf
         self._workers = workers
         self._sizes = sizes
@@ -148,9 +147,10 @@ class Arrival:
         self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
-        # Shards take turns, and no other one is wanted now.
+        # All shards that fit are there, and no other one is needed now.
         self._is_full = False
-        self._came: set[int] = set()
+        # Shards that have arrived at any time; some may have been removed since.
+        self._ever_arrived: set[int] = set()
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
 
@@ -162,19 +162,19 @@ class Arrival:
         try:
             self._thread = start_thread(self._run, "arrival")
         except ColabUtilsError as error:
-            # Without an end, the processes that follow would wait for shards for ever.
+            # Without this error, the processes that follow would wait for shards for ever.
             self._error = error
             self._write_status()
             self._held.close()
             raise
 
     def stop(self) -> None:
-        """End at the next piece. What has arrived stays, and a new copy continues there."""
+        """Stop the copy after the piece that is being copied. A new copy continues there."""
         self.retries.stop.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the copy has ended; where shards take turns, until those that fit are there.
+        """Wait until the copy has ended, or, if shards take turns, until those that fit are there.
 
         Raises:
             ColabUtilsError: the copy failed.
@@ -192,7 +192,7 @@ class Arrival:
     @property
     def is_complete(self) -> bool:
         """Return whether all shards have arrived and none will be removed."""
-        return not self.rolls and len(self.spans_s) == len(self._order)
+        return not self.takes_turns and len(self.spans_s) == len(self._order)
 
     def plan_windows(self, epoch: int) -> list[list[int]]:
         """Return the shards in the order of their arrival, cut into windows. Training reads one
@@ -204,7 +204,7 @@ class Arrival:
         """
         order = self._order
         streams = COPY_STREAMS
-        if self.rolls:
+        if self.takes_turns:
             streams = min(streams, max(1, int(self._limit / max(self._sizes) / 2)))
             if epoch % 2:
                 order = order[::-1]
@@ -233,12 +233,12 @@ class Arrival:
             if shards.intersection(window):
                 place = number
         wanted = [*chain(*windows[place:])] or [*shards]
-        # Shards in use are kept. If shards do not take turns, all others are copied, too.
+        # Shards in use are not removed. If shards do not take turns, all others are copied, too.
         with self._lock:
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
-            self._wanted = wanted if self.rolls else [*wanted, *self._order]
-        # Shards of earlier windows that were removed are read on Drive.
-        if self.rolls:
+            self._wanted = wanted if self.takes_turns else [*wanted, *self._order]
+        # Shards of earlier windows may have been removed. They are read on Drive, without a wait.
+        if self.takes_turns:
             shards = shards.intersection(chain(*windows[place : place + 1]))
         while not self.has(shards):
             yield None
@@ -288,7 +288,7 @@ class Arrival:
                 self._write_status()
             except OSError:
                 with suppress(OSError):
-                    # With the old status, readers would wait for ever.
+                    # If the old status stayed, readers would wait for ever.
                     (self.target / STATUS_NAME).unlink()
 
     def _finish(self) -> None:
@@ -299,19 +299,19 @@ class Arrival:
 
     def _copy_all(self) -> None:
         """Copy and remove shards until all have arrived, or until the copy is stopped."""
-        if self.rolls:
+        if self.takes_turns:
             self._keep_what_fits()
         with ThreadPool(self._workers, thread_name_prefix="arrival") as pool:
             try:
                 while not self.retries.stop.is_set() and not self.is_complete:
                     self._start_moves(pool)
-                    self._is_full = self.rolls and not self._moves
+                    self._is_full = self.takes_turns and not self._moves
                     self.retries.stop.wait(POLL_S)
                     ended = [number for number, move in self._moves.items() if move.done()]
                     for number in ended:
                         self._moves.pop(number).result()
             finally:
-                # Where one move failed, the others end, too.
+                # If one move failed, the others end, too.
                 self.retries.stop.set()
 
     def _keep_what_fits(self) -> None:
@@ -341,7 +341,7 @@ class Arrival:
         with self._lock:
             present = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in present), None)
-            # The first shard comes alone.
+            # The first shard is copied alone.
             if number is None or (self._moves and not self.spans_s):
                 return None
             if self._fits(number):
@@ -358,7 +358,7 @@ class Arrival:
         began_s = perf_counter()
         for file in self.index.shards[number].files():
             if self.retries.stop.is_set():
-                # Else the index would be written without this shard.
+                # Without this error, the shard would count as arrived.
                 raise CancelledError
             self._job.copy_file(*file)
         self._note_shard(number, began_s)
@@ -367,7 +367,7 @@ class Arrival:
         """Tell all processes that a shard is there."""
         with self._lock:
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
-            self._came.add(number)
+            self._ever_arrived.add(number)
             self._write_status()
 
     def _remove(self, number: int) -> None:
@@ -380,11 +380,12 @@ class Arrival:
 
         if not self.retries.run(is_on_source):
             raise ColabUtilsError(
-                f"{files[0][0]} is not in {self.source} with its size: that in {self.target} is "
-                "the last one, and is kept. Copy it back, then run the same again."
+                f"{files[0][0]} is not in {self.source} with its size: the copy in "
+                f"{self.target} is the last one, and is kept. Copy it back, then run the same "
+                "again."
             )
         for name, _, _ in files:
-            # A worker may hold the file open, and so its room on the disk.
+            # While a worker holds the file open, only cutting it to nothing frees its space.
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
                 (self.target / name).unlink()
                 file.truncate(0)
@@ -397,16 +398,16 @@ class Arrival:
         """Return what other processes must know."""
         return {
             "key": self.key,
-            "rolls": self.rolls,
+            "rolls": self.takes_turns,
             "pid": os.getpid(),
-            # Shards that were removed since are in the list: other processes read them on Drive.
-            "arrived": sorted(self._came),
+            # The list includes shards that were removed: other processes read those on Drive.
+            "arrived": sorted(self._ever_arrived),
             "error": str(self._error or ""),
         }
 
 
 class FollowedArrival(Arrival):
-    """An arrival of shards that another process of this machine makes, or has finished."""
+    """An arrival of shards whose copy another process of this machine makes, or has made."""
 
     def _start(self, lock: ExitStack) -> None:
         self._arrived = ArrivedShards(self.target, self.key)
@@ -431,7 +432,7 @@ class FollowedArrival(Arrival):
     @property
     def is_complete(self) -> bool:
         """Return whether all shards have arrived and none will be removed."""
-        return not (self.rolls or read_status(self.target, self.key))
+        return not (self.takes_turns or read_status(self.target, self.key))
 
     def has(self, shards: Collection[int]) -> bool:
         """Return whether these shards have arrived; some may have been removed since.
@@ -489,7 +490,7 @@ def make_key(index: ShardIndex, chosen: list[int] | None) -> str:
 
 
 def hold_arrival(target: Path, key: str) -> ExitStack | None:
-    """Lock a folder, to bring shards there; return None if another process brings them.
+    """Lock a folder to bring shards there. Return None if another process brings them.
 
     If several processes train together, one of them on each machine brings the shards of a folder.
     The others follow it, and wait while it prepares. A process that trains alone follows no other
@@ -521,8 +522,8 @@ def hold_arrival(target: Path, key: str) -> ExitStack | None:
 
 
 def read_status(target: Place, key: str) -> dict[str, Any]:
-    """Return the status that an `Arrival` of the shards of this key has written, for any process;
-    empty if it is complete.
+    """Return the status that an `Arrival` of the shards of this key has written. It is empty if the
+    arrival is complete, or if there is none.
     """
     status = _read_any_status(target)
     return status if status.get("key") == key else {}
@@ -535,6 +536,6 @@ def _read_any_status(target: Place) -> dict[str, Any]:
     except UnavailableError:
         raise
     except (ColabUtilsError, OSError, ValueError, RecursionError):
-        # A file that is no status says nothing.
+        # A file that is no status counts as none.
         return {}
     return status if isinstance(status, dict) else {}

@@ -42,17 +42,17 @@ class _ArrivingFiles(ShardFiles):
         target: Path,
         key: str,
         *,
-        rolls: bool,
+        takes_turns: bool,
         chosen: Collection[int] | None,
     ) -> None:
         super().__init__(target)
         self._drive = ShardFiles(source)
-        self._rolls = rolls
+        self._takes_turns = takes_turns
         self._chosen = chosen
         self._arrived = ArrivedShards(target, key)
 
     def __reduce__(self) -> Any:
-        return partial(_ArrivingFiles, rolls=self._rolls, chosen=self._chosen), (
+        return partial(_ArrivingFiles, takes_turns=self._takes_turns, chosen=self._chosen), (
             self._drive.folder,
             self.folder,
             self._arrived.key,
@@ -62,12 +62,12 @@ class _ArrivingFiles(ShardFiles):
         if self._chosen is not None and shard not in self._chosen:
             self._drive.read_into(shard, name, start, buffer)
             return
-        if not self._rolls:
+        if not self._takes_turns:
             self._arrived.wait_for(shard)
         try:
             super().read_into(shard, name, start, buffer)
         except ColabUtilsError:
-            if not self._rolls:
+            if not self._takes_turns:
                 raise
             # The shard was removed, and may come back.
             self._open.close()
@@ -165,7 +165,7 @@ class ArrivingShards(ShardDataset):
             source,
             target,
             arrival.key,
-            rolls=arrival.rolls,
+            takes_turns=arrival.takes_turns,
             chosen=None if chosen is None else frozenset(chosen),
         )
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)

@@ -12,22 +12,23 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.ranks import Ranks
 from colab_utils.require import require_count
 
-# In the first epoch a group's shards are shuffled in windows of 1, 1, 2, and then 4.
+# In the first epoch, a group's images are shuffled within windows of its shards. The windows hold
+# 1, 1, 2, and then 4 shards each.
 _WINDOW_SHARDS = 4
 
 
 def deal_shards(sizes: Sequence[int], *, groups: int, seed: int) -> list[list[int]]:
     """Deal shards to groups of about the same size.
 
-    The groups depend on the arguments alone, so that all hosts deal alike.
+    The groups depend on the arguments alone, so that all hosts find the same ones.
 
     Args:
         sizes: Images of each shard.
         groups: Number of groups.
-        seed: Decides among shards of the same size.
+        seed: Decides the order of shards of the same size.
 
     Returns:
-        The numbers of each group's shards, the smallest first, as they are copied.
+        The numbers of each group's shards, in the order of the copy: the smallest first.
 
     Raises:
         ColabUtilsError: There are more groups than shards.
@@ -82,12 +83,13 @@ def choose_groups(groups: range, sizes: Sequence[int], *, seed: int) -> CopiedGr
     """Return the groups that a host copies: ``range(host, 8, hosts)``.
 
     Args:
-        groups: Numbers of the host's groups; it ends at the number of all groups.
+        groups: Numbers of the host's groups. Its stop is the number of all groups, and its step the
+            number of hosts.
         sizes: Images of each shard.
         seed: See `deal_shards`.
 
     Raises:
-        ColabUtilsError: The range has no group, or hosts that do not divide the groups.
+        ColabUtilsError: The range has no group, or the number of hosts does not divide the groups.
     """
     if not (isinstance(groups, range) and groups and 0 <= groups.start < groups.step):
         raise ColabUtilsError(
@@ -112,7 +114,7 @@ class DealtImages:
     Attributes:
         groups: Number of groups.
         group_of: int64 [I]: number of each image's group.
-        window_of: int64 [I]: in which window of the first epoch each image comes.
+        window_of: int64 [I]: number of the window in which each image comes in the first epoch.
     """
 
     def __init__(self, deal: Sequence[Sequence[int]], shard_of: NDArray[np.int64]) -> None:
@@ -131,9 +133,11 @@ class DealtImages:
         self.window_of = window_of[shard_of]
 
     def take_places(self, indices: Sequence[int], first: int, step: int) -> list[int]:
-        """Return the images of a batch at the place ``first`` and at each ``step``-th after it.
+        """Return the images of a batch that lie at place ``first``, and at every ``step``-th place
+        after it.
 
-        Place p belongs to group p modulo the number of groups, and may be empty.
+        Place p takes an image of group p modulo the number of groups. A place is empty where its
+        group has no image left for the batch.
         """
         taken = []
         counts: Counter[int] = Counter()
@@ -146,7 +150,7 @@ class DealtImages:
 
 
 def require_copied(ranks: Ranks, deal: list[list[int]], copied: CopiedGroups | None) -> None:
-    """Refuse groups that hosts do not divide, and a dataset that copies others than this host's.
+    """Refuse groups that the hosts cannot share evenly, or that are not the groups of this host.
 
     Args:
         ranks: The processes that train together.
@@ -154,7 +158,7 @@ def require_copied(ranks: Ranks, deal: list[list[int]], copied: CopiedGroups | N
         copied: The groups that the dataset copies; None if it copies all.
 
     Raises:
-        ColabUtilsError: The groups do not fit.
+        ColabUtilsError: The groups cannot be shared, or the dataset copies other groups.
     """
     hosts = ranks.hosts
     if deal and (ranks.count % ranks.local_count or len(deal) % hosts):

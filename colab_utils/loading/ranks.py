@@ -9,8 +9,9 @@ from torch import distributed
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is
-    0 of 1.
+    """The number of this process among ``count`` processes, counted from 0.
+
+    Only rank 0 writes files. A process that trains alone is 0 of 1.
 
     Example:
         >>> ranks = Ranks()
@@ -21,7 +22,9 @@ class Ranks:
     rank: int = 0
     count: int = 1
     local_count: int = 1
-    """Processes on this machine, whose ranks follow each other; 1 if ``torchrun`` does not tell."""
+    """Number of processes on this machine. Their ranks follow each other. It is 1 if ``torchrun``
+    does not set it.
+    """
 
     @property
     def is_first(self) -> bool:
@@ -41,12 +44,14 @@ class Ranks:
 
     @property
     def host(self) -> int:
-        """Return which of the machines this is, from 0."""
+        """Return the number of this machine, from 0."""
         return self.rank // self.local_count
 
     @property
     def place(self) -> int:
-        """Return which of the processes this is if one of each machine is counted after another."""
+        """Return the number of this process in the order in which the first process of each machine
+        comes first, then the second one of each, and so on.
+        """
         return self.host + self.hosts * (self.rank % self.local_count)
 
     def gather(self, value: Any) -> list[Any]:
@@ -65,7 +70,7 @@ class Ranks:
 
 
 def find_ranks() -> Ranks:
-    """Return which process of torch's default group this is; 0 of 1 without a group.
+    """Return the number of this process in torch's default group; 0 of 1 without a group.
 
     Example:
         >>> find_ranks()

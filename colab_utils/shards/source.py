@@ -1,8 +1,9 @@
-"""What shards were made of, kept so that a finished folder is known without reading the JSON and
-the images that were bad.
+"""Notes on the files that shards were made of. By them a finished folder is known without reading
+the JSON and the bad images again.
 
-It lies beside the index, not in it: the index depends on the data alone, and a copy of the data has
-other times. Where it is missing or damaged, the data are read.
+The notes lie in a file beside the index, not in the index, because they hold the times of files.
+The index depends on the data alone, and a copy of the data has other times. Where the notes are
+missing or damaged, the data are read.
 """
 
 import json
@@ -22,32 +23,34 @@ from colab_utils.shards.index import ShardIndex
 SOURCE_NAME = ".source.json"
 # A JSON of fewer bytes is read in less than a second.
 _SMALL_BYTES = 8_000_000
-# Images that are asked for at the same time.
+# Image files that are looked up at the same time.
 _STREAMS = 32
 
 
 @dataclass(frozen=True)
 class ShardSource:
-    """The files that shards were made of, as they were then."""
+    """Sizes and times of the files that shards were made of, at that time."""
 
     fingerprint: str
     """XXH3-128 of the JSON."""
     json: FileStamp
     annotations: int
-    """Of all images, and so the crowds."""
+    """Annotations of all images."""
     crowds: int
+    """Crowds of all images."""
     skipped: dict[str, FileStamp] = field(default_factory=dict)
-    """Of images that were left out, by their file_name. Those that were changed while the shards
-    were written are not there.
+    """The files of images that were left out, by their file_name. A file that was changed while the
+    shards were written is not listed.
     """
 
 
 def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
-    """Read what the shards of a folder were made of; None where that is not known.
+    """Read the notes on the shards of a folder; None where there are none.
 
     Args:
         folder: the folder of the shards.
-        fingerprint: that of the index: what lies there may be of earlier shards.
+        fingerprint: the one in the index. Notes with another one are of earlier shards, and are not
+            returned.
     """
     with suppress(OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         source = parse_source(json.loads(read_file(folder / SOURCE_NAME)))
@@ -56,10 +59,10 @@ def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
 
 
 def parse_source(content: dict[str, Any]) -> ShardSource:
-    """Return a source from its JSON.
+    """Return the notes from their JSON.
 
     Raises:
-        AttributeError, KeyError, TypeError: it is not what was written.
+        AttributeError, KeyError, TypeError: the JSON is not what `keep_source` writes.
     """
     skipped = {name: FileStamp(*stamp) for name, stamp in content["skipped"].items()}
     return ShardSource(**{**content, "json": FileStamp(*content["json"]), "skipped": skipped})
@@ -68,17 +71,18 @@ def parse_source(content: dict[str, Any]) -> ShardSource:
 def keep_source(
     folder: Place, index: ShardIndex, images: Place, source: ShardSource, before_ns: int
 ) -> None:
-    """Keep what the shards of a folder were made of, where the folder can be written to.
+    """Write notes on the shards of a folder, if the folder can be written to.
 
-    Of a small JSON whose images are all in the shards nothing is kept: it is read in no time.
+    Nothing is written if all images are in the shards and the JSON is small: to read it takes less
+    than a second.
 
     Args:
         folder: the folder of the shards.
         index: what it holds.
         images: the image folder.
-        source: the JSON.
-        before_ns: when the images began to be looked at, in nanoseconds since 1970. Whoever looked
-            at a file that was changed later may have seen what it was before.
+        source: the notes on the JSON.
+        before_ns: the time before the first image was read, in nanoseconds since 1970. A file that
+            was changed later is not noted, because its older content may have been read.
     """
     if not index.skipped and source.json.bytes < _SMALL_BYTES:
         return
@@ -94,7 +98,7 @@ def keep_source(
 
 
 def list_changed(index: ShardIndex, source: ShardSource | None, images: Place) -> set[str]:
-    """Return the names of images that an index skipped, and whose files may be others now."""
+    """Return the names of the images that were left out and whose files may have changed since."""
     names = [image.file_name for image in index.skipped]
     if source is None:
         return set(names)
@@ -105,8 +109,7 @@ def list_changed(index: ShardIndex, source: ShardSource | None, images: Place) -
 
 
 def stamp_images(images: Place, names: Iterable[str]) -> dict[str, FileStamp]:
-    """Return the stamps of the files that these names mean; names that mean no file of the folder
-    have none.
+    """Return the size and time of the file of each name. A name without a file is left out.
 
     Raises:
         DriveLostError: Drive went away.
@@ -123,6 +126,6 @@ def _stamp_image(images: Place, name: str) -> FileStamp | None:
         return stamp_file(path)
     except UnavailableError:
         raise
-    # No file can have some names.
+    # Some names can belong to no file, such as names with a null character.
     except (ColabUtilsError, OSError, ValueError):
         return None

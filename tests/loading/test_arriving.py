@@ -215,7 +215,7 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
     timer.start()
     with pytest.raises(
         ColabUtilsError,
-        match=r"The copy was stopped\. 0 of \d+ shards in .*ssd are safe, and the same",
+        match=r"The copy of the shards was stopped; 0 of \d+ shards in .*ssd are safe, and the same",
     ):
         READERS[reader](dataset)
     timer.join()
@@ -602,7 +602,7 @@ def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
 
 
 def test_the_folder_that_shards_come_from_is_no_target(drive):
-    with pytest.raises(ColabUtilsError, match="Source and target are the same folder"):
+    with pytest.raises(ColabUtilsError, match="source and target at once"):
         ArrivingShards(drive, drive)
 
 
