@@ -215,7 +215,7 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
     timer.start()
     with pytest.raises(
         ColabUtilsError,
-        match=r"The copy of the shards was stopped; 0 of \d+ shards in .*ssd are safe, and the same",
+        match=r"The copy of the shards was stopped; 0 of \d+ shards in .*ssd are safe, and",
     ):
         READERS[reader](dataset)
     timer.join()
