@@ -150,7 +150,7 @@ def _is_short(part: NDArray[np.float64]) -> bool:
 
 def _check_polygon(part: NDArray[np.float64]) -> None:
     if part.ndim != 1:
-        raise ColabUtilsError("a polygon is no list of points (x, y)")
+        raise ColabUtilsError("a polygon is no list of at least 3 points (x, y)")
     if part.size < OUTLINE_NUMBERS or part.size % 2:
         kind = ": a box or a line, not an outline" if part.size == 4 else ""
         raise ColabUtilsError(

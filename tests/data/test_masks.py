@@ -230,7 +230,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),
         ([[[1, 1], [5, 1], [5, 4]]], "the segmentation is outlines in lists of points"),
         ([[[1, 1]] * 6], "the segmentation is outlines in lists of points"),
-        ([[[1, 1, 1]] * 6], "no list of points"),
+        ([[[1, 1, 1]] * 6], "at least 3 points"),
         ([["a"] * 6], "something that is no number"),
         ([[None] * 6], "reaches to pixel nan"),
         ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
