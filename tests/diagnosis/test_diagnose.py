@@ -132,7 +132,8 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     assert "emulated 10 ms step" in diagnosis.verdict
     assert set(by_id) == {"shards", "workers", "prefetch"}
     assert [*diagnosis.fixes] == rank_fixes(diagnosis.fixes)
-    assert by_id["shards"].forecast_images_per_second > 1.5 * diagnosis.images_per_second
+    # The loader reads 16 files at once by itself, so shards win less than they did over one reader.
+    assert by_id["shards"].forecast_images_per_second > 1.2 * diagnosis.images_per_second
     json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
 
 
