@@ -42,6 +42,8 @@ workshop: setup
 # Three processes, since many tests wait, for all that does not look at clocks; the rest alone.
 # Hundreds of processes need not compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
+# Tests fork after they trained, which CUDA forbids: make gpu has the tests of a GPU.
+test: export CUDA_VISIBLE_DEVICES :=
 test: lint fuse
 	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser"
 	$(RUN) -m pytest -m "clock and not browser"

@@ -96,8 +96,9 @@ def count_kept_bytes(model: nn.Module, batch: Any) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             # The tensor is held, because its address would be given out again.
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
+            kept[storage.data_ptr()] = storage.nbytes(), tensor.detach()
+        # The tensor itself leads to its graph, which leads to it: none of them would be freed.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         compute_losses(model, batch)

@@ -19,6 +19,8 @@ from colab_utils.units import format_bytes
 # between allocations are lost.
 _MARGIN = 0.9
 _BATCH_SIZES = (16, 8, 4, 2, 1)
+# With less of the GPU's memory than this share, something else holds the rest.
+_ALONE = 0.75
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,19 @@ class MemoryPlan:
     """What the heaviest batch took."""
     limit_bytes: int
     """What this process may have."""
+    total_bytes: int
+    """The memory of the GPU."""
 
     def __str__(self) -> str:
         parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
         taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
-        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
+        shared = ""
+        if self.limit_bytes < _ALONE * self.total_bytes:
+            shared = (
+                f". The GPU has {format_bytes(self.total_bytes)}: nvidia-smi lists the processes "
+                "that hold the rest, an open notebook for example. End them for larger batches"
+            )
+        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}{shared}"
 
 
 def plan_memory(
@@ -71,7 +81,8 @@ def plan_memory(
         tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]
     else:
         tries = [(batch_size, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= batch_size]
-    limit = _find_limit(step)
+    free, total = torch.cuda.mem_get_info(step.device)
+    limit = _find_limit(step, free)
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
@@ -82,7 +93,7 @@ def plan_memory(
             peak = torch.cuda.max_memory_allocated(step.device)
             step.free_memory()
             if fits and peak < _MARGIN * limit:
-                return MemoryPlan(images, step.parts, peak, limit)
+                return MemoryPlan(images, step.parts, peak, limit, total)
     finally:
         # The statistics of norms.
         torch._foreach_copy_([*model.buffers()], buffers)
@@ -120,11 +131,10 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
     return open_batch(torch.from_numpy(memory), shape)
 
 
-def _find_limit(step: TrainingStep) -> int:
+def _find_limit(step: TrainingStep, free: int) -> int:
     """Return the bytes that a batch may take, beside the optimiser's averages, which come later."""
     averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
     trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
-    free, _ = torch.cuda.mem_get_info(step.device)
     return free + torch.cuda.memory_reserved(step.device) - averages * sum(trained)
 
 

@@ -83,7 +83,7 @@ class TrainingPlan:
 
     def _name_first_knob(self) -> str:
         """Return what makes a step on a small GPU faster first; empty where that is done."""
-        is_small = self.memory is not None and self.memory.limit_bytes < _SMALL_GPU_BYTES
+        is_small = self.memory is not None and self.memory.total_bytes < _SMALL_GPU_BYTES
         if not is_small or self.min_size <= _SMALL_SIZE:
             return ""
         return (

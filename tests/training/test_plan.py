@@ -11,10 +11,16 @@ T4_BYTES = 15_000_000_000
 L4_BYTES = 22_000_000_000
 
 
-def make_plan(*, min_size, limit_bytes):
+def make_plan(*, min_size, total_bytes, limit_bytes=None):
     memory = None
-    if limit_bytes:
-        memory = MemoryPlan(batch_size=4, parts=1, peak_bytes=9_000_000, limit_bytes=limit_bytes)
+    if total_bytes:
+        memory = MemoryPlan(
+            batch_size=4,
+            parts=1,
+            peak_bytes=9_000_000,
+            limit_bytes=limit_bytes or total_bytes,
+            total_bytes=total_bytes,
+        )
     return TrainingPlan(
         dataset="fingerprint",
         model="maskrcnn_resnet50_fpn_v2",
@@ -37,7 +43,7 @@ def make_plan(*, min_size, limit_bytes):
 
 
 @pytest.mark.parametrize(
-    ("min_size", "limit_bytes", "is_named"),
+    ("min_size", "total_bytes", "is_named"),
     [
         # A T4 trains at the default size.
         (800, T4_BYTES, True),
@@ -51,7 +57,18 @@ def make_plan(*, min_size, limit_bytes):
         (800, None, False),
     ],
 )
-def test_a_small_gpu_is_told_of_smaller_images(min_size, limit_bytes, is_named):
-    text = str(make_plan(min_size=min_size, limit_bytes=limit_bytes))
+def test_a_small_gpu_is_told_of_smaller_images(min_size, total_bytes, is_named):
+    text = str(make_plan(min_size=min_size, total_bytes=total_bytes))
     assert ("try min_size=640 first" in text) == is_named
     assert ("roofline model, not measured" in text) == is_named
+
+
+def test_a_large_gpu_that_others_fill_is_not_called_small():
+    text = str(make_plan(min_size=800, total_bytes=150_000_000_000, limit_bytes=12_900_000_000))
+    assert "try min_size" not in text
+    assert "takes 9.0 MB of 12.9 GB. The GPU has 150.0 GB: nvidia-smi lists the processes" in text
+
+
+def test_a_gpu_of_ones_own_has_no_other_processes():
+    text = str(make_plan(min_size=800, total_bytes=T4_BYTES, limit_bytes=0.95 * T4_BYTES))
+    assert "nvidia-smi" not in text

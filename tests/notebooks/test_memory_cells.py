@@ -1,0 +1,54 @@
+"""The cells of notebook 04 that count what a model keeps."""
+
+from __future__ import annotations
+
+import gc
+import json
+from types import SimpleNamespace
+
+import torch
+
+from tests.notebooks.test_rules import FOLDER
+
+
+class Doubler(torch.nn.Module):
+    """A model of detection's arguments, whose layers keep their inputs and their outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.transform = SimpleNamespace(min_size=(0,))
+        self.layer = torch.nn.Linear(1000, 1000)
+
+    def forward(self, images, targets):
+        return self.layer(torch.stack(images)).exp().sum()
+
+
+def read_counting_cells():
+    notebook = json.loads((FOLDER / "04_train_mask_rcnn.ipynb").read_text(encoding="utf-8"))
+    names = ("def keep(", "def begin_count(", "def kept_mb(")
+    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [source for source in sources if any(name in source for name in names)]
+
+
+def count_tensors():
+    gc.collect()
+    return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
+
+
+def test_what_was_counted_is_freed():
+    cells = read_counting_cells()
+    assert len(cells) == 3
+    names = {
+        "torch": torch,
+        "image": torch.ones(1000),
+        "target": {},
+        "to_device": lambda images, targets: (images, targets),
+    }
+    for source in cells:
+        exec(source, names)
+    net = Doubler()
+    names["kept_mb"](net, 250, 320)
+    held = count_tensors()
+    # The inputs and the outputs of the layer: 250 rows of 1,000 numbers of 4 bytes, twice.
+    assert names["kept_mb"](net, 250, 320) == 2.0
+    assert count_tensors() == held
