@@ -27,6 +27,8 @@ _LEAST_S = 0.5
 _HALF = 0.5
 # Of the loop's time that its own processes take from it.
 _LEAST_LOST = 0.2
+# Causes of waits in which workers use their cores.
+_LOADING = {"work", "collate"}
 
 
 def find_causes(
@@ -57,7 +59,10 @@ def find_causes(
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
-    causes.sort(key=lambda cause: -cause.share)
+    # Where workers have one thread each, cheaper loading cures their taking the cores, too.
+    is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
+    comes_last = is_loading and not facts.looks.has_threads
+    causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
     for stall in facts.stalls:
         causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
     if facts.growth:
@@ -87,9 +92,9 @@ def refine_causes(
         # After its steps, a diagnosis copies batches.
         if cause.id not in ("between", "periodic"):
             refined.append(cause)
+    # A cheaper stage gives the step its core back.
     has_stage = not {stage.name for stage in stages}.isdisjoint(cause.id for cause in refined)
-    # Loading that takes the cores from the step is cured by cheaper loading: it comes first.
-    return sorted(refined, key=lambda cause: (has_stage and cause.id == "contention", -cause.share))
+    return sorted(refined, key=lambda cause: has_stage and cause.id == "contention")
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
@@ -127,11 +132,11 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
 
 def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
     """Explain that a loop with two loaders waits for the other one in a phase."""
-    place, looks = facts.looks.find_place(phase)
-    if place != OTHER_LOADER:
+    part, looks = facts.looks.measure_place(phase, OTHER_LOADER)
+    if part * share < _LEAST_SHARE:
         return []
     why = f"Beside its own batches, the loop waits for another loader ({looks})."
-    return [make_cause("other_loader", share, why)]
+    return [make_cause("other_loader", part * share, why)]
 
 
 def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
@@ -151,7 +156,8 @@ def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]
         return []
     why = f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
     why += "threads have them."
-    return [make_cause("contention", share, why)]
+    cure = "threads" if facts.looks.has_threads else "contention"
+    return [make_cause("contention", share, why, cure=cure)]
 
 
 def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:

@@ -40,7 +40,9 @@ CURES = {
     "evaluate less often.",
     "between": "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
     "move it to a thread.",
-    "contention": "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper.",
+    "contention": "Make loading cheaper, or do its work once, offline.",
+    "threads": "Use fewer threads in each worker, torch.set_num_threads(1) for example; then make "
+    "loading cheaper.",
 }
 """By the name of a cause, or of a kind of it."""
 

@@ -6,10 +6,12 @@ from collections import Counter
 from pathlib import PurePath
 
 from colab_utils.diagnosis.processes import WorkerMonitor
-from colab_utils.diagnosis.system_calls import find_wait
+from colab_utils.diagnosis.system_calls import count_runnable, find_wait
 
 # Fewer looks than these are no evidence. Of these or more, half must show the same.
 _LEAST_LOOKS = 5
+# Threads of a worker that could run at once, in the mean: one loads, one sends.
+_MANY_THREADS = 2
 _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
 _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
@@ -41,6 +43,9 @@ class Looks:
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
         self._outside_count = 0
+        # These are counts of workers that could run, and of their threads that could.
+        self._runnable_workers = 0
+        self._runnable_threads = 0
 
     def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
         """Look once at the thread that runs the loop, and at the workers.
@@ -50,6 +55,9 @@ class Looks:
         place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
         pids = self._monitor.list_samples()
+        counts = [count_runnable(pid) for pid in pids]
+        self._runnable_workers += sum(count > 0 for count in counts)
+        self._runnable_threads += sum(counts)
         if phase == "wait":
             workers = [self._monitor.inspect_worker(pid) for pid in pids]
             self._outside_count += any(
@@ -61,6 +69,11 @@ class Looks:
         # A worker that is starting may be importing modules, which is not the loading of a sample.
         if self._monitor.sees_samples or not starts:
             self.waits.update(self._monitor.list_waits())
+
+    @property
+    def has_threads(self) -> bool:
+        """Return whether a worker had more than one thread to run in most looks."""
+        return self._runnable_threads > _MANY_THREADS * self._runnable_workers
 
     @property
     def works_outside(self) -> bool:
@@ -79,6 +92,15 @@ class Looks:
         if 2 * count < places.total():
             return "", ""
         return place, f"in {count} of {places.total()} looks"
+
+    def measure_place(self, phase: str, place: str) -> tuple[float, str]:
+        """Return the share of the looks at a phase in which the loop was at a place, and how many
+        looks these were, in words. Both are empty where there were too few looks.
+        """
+        places = self._places.get(phase, Counter())
+        if places.total() < _LEAST_LOOKS:
+            return 0.0, ""
+        return places[place] / places.total(), f"in {places[place]} of {places.total()} looks"
 
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
         """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`."""

@@ -71,6 +71,20 @@ def measure_memory_part(pid: int) -> int:
     return 1024 * int(part[1]) if part else 0
 
 
+def count_runnable(pid: int) -> int:
+    """Return how many threads of a process run, or could run and have no core.
+
+    Example:
+        >>> count_runnable(os.getpid()) >= 1
+        True
+    """
+    with suppress(OSError):
+        tasks = os.listdir(f"/proc/{pid}/task")
+        states = [_read(f"/proc/{pid}/task/{task}/stat").rpartition(")")[2] for task in tasks]
+        return sum(state.startswith(" R") for state in states)
+    return 0
+
+
 def read_call(pid: int, task: int) -> tuple[str, str]:
     """Return the system call that a thread is in, and its file."""
     words = _read(f"/proc/{pid}/task/{task}/syscall").split()

@@ -9,6 +9,7 @@ import pytest
 from colab_utils.diagnosis import causes, waits
 from colab_utils.diagnosis.causes import find_causes, refine_causes
 from colab_utils.diagnosis.cures import Cause
+from colab_utils.diagnosis.looks import OTHER_LOADER
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.stages import Stage
@@ -18,12 +19,15 @@ from colab_utils.diagnosis.timing import CpuUse
 _USUAL_USE = {"cpu_s": 5.0, "others_s": 0.0, "queued_s": 0.0}
 
 
-def make_record(*, looks=None, places=None, **settings):
+def make_record(*, looks=None, places=None, threads=10, **settings):
     """Two workers that take turns with nobody, in a loop of ten seconds.
 
-    ``looks`` counts what workers were seen to wait for, ``places`` where the loop was in a phase.
+    ``looks`` counts what workers were seen to wait for, ``places`` where the loop was in a phase,
+    ``threads`` those that ten running workers had to run.
     """
     record = LoopRecord([])
+    record.looks._runnable_workers = 10
+    record.looks._runnable_threads = threads
     record.looks.waits.update(looks or {})
     for phase, counts in (places or {}).items():
         record.looks._places[phase] = Counter(counts)
@@ -234,7 +238,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         ),
         # The step waits for another loader.
         (
-            {"places": {"step": {"another loader": 8, "main.py:3 train": 2}}, "share": 1.0},
+            {"places": {"step": {"another loader": 8, "main.py:3 train": 2}}, "share": 0.8},
             "other_loader",
             r"Beside its own batches, the loop waits for another loader \(in 8 of 10 looks\)",
         ),
@@ -350,6 +354,24 @@ def test_contention_has_its_share_of_the_loop_not_of_the_step():
     assert find(queued_s=1.5) == []
 
 
+def test_cheaper_loading_comes_before_the_cores_that_it_takes():
+    loop = {"waits": spread(0.02), "looks": {"": 30}, "queued_s": 5.0}
+    first, second = find(**loop)
+    assert (first.id, second.id) == ("work", "contention")
+    assert second.next == "Make loading cheaper, or do its work once, offline."
+    # Each worker has three threads to run.
+    first, second = find(**loop, threads=30)
+    assert (first.id, second.id) == ("contention", "work")
+    assert "torch.set_num_threads(1)" in first.next
+
+
+def test_another_loader_has_its_share_of_the_step():
+    (cause,) = find(places={"step": {OTHER_LOADER: 5, "train.py:7": 15}})
+    assert (cause.id, cause.share) == ("other_loader", 0.25)
+    assert "(in 5 of 20 looks)" in cause.why
+    assert find(places={"step": {OTHER_LOADER: 1, "train.py:7": 19}}) == []
+
+
 def test_memory_that_grows_is_named_beside_a_fine_loop():
     (cause,) = find(growth=Growth(2.5, 4000, {"this process": 2.5}))
     assert cause.id == "memory"
@@ -395,7 +417,7 @@ def test_other_programs_that_take_the_cores_come_first(loop, share, monkeypatch)
 def test_another_loader_that_is_waited_for_after_a_step_is_named():
     looks = {"between": {"another loader": 8, "main.py:3 train": 2}}
     (cause,) = find(between=spread(0.06), places=looks)
-    assert (cause.id, cause.share) == ("other_loader", pytest.approx(0.6))
+    assert (cause.id, cause.share) == ("other_loader", pytest.approx(0.48))
 
 
 def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():

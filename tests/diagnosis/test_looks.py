@@ -242,6 +242,9 @@ def test_a_loop_is_seen_in_a_sample_and_in_another_loader():
     dataset.phase = "step"
     list(DataLoader(dataset))
     assert dataset.looks.find_place("step") == (OTHER_LOADER, "in 8 of 8 looks")
+    assert dataset.looks.measure_place("step", OTHER_LOADER) == (1.0, "in 8 of 8 looks")
+    assert dataset.looks.measure_place("step", SAMPLE) == (0.0, "in 0 of 8 looks")
+    assert dataset.looks.measure_place("between", OTHER_LOADER) == (0.0, "")
 
 
 class _Locked(Dataset):
