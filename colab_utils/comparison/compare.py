@@ -474,8 +474,8 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
 
 
 def _compare_masks(masks: Tensor, wanted_masks: Tensor) -> str:
-    union = (masks | wanted_masks).sum((1, 2))
-    ious = ((masks & wanted_masks).sum((1, 2)) / union)[union > 0].tolist()
+    union = (masks | wanted_masks).count_nonzero((1, 2))
+    ious = ((masks & wanted_masks).count_nonzero((1, 2)) / union)[union > 0].tolist()
     if min(ious, default=1) < 0.99:
         return f"a mask overlaps the reference by an IoU of {min(ious):.2f}"
     return ""
