@@ -29,7 +29,7 @@ from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
 
-OPEN_FILES = 512
+OPEN_FILES = 4096
 """Files of a dataset that stay open at most."""
 
 MOST_BYTES = 4e8
