@@ -74,7 +74,7 @@ SCENARIOS = (
         asks=True,
         notebooks="02",
         stops="workspace",
-        says="sign in when it asks",
+        says="Sign in when it asks",
     ),
     Scenario(
         "timeout",
