@@ -21,15 +21,16 @@ from colab_utils.require import require_local_path
 
 # Objects in one mask: more colours are a photo, or a mask that was saved as JPEG.
 _MOST_OBJECTS = 5000
-# What stands for pixels that nobody labelled, and the largest id that datasets with it have: of
-# Pascal VOC and DAVIS, of 16 bits, and Pascal VOC's as a colour.
+# Values that stand for pixels without a label, and the largest object id of datasets that use the
+# value: Pascal VOC and DAVIS, masks of 16 bits, and Pascal VOC as colours.
 _VOIDS = {255: 127, 65535: 32767, 0xE0E0C0: 0xFFFFFF}
-# What Cityscapes multiplies the number of a class with, and the largest of these numbers.
+# Cityscapes multiplies the number of an object's class by this. Its classes have numbers up to
+# `_MOST_CLASSES`.
 _CITYSCAPES = 1000
 _MOST_CLASSES = 33
-# Alpha from which on a pixel counts as drawn.
+# Pixels with at least this alpha count as drawn.
 _OPAQUE = 128
-# Pixels of soft edges in a mask: a small object between two others has less.
+# A mask with fewer pixels of soft edges is accepted: they may be a small object between two others.
 _EDGE_PIXELS = 16
 
 
@@ -42,36 +43,37 @@ def convert_masks(
     background: int | Sequence[int] | None = None,
     threshold: int | None = None,
 ) -> Path:
-    """Write the COCO instance JSON of a folder of images and a folder of masks, such as
-    Penn-Fudan's, and print how many objects there are.
+    """Write a COCO instance JSON from a folder of images and a folder of masks.
 
-    A mask has its image's size. 0, or black, or transparent, is the background; every other value
-    or colour is one object. A value is that of the pixel, in a palette its number, of a colour
-    0xRRGGBB. The mask of ``a.jpg`` is called ``a.png``, or ``a_mask.png`` with the same ending for
-    all. The objects become RLE with the same pixels; boxes and areas are theirs, as pycocotools
-    computes them.
+    Penn-Fudan is such a dataset. The function also prints how many objects there are.
 
-    Masks that may mean something else are refused, until ``background`` or ``threshold`` says what
-    they mean.
+    A mask has the size of its image. The value 0, black and transparent pixels are background.
+    Every other value or colour is one object. In a mask with a palette, a pixel's value is its
+    number in the palette; in a mask with colours, its value is 0xRRGGBB. The mask of ``a.jpg`` is
+    called ``a.png``, or for example ``a_mask.png`` if all masks have this ending. The objects
+    become RLE with the same pixels. Their boxes and areas are computed by pycocotools.
+
+    Masks whose meaning is unclear are refused until you pass ``background`` or ``threshold``.
 
     Args:
         images: the image folder.
         masks: the folder of masks, without subfolders.
         output: the JSON file to write, which must not exist.
-        category: what every object is.
-        background: the value, or values, that are no object: (0, 255) leaves out the pixels without
-            a label of Pascal VOC and DAVIS, 255 takes black objects on white. None takes 0, and
-            refuses masks with a value for pixels without a label, with soft edges, or with an
-            object in the corners.
-        threshold: above it, from 0 to 255, all of a mask is one object: for soft edges, and JPEGs.
+        category: the name of the category of all objects.
+        background: the value or values that are background. (0, 255) leaves out the pixels without
+            a label in Pascal VOC and DAVIS. 255 is for black objects on white. The default None
+            takes 0, and refuses a mask if it has a value for pixels without a label, soft edges, or
+            the same object in most of its corners.
+        threshold: all values above this one, 0 to 255, are one object. Use it for masks with soft
+            edges and for JPEGs. By default, each value is one object.
 
     Returns:
         ``output``.
 
     Raises:
-        ColabUtilsError: an image without a mask or a mask without an image, a mask of another size
-            or that is no mask, one that may mean something else, no object in any mask, or
-            ``output`` exists.
+        ColabUtilsError: if an image has no mask, or a mask has no image; if a mask is unreadable,
+            unclear, or of another size than its image; if no mask has an object; or if ``output``
+            exists.
 
     Example:
         >>> convert_masks("PNGImages", "no/such/PedMasks", output="people.json", category="person")
@@ -117,7 +119,7 @@ def convert_masks(
 
 
 def _list_images(folder: Path) -> dict[str, Path]:
-    """Return image files by their name without its ending."""
+    """Return the image files of a folder by their names without the ending."""
     known = Image.registered_extensions()
     images: dict[str, Path] = {}
     for path in sorted(folder.glob("*")):
@@ -135,7 +137,7 @@ def _list_images(folder: Path) -> dict[str, Path]:
 
 
 def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
-    """Return each image with its mask; what their names differ in is the same for all."""
+    """Return each image with its mask. The mask's name is the image's name and the same ending."""
     pictures = _list_images(images)
     drawn = _list_images(masks)
     first = min(pictures)
@@ -157,7 +159,7 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 def _read_mask(
     image: Path, mask: Path, background: int | Sequence[int] | None, threshold: int | None
 ) -> NDArray[np.int64]:
-    """Return the mask's values, int64 [H, W]; those of the background are negative."""
+    """Return the mask's values, int64 [H, W]. Background pixels have the value -1."""
     alpha: Any = _OPAQUE
     try:
         with open_file(image) as file, open_lazily(file) as opened:
@@ -175,7 +177,7 @@ def _read_mask(
                 opened = opened.convert("L")
             is_flat = opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16")
             values = np.asarray(opened if is_flat else opened.convert("RGB")).astype(np.int64)
-    # Pillow's many readers raise whatever they like on damaged data.
+    # Pillow's readers raise all kinds of errors on damaged data.
     except Exception as error:
         raise ColabUtilsError(
             f"The image {image} or its mask {mask} cannot be read: {error}"
@@ -210,7 +212,7 @@ def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:
 
 
 def _require_background(values: NDArray[np.int64], mask: Path) -> None:
-    """Raise ColabUtilsError where one object may be the background: it has three corners."""
+    """Raise ColabUtilsError if an object lies in three corners or more: it may be background."""
     corners = values[[0, 0, -1, -1], [0, -1, 0, -1]].tolist()
     value = max(corners, key=corners.count)
     if value >= 0 and corners.count(value) >= 3:
@@ -222,8 +224,9 @@ def _require_background(values: NDArray[np.int64], mask: Path) -> None:
 
 
 def _require_instances(objects: list[int], mask: Path) -> None:
-    """Raise ColabUtilsError where values may be of regions without objects: Cityscapes gives 7 to
-    roads, and 26000, 26001 and so on to cars.
+    """Raise ColabUtilsError if some values may be regions that are no objects.
+
+    Cityscapes has such values: 7 for roads, but 26000, 26001 and so on for cars.
     """
     regions = [value for value in objects if value < _CITYSCAPES]
     numbered = {value // _CITYSCAPES for value in objects} - {0}
@@ -236,8 +239,9 @@ def _require_instances(objects: list[int], mask: Path) -> None:
 
 
 def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the 3 x 3 values around each pixel that differs from the next, int64 [N, 9]; its own
-    is the fifth.
+    """Return the 3 x 3 values around each pixel that differs from a pixel beside it, int64 [N, 9].
+
+    The fifth value is the pixel's own.
     """
     is_edge = np.zeros(values.shape, np.bool_)
     for axis in (0, 1):
@@ -248,8 +252,9 @@ def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Path) -> None:
-    """Raise ColabUtilsError where a value may stand for pixels without a label: it is large, and
-    touches small ones.
+    """Raise ColabUtilsError if a value may stand for pixels without a label.
+
+    Such a value is much larger than all others, and pixels with it touch other objects.
     """
     for void, largest in _VOIDS.items():
         others = [value for value in objects if value != void]
@@ -263,8 +268,9 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
 
 
 def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mask: Path) -> None:
-    """Raise ColabUtilsError where half of the objects are soft edges: two thirds of their pixels
-    are near two others.
+    """Raise ColabUtilsError if at least half of the objects are soft edges.
+
+    An object counts as a soft edge if two thirds of its pixels are beside two other values.
     """
     is_mixed = (np.diff(np.sort(neighbours)) > 0).sum(1) > 1
     mixed, mixed_pixels = np.unique(neighbours[is_mixed, 4], return_counts=True)
@@ -281,13 +287,13 @@ def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mas
 
 
 def _is_parted(drawn: NDArray[np.bool_]) -> bool:
-    """Return whether a row or a column without a pixel parts an object."""
+    """Return whether an empty row or column divides an object into pieces."""
     places = [np.flatnonzero(drawn.any(axis)) for axis in (0, 1)]
     return any(np.diff(place).max(initial=1) > 1 for place in places)
 
 
 def _encode_objects(values: NDArray[np.int64], objects: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield box (x, y, width, height), area, and RLE with text counts of each object."""
+    """Yield the box (x, y, width, height), the area and the RLE (counts as text) of each object."""
     from pycocotools import mask as coco_mask
 
     for value in objects:
