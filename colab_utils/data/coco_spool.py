@@ -1,9 +1,9 @@
-"""A COCO dataset whose annotations wait on this machine's disk, while memory holds its images.
+"""Read a COCO dataset, keeping its images in memory and its annotations on this machine's disk.
 
-The JSON is read once, and its annotations are written to a temporary file in blocks, in the order
-of the JSON. Later it is known which images each shard gets. Then the annotations of each block are
-sorted by shard and written to a second temporary file. A shard reads its part of each block there.
-The files have no names, so that they are gone when the process ends.
+The JSON is read once. Its annotations are written to a temporary file in blocks, in the order of
+the JSON. When the images of each shard are known, the annotations of each block are sorted by shard
+and written to a second temporary file. Each shard reads its part of each block there. The files
+have no names, so the system deletes them when the process ends.
 """
 
 import os
@@ -38,7 +38,7 @@ from colab_utils.places import Place, open_place
 
 # The numbers of an annotation, and where its text starts among the texts of its block.
 _ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
-# Up to so many bytes of annotations stay in memory. More go to the disk.
+# Largest number of bytes of annotations that stay in memory. If there are more, all go to the disk.
 _MEMORY_BYTES = 1 << 24
 
 
@@ -109,7 +109,10 @@ class SpooledCoco:
         return next(self.cut([indices]))
 
     def cut(self, parts: Sequence[NDArray[np.int64]]) -> Iterator[CocoDataset]:
-        """Yield the images of each part, with their annotations; no image is in two parts."""
+        """Yield a dataset for each part: its images with their annotations.
+
+        No image may be in two parts.
+        """
         part_of = np.full(len(self), -1, np.int32)
         place_of = np.zeros(len(self), np.int32)
         for number, indices in enumerate(parts):
@@ -181,7 +184,7 @@ def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
     path = open_place(annotations)
     stamp = stamp_file(path)
     if stamp.bytes > _MEMORY_BYTES:
-        # The annotations are written twice: in the order of the JSON, then in that of the shards.
+        # The annotations are written twice: in the order of the JSON, then in the order of shards.
         cure = "or name a folder of another disk in the variable TMPDIR"
         require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
     try:
