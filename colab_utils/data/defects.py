@@ -1,4 +1,4 @@
-"""The kinds of defects of a dataset, and what becomes of each."""
+"""List the kinds of defects that a dataset can have, and what each of them leads to."""
 
 import warnings
 from collections import Counter
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 Defect = tuple[str, str]
-"""Its kind, and what was found where."""
+"""The kind of a defect, and a text that says where it is and what was found."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of defect."""
+    """Describe one kind of defect."""
 
     name: str
     effect: str
-    """What it does to preprocessing and training; "note" costs nothing, or nothing that can be
-    mended.
+    """What the defect leads to in preprocessing and training. An effect that begins with "note"
+    does no harm, or none that can be mended.
     """
 
     @property
     def is_serious(self) -> bool:
-        """Return whether a dataset with it has problems."""
+        """Return whether a dataset with this defect has problems. A note is none."""
         return not self.effect.startswith("note")
 
 
@@ -75,14 +75,12 @@ KINDS = (
     Kind("image without objects", "note: left out of training"),
     Kind("polygon beyond the image", "note: cut at the image's edge"),
     Kind("polygon within another", "note: filled, as a hole can be given by RLE alone"),
-    Kind("loose box", "note: look whether boxes are x, y, width, height, and of these outlines"),
-    Kind(
-        "area and mask disagree", "note: look whether holes are filled, or masks of other objects"
-    ),
-    Kind("objects in one corner", "note: look whether the outlines are of smaller images"),
+    Kind("loose box", "note: check that boxes are x, y, width, height, and fit their outlines"),
+    Kind("area and mask disagree", "note: check that no hole is filled, and no mask is another's"),
+    Kind("objects in one corner", "note: check that outlines were not drawn on smaller images"),
     Kind("image with alpha", "note: transparent pixels have the colours that lie below"),
-    Kind("name of several categories", "note: look whether it is what you mean"),
-    Kind("EXIF rotation, unclear", "note: look whether it is what you mean"),
+    Kind("name of several categories", "note: check that it is what you mean"),
+    Kind("EXIF rotation, unclear", "note: check that masks lie on their objects"),
     Kind("area 0", "note: average precision counts it as a small object"),
     Kind("repeated annotation", "note: counts twice"),
     Kind("repeated file_name", "note: counts twice"),
@@ -94,7 +92,7 @@ KINDS = (
 EFFECTS = {kind.name: kind.effect for kind in KINDS}
 """The effect of each kind, by its name."""
 SERIOUS = {kind.name for kind in KINDS if kind.is_serious}
-"""The names of the kinds with which a dataset has problems."""
+"""The names of the serious kinds: a dataset with one of them has problems."""
 
 
 def pick_serious(counts: Mapping[str, int]) -> Counter[str]:
@@ -103,7 +101,7 @@ def pick_serious(counts: Mapping[str, int]) -> Counter[str]:
 
 
 def describe_faults(faults: Mapping[str, int]) -> str:
-    """Return how many objects have each kind of `count_faults`, and what becomes of them.
+    """Say how many objects have each kind of defect that `count_faults` counts, and its effect.
 
     Example:
         >>> describe_faults({"empty mask": 1200})
@@ -113,13 +111,13 @@ def describe_faults(faults: Mapping[str, int]) -> str:
 
 
 def count_allowed(total: int, share: float) -> int:
-    """Return how many of a total a share is, rounded down."""
-    # 0.29 x 100 is a little less than 29.
+    """Return the whole number of objects that is this share of the total, rounded down."""
+    # In floating point, 0.29 x 100 is a little less than 29.
     return int(share * total + 1e-6)
 
 
 def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float) -> None:
-    """Raise ColabUtilsError for a larger share of objects with serious defects than ``max_bad``."""
+    """Raise ColabUtilsError if more objects have serious defects than ``max_bad``, a share."""
     faults = pick_serious(counts)
     allowed = count_allowed(total, max_bad)
     if faults.total() > allowed:
@@ -131,7 +129,7 @@ def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float)
 
 
 def warn_of_faults(source: object, counts: Mapping[str, int]) -> None:
-    """Warn of the objects of a dataset that have serious defects."""
+    """Warn if objects of a dataset have serious defects."""
     faults = pick_serious(counts)
     if faults:
         text = f"{source} has bad objects, see check: {describe_faults(faults)}"
