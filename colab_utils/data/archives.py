@@ -215,7 +215,7 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
         if problem:
             raise ColabUtilsError(
                 f"{source} holds {name!r:.80}, {problem}, so nothing is unpacked. Zip it again "
-                "with files and folders alone."
+                "with only files and folders."
             )
         members[name] = info
     return members

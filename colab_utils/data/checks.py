@@ -261,7 +261,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     if not len(dataset):
         yield "no images", "the list of images is empty"
     for number in dataset.repeated_ids.tolist():
-        yield "repeated image id", f"id {number}: the first image of it has the annotations"
+        yield "repeated image id", f"id {number}: only its first image gets the annotations"
     for number in dataset.unknown_images.tolist():
         yield "unknown image", f"annotation {number}"
     for text in dataset.text_ids:
@@ -293,7 +293,10 @@ def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
     ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 4:] for finding in findings)])
     if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
         width, height = ends.max(0)
-        text = f"all {len(ends):,} lie in the left {width:.0%} and upper {height:.0%}"
+        text = (
+            f"all {len(ends):,} objects lie in the left {width:.0%} and the upper {height:.0%} of "
+            "their images"
+        )
         yield "objects in one corner", text
 
 

@@ -319,8 +319,9 @@ def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
     divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
         warnings.warn(
-            f"{annotations} has several entries of {divided[0]!r:.80} with other objects: those of "
-            "one are background in the other. `check --repair OUT.json` joins them.",
+            f"{annotations} has several entries of {divided[0]!r:.80} with different objects. "
+            "Objects of one entry are background in the other. `check --repair OUT.json` joins the "
+            "entries.",
             ColabUtilsWarning,
             stacklevel=4,
         )

@@ -117,7 +117,7 @@ def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
         raise _expect(
             path,
             f"text that is not JSON at character {where:,} of {window.length:,}",
-            "It may be cut short or something else: export or copy it again.",
+            "The file may be incomplete, or not JSON at all: export or copy it again.",
         ) from None
 
 
@@ -219,7 +219,9 @@ class Columns:
             raise ValueError("no 'name'")
         name = escape(str(named))
         if self.category_names.setdefault(number, name) != name:
-            raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
+            raise ValueError(
+                f"the name {name!r}, after one with the name {self.category_names[number]!r}"
+            )
 
     def _add_image(self, image: dict[str, Any]) -> None:
         url = image.get("coco_url")

@@ -359,7 +359,8 @@ def _load_image(data: Encoded) -> "Image.Image":
     if peak < _DARK:
         raise ColabUtilsError(
             f"its 16 bits hold no value above {peak * 256 + 255:,} of 65,535, so that the "
-            f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte {_SCALE}"
+            f"brightest pixel becomes {peak} of 255, almost black: run gdal_translate -ot "
+            f"Byte {_SCALE}"
         )
     return image
 
@@ -543,8 +544,8 @@ def _name_tiff(file: IO[bytes]) -> str:
         return "not a complete image: a damaged TIFF"
     chosen = "-b 1 -b 2 -b 3" if bands > 2 else "-b 1"
     return (
-        f"a TIFF of {bits} bits x {bands} bands, which Pillow cannot decode: gdal_translate -ot "
-        f"Byte {chosen} {_SCALE}"
+        f"a TIFF of {bits} bits x {bands} bands, which Pillow cannot decode: run gdal_translate "
+        f"-ot Byte {chosen} {_SCALE}"
     )
 
 

@@ -28,7 +28,7 @@ class Kind:
 
 
 KINDS = (
-    Kind("no images", "stops preprocess: name a JSON of images"),
+    Kind("no images", "stops preprocess: name a JSON that lists images"),
     Kind("repeated image id", "stops preprocess"),
     Kind("unknown image", "stops preprocess"),
     Kind("unknown category", "stops preprocess"),
@@ -46,16 +46,15 @@ KINDS = (
     Kind("box outside the image", "object becomes background"),
     Kind(
         "objects in several entries of an image",
-        "objects of one entry become background in the other: --repair makes it one entry",
+        "objects of one entry become background in the other: --repair joins the entries",
     ),
     Kind(
         "many crowds",
-        "objects become background; where they are CVAT's brush masks: --repair with --crowds "
-        "objects",
+        "objects become background: if they are CVAT's brush masks, --repair with --crowds objects",
     ),
     Kind(
         "crowd without area",
-        "object becomes background: --repair with --crowds objects; a crowd of COCO has an area",
+        "object becomes background: --repair with --crowds objects, as crowds of COCO have an area",
     ),
     Kind("normalised polygon", "object is trained without a pixel"),
     Kind("empty mask", "object is trained without a pixel"),
@@ -67,14 +66,14 @@ KINDS = (
     ),
     Kind(
         "image in validation, too",
-        "average precision comes out too high: --repair beside --val-annotations leaves it out",
+        "average precision comes out too high: --repair with --val-annotations leaves it out",
     ),
     Kind("box without area", "note: left out of training"),
     Kind("empty annotation", "note: left out of training"),
     Kind("crowd", "note: left out of training"),
     Kind("image without objects", "note: left out of training"),
     Kind("polygon beyond the image", "note: cut at the image's edge"),
-    Kind("polygon within another", "note: filled, as a hole can be given by RLE alone"),
+    Kind("polygon within another", "note: filled, because only RLE can have holes"),
     Kind("loose box", "note: check that boxes are x, y, width, height, and fit their outlines"),
     Kind("area and mask disagree", "note: check that no hole is filled, and no mask is another's"),
     Kind("objects in one corner", "note: check that outlines were not drawn on smaller images"),
@@ -84,10 +83,10 @@ KINDS = (
     Kind("area 0", "note: average precision counts it as a small object"),
     Kind("repeated annotation", "note: counts twice"),
     Kind("repeated file_name", "note: counts twice"),
-    Kind("found by base name", "note: taken as it is"),
+    Kind("found by base name", "note: the file that was found is used"),
     Kind("image id that is text", "note: an integer stands for it, which --repair writes"),
-    Kind("16-bit image", "note: becomes 8-bit RGB, its first frame"),
-    Kind("animated image", "note: becomes 8-bit RGB, its first frame"),
+    Kind("16-bit image", "note: becomes 8-bit RGB"),
+    Kind("animated image", "note: only its first frame is used"),
 )
 EFFECTS = {kind.name: kind.effect for kind in KINDS}
 """The effect of each kind, by its name."""

@@ -218,10 +218,12 @@ def explain_missing(folder: str | Place, name: str) -> str:
         if place:
             return f"not in {folder}, but in {Path(folder, place).parent}: name that folder"
         if base in places:
-            return f"not in {folder}, but in several folders below it: write them into file_name"
+            return (
+                f"not in {folder}, but in several folders below it: write the folder into file_name"
+            )
         alike = _list_stems(str(folder)).get(Path(base).stem.casefold())
         if alike:
-            return f"not in {folder}, where {alike} lies: write file_name like the files"
+            return f"not in {folder}, but {alike} is there: write file_name as the file is called"
     return f"not in {folder}"
 
 

@@ -113,7 +113,7 @@ def convert_masks(
     text = f"{len(rows):,} images, {len(texts):,} objects"
     text += f"; the largest covers {largest:.0%} of its image"
     if parted:
-        text += f"; {parted:,} lie in pieces, which may be objects with one value for all"
+        text += f"; {parted:,} lie in pieces, which may be several objects of one value"
     print(text)
     return output
 
@@ -149,9 +149,9 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     end = ends[0] if ends else ""
     alone = {stem + end for stem in pictures} ^ set(drawn)
     raise ColabUtilsError(
-        "Each image needs a mask of its name, with one ending for all. "
-        f"{len(alone)} files are without the other, such as {min(alone)}. Rename them; where each "
-        "mask is one object, docs/FORMATS.md has a recipe."
+        "Each image needs a mask of its name, with one ending for all masks. "
+        f"{len(alone)} files have no partner, such as {min(alone)}. Rename them. If each mask file "
+        "is one object, see the recipe in docs/FORMATS.md."
     )
 
 
@@ -170,7 +170,7 @@ def _read_mask(
             if getattr(opened, "n_frames", 1) > 1:
                 raise ValueError("several pages: save each as a file, see docs/FORMATS.md")
             if opened.mode == "F":
-                raise ValueError("floating point numbers: save whole ones")
+                raise ValueError("floating point numbers: save whole numbers")
             if opened.has_transparency_data:
                 alpha = np.asarray(opened.convert("RGBA"))[..., 3]
             if threshold is not None and opened.mode[0] != "I":
@@ -205,8 +205,8 @@ def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:
     objects: list[int] = np.unique(values[values >= 0]).tolist()
     if len(objects) > _MOST_OBJECTS:
         raise ColabUtilsError(
-            f"The mask {mask} has {len(objects):,} colours, where each is to be one object. Is it "
-            "a photo?"
+            f"The mask {mask} has {len(objects):,} colours, and each would be one object. Check "
+            "that it is not a photo."
         )
     return objects
 
@@ -219,7 +219,7 @@ def _require_background(values: NDArray[np.int64], mask: Path) -> None:
         raise ColabUtilsError(
             f"The mask {mask} may have no background of 0: the value {value} is in its corners "
             f"and in {np.mean(values == value):.0%} of its pixels. Give background={value} if all "
-            "masks have that background, background=0 if it is an object."
+            "masks have that background, or background=0 if it is an object."
         )
 
 
@@ -234,7 +234,8 @@ def _require_instances(objects: list[int], mask: Path) -> None:
         raise ColabUtilsError(
             f"The mask {mask} has {len(regions):,} values below {_CITYSCAPES:,} beside larger "
             "ones, as Cityscapes has for regions. Give "
-            f"background=range({_CITYSCAPES}) to leave them out, background=0 if they are objects."
+            f"background=range({_CITYSCAPES}) to leave them out, or background=0 if they are "
+            "objects."
         )
 
 
@@ -263,7 +264,7 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
             raise ColabUtilsError(
                 f"The mask {mask} has the value {void} beside {touched:,} others, "
                 f"as for pixels without a label. Give background=(0, {void}) to leave it out, "
-                "background=0 if it is an object."
+                "or background=0 if it is an object."
             )
 
 
@@ -281,8 +282,8 @@ def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mas
     if mixed_pixels[is_edge].sum() >= _EDGE_PIXELS and 2 * edges >= objects:
         raise ColabUtilsError(
             f"In the mask {mask}, {edges:,} of {objects:,} values "
-            "are the soft edges of others. Export masks without smoothing; or give threshold=127 "
-            "if each mask is one object, background=0 if each value is one."
+            "are the soft edges of others. Export masks without smoothing. Or give threshold=127 "
+            "if each mask is one object, or background=0 if each value is one object."
         )
 
 

@@ -104,8 +104,8 @@ def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
         return _encode_polygons(segmentation, height, width)
     if isinstance(segmentation, str) and segmentation:
         raise ColabUtilsError(
-            f"the segmentation is the text {segmentation!r:.40}, and not polygons or RLE. Of "
-            "Kaggle's run lengths, docs/FORMATS.md makes masks"
+            f"the segmentation is the text {segmentation!r:.40}, and not polygons or RLE. For "
+            "Kaggle's run lengths, docs/FORMATS.md has a recipe"
         )
     raise ColabUtilsError("the annotation has no mask: polygons or RLE")
 

@@ -127,9 +127,9 @@ def repair_annotations(
         if kept:
             reasons.append(f"{len(kept):,} x crowd")
         raise ColabUtilsError(
-            f"{annotations} has no object to keep, with an image in {folder} and masks "
-            f"({', '.join(reasons)}). Name the right image folder, mend what is named as "
-            "`check` says, or use --crowds objects."
+            f"{annotations} has no object to keep: none has a usable mask and an image in {folder} "
+            f"({', '.join(reasons)}). Name the right image folder, mend the defects that `check` "
+            "reports, or use --crowds objects."
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
@@ -269,8 +269,8 @@ class _MendedImage:
             if reading:
                 raise ColabUtilsError(
                     f"Outlines of {escape(self.entry['file_name'])} are not as COCO has them: one "
-                    f"{reading}. Others may be read wrongly without a sign of it. Write all "
-                    "outlines again, x and y of each point or RLE column by column, then repair."
+                    f"{reading}. Others may be wrong, too, and nothing shows it. Export all of "
+                    "them again, x before y or RLE column by column, then repair the new file."
                 )
         values["bbox"], _ = measure_mask(rle)
         self.changes.append("box from the mask")
