@@ -198,13 +198,18 @@ class _MendedImage:
                 raise _LostObjectError("unsafe file_name")
             self.entry["file_name"] = moved
             self.changes.append("name from the folder")
+        is_from_file = False
         if not all(size):
             size = header.size
+            # With a size in the copy, a check would no longer warn of an unclear turn by EXIF.
+            is_from_file = header.orientation == 1
         elif "size mismatch" in dict(compare_sizes(size, header)):
             # The file's size is right only if the masks fit it and do not fit the entry's size.
             if _fit(dataset, group, size) or not _fit(dataset, group, header.size):
                 raise _LostObjectError("size mismatch")
             size = header.size
+            is_from_file = True
+        if is_from_file:
             self.entry["height"], self.entry["width"] = size
             self.changes.append("size from the file")
         if len(np.unique(dataset.sizes[group], axis=0)) > 1:

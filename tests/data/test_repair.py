@@ -215,6 +215,28 @@ def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
         export.repair()
 
 
+@pytest.mark.parametrize("missing", [("width", "height"), ("width",)])
+def test_a_size_that_is_missing_comes_from_the_file(export, missing):
+    for side in missing:
+        del export.coco["images"][1][side]
+    export.save()
+    report = repair_annotations(export.images, export.annotations, output=export.repaired)
+    entries = json.loads(export.repaired.read_text())["images"]
+    assert [(entry["width"], entry["height"]) for entry in entries] == [(WIDTH, HEIGHT)] * 4
+    assert "size from the file" in {repair.kind for repair in report.repairs}
+
+
+def test_a_size_that_is_missing_stays_so_where_exif_makes_it_unclear(export):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    export.save_photo(1, WIDTH, HEIGHT, exif=exif)
+    del export.coco["images"][1]["width"]
+    export.save()
+    report = repair_annotations(export.images, export.annotations, output=export.repaired)
+    assert json.loads(export.repaired.read_text())["images"][1]["width"] == 0
+    assert "EXIF rotation, unclear" in {problem.kind for problem in report.problems}
+
+
 def test_swapped_sides_of_a_few_images_are_not_guessed(export):
     swap_sides(export.coco["images"][0])
     report = export.repair()
