@@ -102,7 +102,7 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
             except _DAMAGE as error:
                 if getattr(error, "errno", None) not in _DAMAGE_NUMBERS:
                     raise
-                # The next call downloads it again.
+                # The next call downloads the zip again.
                 download.unlink(missing_ok=True)
                 raise ColabUtilsError(
                     f"{source} is not a whole zip of a COCO export: "

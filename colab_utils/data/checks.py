@@ -77,7 +77,7 @@ class DatasetReport:
     images: int
     annotations: int
     ok: bool
-    """Whether every image can be used, which means that all problems are notes."""
+    """Whether all problems are notes, so that every image can be used."""
     problems: tuple[Problem, ...]
     statistics: DatasetStatistics
     worst: dict[int, tuple[str, ...]]

@@ -62,7 +62,7 @@ class CocoDataset:
     name_ends: NDArray[np.int64]
     """int64 [I + 1]: where each file name starts in ``names``, and where the last one ends."""
     first: NDArray[np.int64]
-    """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1]``."""
+    """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
     ids: NDArray[np.int64]
     """int64 [A]: annotation ids. If an id is missing or is text, the annotation's row in the file,
     counted from 1, stands for it.
@@ -274,7 +274,8 @@ def _read(path: Place) -> CocoDataset:
 
 
 def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
-    """Read annotations as `read_coco` does, and refuse those whose image or category is unclear.
+    """Read annotations as `read_coco` does, and raise an error if the image or category of one is
+    unclear.
 
     Use it where the images are read, too.
 
@@ -438,7 +439,7 @@ def _find_shared_names(
 
 
 class Strangers:
-    """Find the image of each annotation, and collect the annotations that have none.
+    """Find the image of each annotation, and collect annotations without known image or category.
 
     Attributes:
         unknown_images: Ids of annotations whose image is unknown.

@@ -134,7 +134,7 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
             raise json.JSONDecodeError("expected a name", "", window.position)
         key, _ = window.read_value()
         window.read_mark(":")
-        # Other readers of JSON keep only the last one, without a word.
+        # Other readers of JSON silently keep only the last one.
         if key in sections:
             raise _expect(path, f"{key} twice", "Make it one list.")
         if key in _SECTIONS:

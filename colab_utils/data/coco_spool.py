@@ -178,7 +178,7 @@ def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
 
     Raises:
         ColabUtilsError: as `open_coco` does, or if this machine's disk is too small.
-        DriveLostError: Drive went away.
+        DriveLostError: if Drive went away.
     """
     require_folder(images)
     path = open_place(annotations)

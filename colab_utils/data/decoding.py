@@ -42,8 +42,8 @@ _NPY_HEADER = re.compile(
 )
 # Number of bytes at the start of a file that show its format.
 _HEAD_BYTES = 2000
-# Files that people often give instead of an image or a COCO JSON. The keys are patterns of their
-# first bytes, the values name the kind of file and what to do.
+# Files that people often give instead of an image or a COCO JSON. A key is a pattern of the first
+# bytes. Its value names the kind of file and says what to do.
 _KINDS = {
     b"PK\x03\x04": "a zip: unpack it first",
     b"\x1f\x8b": "a gzip file: unpack it first",
@@ -94,8 +94,8 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _NUMPY = b"\x93NUMPY"
 _TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-# Messages ask for the same scale for all images. If each image had its own scale, equal values
-# would become different colours.
+# Messages ask for one scale for all images. If each image had its own scale, the same value would
+# become another colour in each of them.
 _SCALE = "-scale 0 MAX IN OUT, where MAX is the largest value of all your images"
 # A 16-bit image whose brightest pixel becomes less than this after conversion to 8 bits is too dark
 # to train on. Cameras and sensors of 14 bits or fewer make such images.
@@ -183,8 +183,8 @@ def _list_switches() -> tuple[tuple[Any, str, Any], ...]:
         (ImageFile, "LOAD_TRUNCATED_IMAGES", False),
         # If this is too small, Pillow never finishes writing a JPEG.
         (ImageFile, "MAXBLOCK", 65_536),
-        # `open_lazily` refuses images of up to twice `MOST_PIXELS`, and its message gives their
-        # size.
+        # Pillow opens images of up to twice `MOST_PIXELS`, so that `open_lazily` can refuse them and
+        # say how large they are.
         (Image, "MAX_IMAGE_PIXELS", _Limit(2 * MOST_PIXELS)),
         # This logger writes about damaged TIFFs to the screen. Our error describes them better.
         (logging.getLogger("PIL.TiffImagePlugin"), "disabled", True),
@@ -411,9 +411,9 @@ def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
     """Return the image at the size that the annotations give.
 
-    ``height`` and ``width`` are this size; 0 if the annotations give none. An image of this size,
-    or without one in the annotations, is returned as it is. Otherwise it is turned by its EXIF
-    orientation if that gives it this size.
+    ``height`` and ``width`` are this size; 0 if the annotations give none. The image is returned as
+    it is if it has this size, or if the annotations give none. Otherwise it is turned by its EXIF
+    orientation, if it has this size then.
 
     Raises:
         ColabUtilsError: if the image has another size, turned or not.
@@ -653,7 +653,8 @@ def _make_writable(data: Encoded) -> bytearray:
 def _hide_exif(data: Encoded) -> bytearray:
     """Return a copy of a JPEG whose EXIF torchcodec does not read.
 
-    torchcodec always turns images by EXIF. The annotations may belong to the image as stored.
+    torchcodec always turns images by EXIF. The annotations may belong to the image as stored, which
+    must not be turned then.
     """
     hidden = bytearray(data)
     for marker, place in _list_jpeg_markers(data):

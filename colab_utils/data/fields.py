@@ -9,7 +9,7 @@ from colab_utils.data.segmentations import count_numbers
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
 
-# int64 holds smaller numbers than this.
+# Integers must be smaller than this to fit into int64.
 _TOO_LARGE = 2**63
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """The exceptions that reading a faulty entry raises."""

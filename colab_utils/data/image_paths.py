@@ -20,7 +20,8 @@ def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> t
     """Return the file of a ``file_name``, and whether another name than this one found it.
 
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
-    If the folder is a URL, nothing is tried, because each attempt would take a request.
+    If the folder is a URL, no file is looked for, because each attempt would take a request. The
+    name is taken without what an address adds to it; if it leads out, its base name is taken.
 
     Args:
         folder: the image folder.

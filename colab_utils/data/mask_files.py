@@ -19,7 +19,8 @@ from colab_utils.files import open_file, require_new
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 
-# Objects in one mask: more colours are a photo, or a mask that was saved as JPEG.
+# Largest number of objects in one mask. An image with more colours is a photo, or a mask that was
+# saved as JPEG.
 _MOST_OBJECTS = 5000
 # Values that stand for pixels without a label, and the largest object id of datasets that use the
 # value: Pascal VOC and DAVIS, masks of 16 bits, and Pascal VOC as colours.
@@ -45,7 +46,7 @@ def convert_masks(
 ) -> Path:
     """Write a COCO instance JSON from a folder of images and a folder of masks.
 
-    Penn-Fudan is such a dataset. The function also prints how many objects there are.
+    Penn-Fudan has such masks. The function also prints how many objects there are.
 
     A mask has the size of its image. The value 0, black and transparent pixels are background.
     Every other value or colour is one object. In a mask with a palette, a pixel's value is its
@@ -137,7 +138,10 @@ def _list_images(folder: Path) -> dict[str, Path]:
 
 
 def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
-    """Return each image with its mask. The mask's name is the image's name and the same ending."""
+    """Return each image with its mask.
+
+    The mask is called like its image, followed by an ending that all masks share.
+    """
     pictures = _list_images(images)
     drawn = _list_images(masks)
     first = min(pictures)

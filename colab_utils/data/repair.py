@@ -306,7 +306,7 @@ def _read_headers(
     deep: bool,
     validation: tuple[str | Place, str | Place] | None,
 ) -> list[Header]:
-    """Return the header of each image. Images that the validation set has, too, get a defect."""
+    """Return the header of each image. One that the validation set has, too, counts as unusable."""
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
     if validation is not None:
         for i in find_shared(folder, dataset, headers, *validation):
