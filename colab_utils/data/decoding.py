@@ -183,8 +183,8 @@ def _list_switches() -> tuple[tuple[Any, str, Any], ...]:
         (ImageFile, "LOAD_TRUNCATED_IMAGES", False),
         # If this is too small, Pillow never finishes writing a JPEG.
         (ImageFile, "MAXBLOCK", 65_536),
-        # Pillow opens images of up to twice `MOST_PIXELS`, so that `open_lazily` can refuse them and
-        # say how large they are.
+        # Pillow opens images of up to twice `MOST_PIXELS`, so that `open_lazily` can refuse them
+        # and say how large they are.
         (Image, "MAX_IMAGE_PIXELS", _Limit(2 * MOST_PIXELS)),
         # This logger writes about damaged TIFFs to the screen. Our error describes them better.
         (logging.getLogger("PIL.TiffImagePlugin"), "disabled", True),

@@ -45,7 +45,7 @@ class Header(NamedTuple):
     orientation: int = 1
     """EXIF orientation, 1 to 8."""
     bytes: int = 0
-    """Size of the file."""
+    """Size of the file in bytes."""
 
 
 class Findings(NamedTuple):

@@ -207,7 +207,7 @@ def _check_polygons(
 def is_normalised(numbers: Any) -> bool:
     """Return whether a polygon is given in shares of the image, 0 to 1, and not in pixels.
 
-    A polygon of only the numbers 0 and 1 is taken as one pixel.
+    A polygon of only the numbers 0 and 1 is taken as the outline of one pixel.
 
     Example:
         >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])

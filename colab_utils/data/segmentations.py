@@ -75,7 +75,7 @@ def _join_points(outlines: list[Any]) -> list[list[float]]:
         corners = polygon.reshape(-1, 2)
         boxes.append([*-corners.min(0), *corners.max(0)])
     is_within = (np.array(boxes)[:, None] <= boxes).all(2)
-    # Each outline lies within itself, which counts once for each.
+    # Each outline lies within itself, so the sum is never smaller than their number.
     if is_within.sum() > len(boxes):
         raise ValueError("an outline within another one")
     return parts

@@ -42,7 +42,7 @@ class DatasetStatistics:
     aspect_ratios: dict[str, int]
     """Number of objects in each range of width : height of the box."""
     objects_per_image: dict[str, int]
-    """Number of images with so many objects."""
+    """Number of images in each range of objects."""
     advice: tuple[str, ...]
     """Sentences that say what to do."""
 
