@@ -198,8 +198,8 @@ class CocoDataset:
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
         name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
-        names, name_ends = _take_parts(self.names, name_spans)
-        texts, text_ends = _take_parts(self.texts, self.text_spans[objects])
+        names, name_ends = join_parts(self.names, name_spans)
+        texts, text_ends = join_parts(self.texts, self.text_spans[objects])
         return replace(
             self,
             image_ids=self.image_ids[indices],
@@ -218,7 +218,7 @@ class CocoDataset:
         )
 
 
-def _take_parts(
+def join_parts(
     content: bytes | bytearray, spans: NDArray[np.int64]
 ) -> tuple[bytes, NDArray[np.int64]]:
     """Join some parts of a text. Return the result, where each part starts and the last ends."""
@@ -270,7 +270,11 @@ def _read(path: Place) -> CocoDataset:
     columns = Columns()
     most_bytes = find_free_memory() / _MEMORY_OF_JSON
     fingerprint = read_columns(path, columns, most_bytes=most_bytes)
-    return _group(make_images(columns, fingerprint), columns)
+    images = make_images(columns, fingerprint)
+    rows = np.frombuffer(columns.rows, ROW)
+    strangers = Strangers(images)
+    image_of = strangers.find_images(rows)
+    return group_annotations(strangers.add_to(images), rows, image_of, columns.texts)
 
 
 def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
@@ -479,23 +483,27 @@ class Strangers:
         )
 
 
-def _group(dataset: CocoDataset, columns: Columns) -> CocoDataset:
-    """Return a dataset with the annotations of all of its images, sorted by image.
+def group_annotations(
+    images: CocoDataset, rows: NDArray[Any], image_of: NDArray[Any], texts: bytes | bytearray
+) -> CocoDataset:
+    """Return a dataset of these images with their annotations, sorted by image.
 
-    Annotations of unknown images are left out; their ids are in ``unknown_images``.
+    Args:
+        images: I images without annotations.
+        rows: the numbers of annotations, as in `ROW`, in the order of their texts.
+        image_of: the index of each row's image. Rows with -1 are left out.
+        texts: the texts of all annotations, without gaps.
     """
-    rows = np.frombuffer(columns.rows, ROW)
-    strangers = Strangers(dataset)
-    image_of = strangers.find_images(rows)
     # Annotations of unknown images have index -1, so they are sorted to the front.
-    kept = np.argsort(image_of, kind="stable")[len(strangers.unknown_images) :]
-    counts = np.bincount(image_of[kept], minlength=len(dataset))
-    text_starts = np.append(0, rows["text_end"])[kept]
+    order = np.argsort(image_of, kind="stable")[np.count_nonzero(image_of < 0) :]
+    counts = np.bincount(image_of[order], minlength=len(images))
+    text_ends = rows["text_end"]
+    text_starts = np.append(0, text_ends)[:-1]
     return replace(
-        strangers.add_to(dataset),
+        images,
         first=np.append(0, np.cumsum(counts)),
-        ids=rows["id"][kept],
-        is_crowd=rows["is_crowd"][kept].astype(np.bool_),
-        texts=columns.texts,
-        text_spans=np.stack([text_starts, rows["text_end"][kept]], axis=1),
+        ids=rows["id"][order],
+        is_crowd=rows["is_crowd"][order].astype(np.bool_),
+        texts=texts,
+        text_spans=np.stack([text_starts[order], text_ends[order]], axis=1),
     )

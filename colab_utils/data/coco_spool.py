@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ from colab_utils.data.coco import (
     CocoDataset,
     Strangers,
     find_repeated_names,
+    group_annotations,
+    join_parts,
     make_images,
     refuse_strangers,
     warn_of_divided,
@@ -139,11 +141,11 @@ def _order_texts(
     rows: NDArray[Any], places: NDArray[np.int32], texts: bytes
 ) -> tuple[NDArray[Any], bytes]:
     """Return the rows with the places of their images in the part, and the texts in their order."""
-    spans = zip(rows["text_start"].tolist(), rows["text_end"].tolist(), strict=True)
-    pieces = [texts[start:end] for start, end in spans]
-    rows["text_end"] = np.cumsum(rows["text_end"] - rows["text_start"])
+    spans = np.stack([rows["text_start"], rows["text_end"]], axis=1)
+    ordered_texts, ends = join_parts(texts, spans)
+    rows["text_end"] = ends[1:]
     rows["image_id"] = places
-    return rows, b"".join(pieces)
+    return rows, ordered_texts
 
 
 def _join_blocks(
@@ -159,18 +161,8 @@ def _join_blocks(
         pieces.append(spool.read_rows(block, int(first), int(stop)))
         texts += spool.read_texts(block, pieces[-1])
     rows = np.concatenate(pieces)
-    order = np.argsort(rows["image_id"], kind="stable")
-    counts = np.bincount(rows["image_id"], minlength=len(images))
-    lengths = rows["text_end"] - rows["text_start"]
-    ends = np.cumsum(lengths)
-    return replace(
-        images,
-        first=np.append(0, np.cumsum(counts)),
-        ids=rows["id"][order],
-        is_crowd=rows["is_crowd"][order].astype(np.bool_),
-        texts=texts,
-        text_spans=np.stack([ends - lengths, ends], axis=1)[order],
-    )
+    rows["text_end"] = np.cumsum(rows["text_end"] - rows["text_start"])
+    return group_annotations(images, rows, rows["image_id"], texts)
 
 
 def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
