@@ -28,23 +28,25 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 
 _DOWNLOADS = ("http://", "https://", "ftp://")
-# Seconds after which a server that sends nothing is given up.
+# A server that sends nothing for so many seconds is given up.
 _SILENT_S = 60.0
 _CURE = "or name a folder on a bigger disk"
-# What zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8,
-# OSError of damaged bzip2.
+# Exceptions of zipfile: among them RuntimeError for encrypted files, ValueError for names that are
+# not UTF-8, and OSError for damaged bzip2.
 _DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
+# Errors of the system with these numbers, or without one, come from a damaged zip. Others, such as
+# a full disk, do not.
 _DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
-# Of names without the mark of UTF-8, beside zip's own: what macOS writes, then Windows in China,
-# Japan, Korea, Taiwan, Russia and the West.
+# Encodings of names that are not marked as UTF-8: those of macOS, then of Windows in China, Japan,
+# Korea, Taiwan, Russia and the West. cp437, the default of zip, is tried before them.
 _CODE_PAGES = ("utf-8", "gb18030", "cp932", "cp949", "cp950", "cp866", "cp1251", "cp1252", "cp850")
 _IS_UTF8 = 0x800
-# Names that are listed in a message, or compared.
+# Number of names that a message lists, and of names that are compared with those in the zip.
 _NAMED = 9
 
 
 def is_archive(source: str) -> bool:
-    """Return whether a dataset's name is a URL, or that of a zip.
+    """Return whether a dataset's name is a URL or the path of a zip.
 
     Example:
         >>> is_archive("https://example.org/export?format=coco"), is_archive("photos")
@@ -54,24 +56,25 @@ def is_archive(source: str) -> bool:
 
 
 def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
-    """Unpack the annotations of a COCO export and the images that they name; what was unpacked
-    before stays.
+    """Unpack a COCO export: its annotations, and the images that they name.
 
-    A download that broke off goes on where it stopped, after growing waits and in a later call; so
-    does unpacking. Every file is checked against its checksum in the zip.
+    Files that were unpacked before are kept. A download that breaks off is continued after growing
+    waits, and if necessary by the next call. The next call also continues unpacking. Every file is
+    compared with its checksum in the zip.
 
     Args:
-        source: a zip, or the URL of one.
-        folder: where to unpack it, in a folder of its own.
-        annotations: the JSON's name in the zip; empty takes the only one.
+        source: the path of a zip, or its URL.
+        folder: where to unpack the zip. It gets a folder of its own in there.
+        annotations: the JSON's name in the zip. By default, the zip must have only one JSON.
 
     Returns:
         The image folder and the COCO JSON.
 
     Raises:
-        ColabUtilsError: no zip, a damaged or encrypted one, names or links that lead out of it, no
-            annotations in it, none of their images, or a full disk.
-        DriveLostError: Drive or the server went away for good; the same call continues.
+        ColabUtilsError: if there is no zip; if it is damaged or encrypted; if it has names or links
+            that lead out of it; if it has no annotations, or none of their images; or if the disk
+            is full.
+        DriveLostError: if Drive or the server went away. Call the function again to continue.
 
     Example:
         >>> unpack_dataset("no/such/export.zip", Path("datasets"))
@@ -85,7 +88,7 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     version = 0 if is_url else os.stat(source).st_mtime_ns
     key = xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}"))
     target = folder / key
-    # It is written last.
+    # This file is written last. If it exists, everything was unpacked.
     done = target / "unpacked.json"
     download = target / "download.zip"
     if not done.is_file():
@@ -99,7 +102,7 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
             except _DAMAGE as error:
                 if getattr(error, "errno", None) not in _DAMAGE_NUMBERS:
                     raise
-                # It comes anew.
+                # The next call downloads the zip again.
                 download.unlink(missing_ok=True)
                 raise ColabUtilsError(
                     f"{source} is not a whole zip of a COCO export: "
@@ -113,7 +116,7 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
 
 
 def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[str, str]:
-    """Unpack what is needed; return the image folder and the JSON, relative to ``target``."""
+    """Unpack the files that are needed; return the image folder and the JSON below ``target``."""
     with ZipFile(path) as archive:
         members = _fit_names(archive, source, {take_base_name(annotations)})
         text = _choose_annotations(members, annotations, source)
@@ -135,8 +138,9 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
 
 
 def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipInfo]:
-    """Return what is in a zip by name, in the code page in which most of the base names are
-    there.
+    """Return the files in a zip by name, in the encoding that fits best.
+
+    This is the encoding in which the zip has most of the base names ``bases``.
     """
     listings = [_list_members(archive, source)]
     if all(map(str.isascii, listings[0])):
@@ -148,17 +152,17 @@ def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipI
 
 
 def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: str) -> str:
-    """Return the name of the only JSON, or of the one that is named.
+    """Return the name of the only JSON in a zip, or of the one called ``annotations``.
 
     Raises:
-        ColabUtilsError: there are none, or several.
+        ColabUtilsError: if there is no such file, or several.
     """
     end = f"/{annotations}" if annotations else ".json"
     texts = [name for name in members if f"/{name}".endswith(end)]
     if len(texts) != 1:
         if texts:
             raise ColabUtilsError(
-                f"{source} holds several such files: {', '.join(texts[:_NAMED])}. Name in "
+                f"{source} holds several files that match: {', '.join(texts[:_NAMED])}. Name in "
                 "ANNOTATIONS the one that you mean."
             )
         raise ColabUtilsError(
@@ -169,8 +173,10 @@ def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: s
 
 
 def _find_folder(names: list[str], members: dict[str, ZipInfo]) -> str:
-    """Return the folder below which the images lie; "" where their names are of another machine:
-    `CocoDataset.find_image` finds them all the same.
+    """Return the folder below which the images lie.
+
+    It is empty, for the whole zip, if their names are paths of another machine.
+    `CocoDataset.find_image` finds such images by their base names.
     """
     for name in names[:_NAMED]:
         for member in members:
@@ -180,11 +186,16 @@ def _find_folder(names: list[str], members: dict[str, ZipInfo]) -> str:
 
 
 def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[str, ZipInfo]:
-    """Return what is in a zip, by name in a code page; backslashes part folders, as in unzip.
+    """Return the files in a zip by name. Backslashes separate folders, as in unzip.
+
+    Args:
+        archive: the open zip.
+        source: the name of the zip, for errors.
+        page: the encoding of names that are not marked as UTF-8.
 
     Raises:
-        UnicodeError: a name is none in this code page.
-        ColabUtilsError: something in it is not what an export holds; nothing of it is unpacked.
+        UnicodeError: if a name cannot be decoded with this encoding.
+        ColabUtilsError: if the zip has a link or an unsafe name.
     """
     members: dict[str, ZipInfo] = {}
     for info in archive.infolist():
@@ -204,15 +215,16 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
         if problem:
             raise ColabUtilsError(
                 f"{source} holds {name!r:.80}, {problem}, so nothing is unpacked. Zip it again "
-                "with files and folders alone."
+                "with only files and folders."
             )
         members[name] = info
     return members
 
 
 def _extract(archive: ZipFile, members: dict[str, ZipInfo], target: Path) -> None:
-    """Unpack these files; zipfile compares their checksums, and those that are there are compared
-    here.
+    """Unpack files of a zip into ``target``, except those that are complete there.
+
+    zipfile compares the checksums of files that it unpacks. `_is_there` compares those of others.
     """
     missing = [name for name in members if not _is_there(target / name, members[name])]
     require_space(target, sum(members[name].file_size for name in missing), _CURE)
@@ -230,7 +242,7 @@ def _is_there(path: Path, info: ZipInfo) -> bool:
 
 
 def _download(url: str, path: Path) -> None:
-    """Download a file, or what is missing of it, again after each break."""
+    """Download a file, or the part that is missing; try again after each break."""
     with (
         open(path, "ab") as file,
         show_progress("download", total=None, unit="B", scale=True) as bar,
@@ -239,12 +251,13 @@ def _download(url: str, path: Path) -> None:
 
 
 def _receive(url: str, file: BinaryIO, bar: Any) -> None:
-    """Add what is missing at a file's end; where the server cannot do that, the file comes from its
-    beginning.
+    """Download the missing end of a file, and append it.
+
+    If the server cannot send a part of the file, the whole file is downloaded.
 
     Raises:
-        ColabUtilsError: the server gives nothing.
-        DriveLostError: it broke off.
+        ColabUtilsError: if the server sends nothing.
+        DriveLostError: if the download broke off.
     """
     headers = {"User-Agent": "colab_utils", "Range": f"bytes={file.tell()}-"}
     try:
@@ -260,7 +273,7 @@ def _receive(url: str, file: BinaryIO, bar: Any) -> None:
             if file.tell() < size:
                 raise ConnectionError(f"{file.tell():,} of {size:,} bytes came")
     except (OSError, HTTPException, ValueError) as error:
-        # A reply that says no is a file.
+        # An HTTPError holds an open reply, which must be closed.
         if isinstance(error, HTTPError):
             error.close()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -269,7 +282,7 @@ def _receive(url: str, file: BinaryIO, bar: Any) -> None:
             raise ColabUtilsError(
                 f"The zip at {url} cannot be read: {error}. Check IMAGES and the network."
             ) from error
-        # The server has no bytes after those that are here: the file is whole.
+        # The server has no bytes after those that the file has, so the file is complete.
         if (
             isinstance(error, HTTPError)
             and error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE

@@ -1,5 +1,6 @@
-"""Look over a dataset before anything long starts: every defect by name, what becomes of it, the
-data in numbers.
+"""Check a dataset before preprocessing or training starts.
+
+The report names each kind of defect, says what it leads to, and has statistics of the data.
 """
 
 import math
@@ -35,19 +36,20 @@ from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 
-# Examples that are kept of each kind.
+# Number of examples that the report keeps of each kind of defect.
 _EXAMPLES = 5
-# Images that are named among the worst.
+# Number of images that the report lists as the worst.
 _WORST = 10
-# Images that a process takes at a time: many, since each time begins with few streams and ends with
-# the slowest file.
+# Number of images that a process takes at a time. It is large, because each part begins with few
+# streams, and ends by waiting for its slowest file.
 _PART_IMAGES = 4000
-# Objects of which one reaches beyond this share of its image's width or height.
+# Of at least `_FEW_OBJECTS` objects, some should reach beyond `_CORNER`, a share of their image's
+# width or height. If none does, the outlines may be of smaller images.
 _FEW_OBJECTS = 8
 _CORNER = 0.5
-# What a serious defect counts in the order of the worst images; a note counts 1.
+# The score of a serious defect, by which the worst images are sorted. A note has a score of 1.
 _SERIOUS_SCORE = 1000
-# What annotations without masks are for, by a key that only they have.
+# Kinds of annotations without masks, by a key that shows the kind.
 _PURPOSES = {
     "segments_info": "panoptic segments",
     "keypoints": "keypoints without masks",
@@ -57,15 +59,15 @@ _PURPOSES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Count one kind of defect, or of repair."""
+    """Describe one kind of defect, or one kind of repair."""
 
     kind: str
     count: int
-    """How often it was found."""
+    """Number of defects or repairs of this kind."""
     examples: tuple[str, ...]
-    """The first five that differ."""
+    """The first five different examples."""
     effect: str
-    """What it leads to."""
+    """What a defect of this kind leads to, or what the repair did."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,13 @@ class DatasetReport:
     images: int
     annotations: int
     ok: bool
-    """Whether every image can be used: nothing but notes was found."""
+    """Whether all problems are notes, so that every image can be used."""
     problems: tuple[Problem, ...]
     statistics: DatasetStatistics
     worst: dict[int, tuple[str, ...]]
-    """The kinds of defects of the ten images with most, by their ids."""
+    """The ten images with the most serious defects: image id to the kinds of its defects."""
     repairs: tuple[Problem, ...] = ()
-    """What was mended, and what was left out, where the annotations were repaired."""
+    """What was mended and what was left out; empty if the annotations were not repaired."""
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "has problems"
@@ -107,10 +109,12 @@ def check_dataset(
     Args:
         images: the image folder; its path, or a URL that fsspec knows, such as
             ``s3://bucket/images``.
-        annotations: COCO instance JSON; likewise, or what `read_coco` gave.
-        deep: decode each image, in place of its header and end: finds damage in the middle where
-            its format has checksums, as PNG has. Preprocessing does so, too.
-        validation: image folder and JSON of the validation set: is a picture in both?
+        annotations: the COCO instance JSON; its path, a URL, or what `read_coco` returned.
+        deep: decode each image completely. By default, only its header and its end are looked at.
+            Decoding finds damage in the middle of formats with checksums, such as PNG.
+            Preprocessing decodes each image, too.
+        validation: image folder and JSON of the validation set. Images that are in both datasets
+            are reported.
 
     Raises:
         ColabUtilsError: if there is no such folder, or the file is not COCO instance JSON.
@@ -125,7 +129,7 @@ def check_dataset(
     """
     folder = open_place(images)
     for place in validation or ():
-        # What cannot be read is told before the work begins.
+        # A wrong place raises its error here, before the long work begins.
         open_place(place)
     dataset = read_coco(annotations)
     findings = inspect_images(folder, dataset, deep=deep)
@@ -137,10 +141,10 @@ def check_dataset(
 
 
 def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
-    """Return what is wrong with each image and its annotations, in the dataset's order.
+    """Return the findings of each image and its annotations, in the dataset's order.
 
     Raises:
-        ColabUtilsError: if there is no such folder, or a process was ended.
+        ColabUtilsError: if there is no such folder, or if a process was killed.
         DriveLostError: if Drive went away.
     """
     require_folder(images)
@@ -160,7 +164,7 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
             pool.shutdown(cancel_futures=True)
             raise
     findings = [*chain.from_iterable(part.result() for part in inspected)]
-    # On Drive, a file may be missing for a while.
+    # On Drive, a file may be missing for a while, so missing files are looked for again.
     missing = [
         i for i, finding in enumerate(findings) if "missing image" in dict(finding.header.defects)
     ]
@@ -177,16 +181,17 @@ def _wait_for(inspected: Iterable[Future[Any]], images_done: Any, total: int) ->
         while pending:
             for part in pop_done(pending):
                 part.result()
-            # It is read without its lock, which a worker that was killed may hold.
+            # The count is read without its lock, because a worker that was killed may hold it.
             bar.update(images_done.get_obj().value - bar.n)
 
 
-# Counts an image that is done; only in the processes of a check.
+# Counts an image that is done. `_join` sets it in the processes of a check; elsewhere it does
+# nothing.
 _count_image: Callable[[], object] = int
 
 
 def _join(images_done: Any, stop: Any) -> None:
-    """Make this process, which was just forked, work for a check."""
+    """Prepare a forked process: it counts the images it has done, until the check is stopped."""
     global _count_image
 
     def count() -> None:
@@ -213,8 +218,9 @@ def _inspect_part(images: Place, deep: bool, part: CocoDataset) -> list[Findings
 def _sum_up(
     dataset: CocoDataset, findings: Sequence[Findings], shared: Iterable[str]
 ) -> DatasetReport:
-    """Return the report of what was found in each image, of what concerns the whole dataset, and of
-    the images that another one shares.
+    """Make the report from the findings in each image, and from those in the whole dataset.
+
+    ``shared`` describes the images that the validation set has, too.
     """
     examples = defaultdict[str, list[str]](list)
     scores = Counter[int]()
@@ -251,11 +257,11 @@ def _sum_up(
 
 
 def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator[Defect]:
-    """Yield what no single image shows."""
+    """Yield the defects of the dataset as a whole, which no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
     for number in dataset.repeated_ids.tolist():
-        yield "repeated image id", f"id {number}: the first image of it has the annotations"
+        yield "repeated image id", f"id {number}: only its first image gets the annotations"
     for number in dataset.unknown_images.tolist():
         yield "unknown image", f"annotation {number}"
     for text in dataset.text_ids:
@@ -283,11 +289,14 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
 
 
 def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
-    """Yield whether no object of a dataset reaches beyond the upper left corner of its image."""
+    """Yield a defect if all objects lie in the upper left corner of their images."""
     ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 4:] for finding in findings)])
     if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
         width, height = ends.max(0)
-        text = f"all {len(ends):,} lie in the left {width:.0%} and upper {height:.0%}"
+        text = (
+            f"all {len(ends):,} objects lie in the left {width:.0%} and the upper {height:.0%} of "
+            "their images"
+        )
         yield "objects in one corner", text
 
 
@@ -298,8 +307,13 @@ def find_shared(
     others: str | Place,
     annotations: str | Place,
 ) -> dict[int, str]:
-    """Return the pictures that are in another dataset, too, by whatever name, each with what it
-    is there: files whose sizes match are compared.
+    """Return the images that are in another dataset, too, whatever their names are.
+
+    Two images are the same if their files have the same bytes. Only files of the same size are
+    compared.
+
+    Returns:
+        The index of each such image, and a text that names both files.
     """
     others = open_place(others)
     require_folder(others)
@@ -311,7 +325,7 @@ def find_shared(
         by_size[header.bytes].append(i)
 
     def compare(i: int) -> None:
-        # What cannot be read is in no training.
+        # Files that cannot be read are not used in training, so they are left out here.
         with suppress(OSError, ColabUtilsError):
             content = read_file(other.find_image(others, i)[0], retries)
             for twin in by_size.get(len(content), ()):

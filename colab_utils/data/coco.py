@@ -1,8 +1,8 @@
-"""Any COCO instance JSON, read entry by entry: its numbers in flat arrays, its annotations as their
-JSON text.
+"""Read a COCO instance JSON into flat arrays of numbers; annotations stay JSON text.
 
-No Python object is kept for an annotation, so COCO train2017 (118,000 images, 860,000 objects, 0.45
-GB of JSON) needs little more memory than its text (``make stress``), and worker processes share it.
+No Python object is kept for an annotation. COCO train2017 (118,000 images, 860,000 objects, 0.45 GB
+of JSON) therefore needs little more memory than its text, and worker processes share this memory.
+``make stress`` measures it.
 """
 
 import json
@@ -30,13 +30,13 @@ from colab_utils.files import write_file
 from colab_utils.machine import find_free_memory
 from colab_utils.places import Place, open_place
 
-# What `Columns` holds of each image, and of each annotation.
+# The numbers that `Columns` holds for each image.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
 ROW = np.dtype(
     [(name, np.int64) for name in ("id", "image_id", "category_id", "is_crowd", "text_end")]
 )
-"""The numbers of an annotation."""
-# Memory that reading takes, in times of the file's bytes.
+"""The numbers that `Columns` holds for each annotation."""
+# Bytes of memory that reading takes for each byte of the file.
 _MEMORY_OF_JSON = 1.5
 
 
@@ -44,8 +44,9 @@ _MEMORY_OF_JSON = 1.5
 class CocoDataset:
     """Hold a COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
 
-    I images, A annotations. Annotations whose image is unknown are not among the A; their ids are
-    in ``unknown_images``. Of images with the same id, the first has the annotations.
+    There are I images and A annotations. Annotations of an unknown image are not counted in A;
+    their ids are in ``unknown_images``. If several images have the same id, the first one gets the
+    annotations.
     """
 
     fingerprint: str
@@ -53,36 +54,37 @@ class CocoDataset:
     categories: tuple[dict[str, Any], ...]
     """Each category's ``id`` and ``name``, in order of id."""
     image_ids: NDArray[np.int64]
-    """int64 [I], in the file's order."""
+    """int64 [I]: image ids, in the order of the file."""
     sizes: NDArray[np.int32]
     """int32 [I, 2]: height and width in pixels; 0 where the file gives none."""
     names: bytes
-    """All ``file_name`` one after another, UTF-8."""
+    """All values of ``file_name``, one after another, in UTF-8."""
     name_ends: NDArray[np.int64]
-    """int64 [I + 1]: where each starts in ``names``, and where the last one ends."""
+    """int64 [I + 1]: where each file name starts in ``names``, and where the last one ends."""
     first: NDArray[np.int64]
-    """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1]``."""
+    """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
     ids: NDArray[np.int64]
-    """int64 [A]: annotation ids; an id that is missing or text is the annotation's row in the file,
-    from 1.
+    """int64 [A]: annotation ids. If an id is missing or is text, the annotation's row in the file,
+    counted from 1, stands for it.
     """
     is_crowd: NDArray[np.bool_]
-    """bool [A]: whether an annotation is a crowd, which is left out of training."""
+    """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
     texts: bytes | bytearray
-    """The JSON of annotations, UTF-8, in any order."""
+    """The JSON text of the annotations, in UTF-8, in any order."""
     text_spans: NDArray[np.int64]
-    """int64 [A, 2]: where each annotation's starts in ``texts``, and where it ends."""
+    """int64 [A, 2]: where the text of each annotation starts in ``texts``, and where it ends."""
     shared_names: frozenset[str]
-    """Base names that several images have, in folders of their own: no image is found by one of
-    them alone.
+    """Base names that images in several folders have. Such a name alone does not say which image
+    is meant.
     """
     repeated_ids: NDArray[np.int64]
-    """Ids that several images have, once for each image but the first."""
+    """Ids that several images have, listed once for each of these images but the first."""
     unknown_images: NDArray[np.int64]
+    """Ids of the annotations whose image is unknown."""
     unknown_categories: NDArray[np.int64]
-    """Ids of those among the A whose category is unknown."""
+    """Ids of the annotations whose image is known, but whose category is unknown."""
     text_ids: tuple[str, ...] = ()
-    """Ids of images that are names, for which `image_ids` has integers."""
+    """Image ids that are text in the file. ``image_ids`` has an integer for each of them."""
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -94,8 +96,9 @@ class CocoDataset:
         )
 
     def file_name(self, index: int) -> str:
-        """Return the image's path below the image folder, as the JSON gives it; :meth:`find_image`
-        opens no file outside.
+        """Return the image's ``file_name`` as the JSON gives it: a path below the image folder.
+
+        It may lead out of the folder. Use :meth:`find_image` to get a file that is safe to open.
         """
         return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
 
@@ -106,18 +109,22 @@ class CocoDataset:
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
     def find_image(self, folder: str | Place, index: int) -> tuple[Place, bool]:
-        """Return the image's file, always below ``folder``, and whether its base name alone found
-        it.
+        """Return the image's file, and whether another name than ``file_name`` found it.
 
-        The file is that of the ``file_name``, where composed and decomposed accents count as equal.
-        A name with backslashes, of another machine, or of a folder that is not there, as tools
-        write them, means the one file below ``folder`` with this base name; links are not followed
-        to it. A missing file is given as it is named.
+        The file is always below ``folder``. These names are tried, in this order:
+
+        - ``file_name`` itself. Composed and decomposed accents count as equal.
+        - ``file_name`` without what an address adds to it, such as ``%20`` for a space.
+        - Its base name, if only one file below ``folder`` has it. Tools also write paths of another
+          machine, and folders that do not exist. This search follows no links but Drive's
+          shortcuts.
+
+        If no file is found, the returned path is the one that ``file_name`` names.
 
         Raises:
-            ColabUtilsError: the name leads out of the folder and no file there has its base name,
-                or several have it; or a link in its place leads out.
-            DriveLostError: Drive went away.
+            ColabUtilsError: if the name leads out of the folder and not exactly one file in it has
+                this base name; or if a link at this name leads out of the folder.
+            DriveLostError: if Drive went away.
         """
         return find_file(folder, self.file_name(index), self.shared_names)
 
@@ -127,16 +134,17 @@ class CocoDataset:
         return int(self.is_crowd.sum())
 
     def count_objects(self) -> NDArray[np.int64]:
-        """Return the annotations of each image that are no crowds, int64 [I]."""
+        """Return the number of annotations of each image that are no crowds, int64 [I]."""
         ends = np.append(0, np.cumsum(~self.is_crowd))
         return np.diff(ends[self.first])
 
     def annotations(self, index: int) -> list[dict[str, Any]]:
-        """Return the image's annotations in COCO form, made when you ask; the segmentation is as in
-        the file.
+        """Return the image's annotations as COCO has them. Their text is parsed on each call.
+
+        The segmentations stay as they are in the file.
 
         Raises:
-            ColabUtilsError: one of them is faulty, such as one whose box is no numbers.
+            ColabUtilsError: if an annotation is faulty, for example if its box is not numbers.
         """
         sound, faults = self.read_annotations(index)
         if faults:
@@ -145,8 +153,9 @@ class CocoDataset:
         return sound
 
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-        """Return the image's sound annotations as :meth:`annotations` gives them, and id and fault
-        of each of the others.
+        """Return the image's sound annotations, and the id and the fault of each faulty one.
+
+        The sound ones are as :meth:`annotations` gives them.
         """
         sound: list[dict[str, Any]] = []
         faults: list[tuple[int, str]] = []
@@ -168,28 +177,29 @@ class CocoDataset:
         return sound, faults
 
     def read_entries(self, index: int) -> list[Any]:
-        """Return the image's annotations as they are in the file."""
+        """Parse the image's annotations; return them unchecked, as they are in the file."""
         return list(json.loads(b"[%b]" % self.take_text(index)))
 
     def take_text(self, index: int) -> bytes:
-        """Return the JSON of the image's annotations, parted by commas."""
+        """Return the JSON text of the image's annotations, separated by commas."""
         spans = self.text_spans[self.first[index] : self.first[index + 1]].tolist()
         return b", ".join([self.texts[start:end] for start, end in spans])
 
     def subset(self, start: int, stop: int) -> "CocoDataset":
-        """Return images ``start`` to ``stop`` alone; see :meth:`select`."""
+        """Return a dataset of images ``start`` to ``stop - 1``; see :meth:`select`."""
         return self.select(np.arange(start, stop))
 
     def select(self, indices: NDArray[np.int64]) -> "CocoDataset":
-        """Return these images alone, in this order, in arrays of their own (small to send to
-        another process).
+        """Return a dataset of these images alone, in this order.
+
+        It has arrays of its own, so it is small to send to another process.
         """
-        # Of these images alone: a check takes thousands of small parts.
+        # A check selects thousands of small parts, so no step may go through the whole dataset.
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
         name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
-        names, name_ends = _take_parts(self.names, name_spans)
-        texts, text_ends = _take_parts(self.texts, self.text_spans[objects])
+        names, name_ends = join_parts(self.names, name_spans)
+        texts, text_ends = join_parts(self.texts, self.text_spans[objects])
         return replace(
             self,
             image_ids=self.image_ids[indices],
@@ -208,30 +218,30 @@ class CocoDataset:
         )
 
 
-def _take_parts(
+def join_parts(
     content: bytes | bytearray, spans: NDArray[np.int64]
 ) -> tuple[bytes, NDArray[np.int64]]:
-    """Return some parts of a text one after another, and where each starts and the last ends."""
+    """Join some parts of a text. Return the result, where each part starts and the last ends."""
     parts = [content[start:end] for start, end in spans.tolist()]
     lengths = spans[:, 1] - spans[:, 0]
     return b"".join(parts), np.append(0, np.cumsum(lengths))
 
 
 def read_coco(annotations: str | Place | CocoDataset) -> CocoDataset:
-    """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category
-    ids.
+    """Read a COCO instance JSON.
 
-    What tools write beside the format is understood: numbers as text, ids of annotations and images
-    that are no numbers, LVIS's ``coco_url`` for a ``file_name``, and boxes and areas that are
-    missing, which come from the mask as in pycocotools. A faulty annotation refuses its image
-    alone, and only when you ask for it: see `CocoDataset.read_annotations`.
+    Segmentations may be polygons, uncompressed or compressed RLE. Category ids may have gaps. Some
+    tools deviate from the format, and their files are read, too: with numbers as text, with ids of
+    annotations and images that are text, or with LVIS's ``coco_url`` in place of ``file_name``. A
+    missing box or area is computed from the mask, as pycocotools does. A faulty annotation raises
+    no error here: see `CocoDataset.annotations`.
 
     Args:
-        annotations: the JSON file; its path, or a URL that fsspec knows. A dataset that was read is
-            returned as it is.
+        annotations: the path of the JSON file, or a URL that fsspec knows. If it is a dataset that
+            was read already, it is returned as it is.
 
     Raises:
-        ColabUtilsError: if there is no such file, or it is not COCO instance JSON.
+        ColabUtilsError: if there is no such file, or if it is not COCO instance JSON.
 
     Example:
         >>> import json, tempfile
@@ -260,17 +270,23 @@ def _read(path: Place) -> CocoDataset:
     columns = Columns()
     most_bytes = find_free_memory() / _MEMORY_OF_JSON
     fingerprint = read_columns(path, columns, most_bytes=most_bytes)
-    return _group(make_images(columns, fingerprint), columns)
+    images = make_images(columns, fingerprint)
+    rows = np.frombuffer(columns.rows, ROW)
+    strangers = Strangers(images)
+    image_of = strangers.find_images(rows)
+    return group_annotations(strangers.add_to(images), rows, image_of, columns.texts)
 
 
 def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
-    """Read annotations as `read_coco`, for those who read the images: each annotation must be of
-    one image and one category.
+    """Read annotations as `read_coco` does, and raise an error if the image or category of one is
+    unclear.
+
+    Use it where the images are read, too.
 
     Raises:
-        ColabUtilsError: as `read_coco`; or there is no image folder, images have the same id, or
-            annotations are of unknown images or categories.
-        DriveLostError: Drive went away.
+        ColabUtilsError: as `read_coco` does; or if there is no image folder, if several images have
+            the same id, or if an annotation's image or category is unknown.
+        DriveLostError: if Drive went away.
     """
     require_folder(images)
     dataset = read_coco(annotations)
@@ -281,10 +297,11 @@ def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
 
 
 def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
-    """Refuse annotations that are not of one image and one category.
+    """Refuse a dataset that has annotations whose image or category is unclear.
 
     Raises:
-        ColabUtilsError: some are not.
+        ColabUtilsError: if several images have the same id, or if an annotation's image or category
+            is unknown.
     """
     strangers = {
         "with the id of another": dataset.repeated_ids,
@@ -300,19 +317,23 @@ def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
 
 
 def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
-    """Warn where entries of one image have other objects; see `find_repeated_names`."""
+    """Warn if an image has several entries with different objects.
+
+    ``dataset`` holds the images of `find_repeated_names` alone.
+    """
     divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
         warnings.warn(
-            f"{annotations} has several entries of {divided[0]!r:.80} with other objects: those of "
-            "one are background in the other. `check --repair OUT.json` joins them.",
+            f"{annotations} has several entries of {divided[0]!r:.80} with different objects. "
+            "Objects of one entry are background in the other. `check --repair OUT.json` joins the "
+            "entries.",
             ColabUtilsWarning,
             stacklevel=4,
         )
 
 
 def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
-    """Return which entries have the file name of another one."""
+    """Return the indices of the images whose file name another image has, too."""
     names = (dataset.file_name(index) for index in range(len(dataset)))
     hashes = (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names)
     keys = np.fromiter(hashes, np.uint64, len(dataset))
@@ -321,8 +342,8 @@ def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
 
 
 def warn_of_place(images: str | Place, dataset: CocoDataset) -> None:
-    """Warn where the first image does not lie where the annotations say."""
-    # The first image stands for all. Where it cannot be found, its reader says so.
+    """Warn if the first image does not lie where the annotations say."""
+    # The first image stands for all of them. If it is missing, the code that reads it says so.
     with suppress(ColabUtilsError, IndexError):
         path, by_base_name = dataset.find_image(images, 0)
         if by_base_name:
@@ -335,9 +356,7 @@ def warn_of_place(images: str | Place, dataset: CocoDataset) -> None:
 
 
 def list_repeated_names(dataset: CocoDataset) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each image that another entry had before, and whether both have the same
-    objects.
-    """
+    """Yield each file name that an earlier image has, too, and whether both have equal objects."""
     first: dict[str, int] = {}
     for i in range(len(dataset)):
         name = dataset.file_name(i)
@@ -352,11 +371,9 @@ def _list_outlines(dataset: CocoDataset, index: int) -> list[Any]:
 
 
 def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
-    """Write the records of some images, in this order, as a COCO JSON of their own; returns
-    ``path``.
-    """
+    """Write a COCO JSON of some images, in this order; return ``path``."""
     chosen = list(indices)
-    # The texts stay as they are, faults and all.
+    # The annotations are copied as text. Their faults stay in them.
     texts = map(dataset.take_text, chosen)
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_coco(path, [dataset.image(index) for index in chosen], texts, dataset.categories)
@@ -365,8 +382,9 @@ def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Pa
 def write_coco(
     path: Path, images: Sequence[Any], annotations: Iterable[bytes], categories: Sequence[Any]
 ) -> Path:
-    """Write a COCO JSON, whose annotations are JSON already, one or more in each text; returns
-    ``path``.
+    """Write a COCO JSON; return ``path``.
+
+    Each element of ``annotations`` is JSON text of one or more annotations, separated by commas.
     """
     parts = (
         json.dumps(images).encode(),
@@ -378,7 +396,7 @@ def write_coco(
 
 
 def make_images(columns: Columns, fingerprint: str) -> CocoDataset:
-    """Return the dataset of these images and categories, without an annotation."""
+    """Return a dataset of the images and categories in ``columns``, without annotations."""
     images = np.frombuffer(columns.images, np.int64).view(_IMAGE)
     ids = images["id"].copy()
     name_ends = np.append(0, images["name_end"])
@@ -409,8 +427,8 @@ def make_images(columns: Columns, fingerprint: str) -> CocoDataset:
 def _find_shared_names(
     names: bytes, name_ends: NDArray[np.int64], base_hashes: "array[int]"
 ) -> frozenset[str]:
-    """Return the base names of several names."""
-    # No dict of all names is made unless two of them may be alike.
+    """Return the base names that several file names have."""
+    # A dict of all names takes much memory. It is needed only if two base names may be equal.
     hashes = np.sort(np.frombuffer(base_hashes, np.int64))
     if not (hashes[1:] == hashes[:-1]).any():
         return frozenset()
@@ -425,11 +443,11 @@ def _find_shared_names(
 
 
 class Strangers:
-    """Find the images of annotations, and those that are of no image or category.
+    """Find the image of each annotation, and collect annotations without known image or category.
 
     Attributes:
         unknown_images: Ids of annotations whose image is unknown.
-        unknown_categories: Ids of others whose category is unknown.
+        unknown_categories: Ids of annotations whose image is known, but whose category is unknown.
     """
 
     def __init__(self, dataset: CocoDataset) -> None:
@@ -437,14 +455,15 @@ class Strangers:
         if not len(dataset):
             self._ids = np.array([UNREADABLE])
             self._places = np.array([-1])
-        # A category that cannot be read is a fault of its annotation alone.
+        # A category id that cannot be read is reported later, as a fault of its annotation.
         self._categories = [UNREADABLE, *(category["id"] for category in dataset.categories)]
         self.unknown_images: list[int] = []
         self.unknown_categories: list[int] = []
 
     def find_images(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the place of each row's image; -1 where it is unknown. Of images with the same
-        id, the first has the annotations.
+        """Return the index of each row's image, -1 if it is unknown.
+
+        If several images have the same id, the first one is returned.
         """
         order = np.searchsorted(self._ids, rows["image_id"])
         order = np.minimum(order, len(self._ids) - 1)
@@ -456,7 +475,7 @@ class Strangers:
         return image_of
 
     def add_to(self, dataset: CocoDataset) -> CocoDataset:
-        """Return a dataset that tells of these annotations."""
+        """Return the dataset with the ids of the annotations that were collected."""
         return replace(
             dataset,
             unknown_images=np.array(self.unknown_images, np.int64),
@@ -464,22 +483,27 @@ class Strangers:
         )
 
 
-def _group(dataset: CocoDataset, columns: Columns) -> CocoDataset:
-    """Return a dataset of images with all annotations, sorted by image; those of unknown images are
-    set aside.
+def group_annotations(
+    images: CocoDataset, rows: NDArray[Any], image_of: NDArray[Any], texts: bytes | bytearray
+) -> CocoDataset:
+    """Return a dataset of these images with their annotations, sorted by image.
+
+    Args:
+        images: I images without annotations.
+        rows: the numbers of annotations, as in `ROW`, in the order of their texts.
+        image_of: the index of each row's image. Rows with -1 are left out.
+        texts: the texts of all annotations, without gaps.
     """
-    rows = np.frombuffer(columns.rows, ROW)
-    strangers = Strangers(dataset)
-    image_of = strangers.find_images(rows)
-    # Those of unknown images come first.
-    kept = np.argsort(image_of, kind="stable")[len(strangers.unknown_images) :]
-    counts = np.bincount(image_of[kept], minlength=len(dataset))
-    text_starts = np.append(0, rows["text_end"])[kept]
+    # Annotations of unknown images have index -1, so they are sorted to the front.
+    order = np.argsort(image_of, kind="stable")[np.count_nonzero(image_of < 0) :]
+    counts = np.bincount(image_of[order], minlength=len(images))
+    text_ends = rows["text_end"]
+    text_starts = np.append(0, text_ends)[:-1]
     return replace(
-        strangers.add_to(dataset),
+        images,
         first=np.append(0, np.cumsum(counts)),
-        ids=rows["id"][kept],
-        is_crowd=rows["is_crowd"][kept].astype(np.bool_),
-        texts=columns.texts,
-        text_spans=np.stack([text_starts, rows["text_end"][kept]], axis=1),
+        ids=rows["id"][order],
+        is_crowd=rows["is_crowd"][order].astype(np.bool_),
+        texts=texts,
+        text_spans=np.stack([text_starts[order], text_ends[order]], axis=1),
     )

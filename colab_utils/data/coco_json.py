@@ -1,4 +1,4 @@
-"""Read the text of a COCO JSON entry by entry into flat arrays."""
+"""Read a COCO JSON entry by entry into flat arrays."""
 
 import json
 import math
@@ -20,14 +20,14 @@ from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place
 
 _SECTIONS = ("images", "annotations", "categories")
-# Of a file that is hashed, so many bytes are read at once.
+# Bytes that are read at once from a file that is only hashed.
 _PIECE_BYTES = 1 << 20
-# Bytes of text after which a block of annotations is kept elsewhere.
+# A block of annotations ends when its texts have more bytes than this.
 _BLOCK_BYTES = 1 << 24
-# Characters of a file_name: no path of Linux is longer.
+# Characters of the longest file_name. No path of Linux is longer.
 _LONGEST_NAME = 4096
 UNREADABLE = -(2**63)
-"""Stands for an id of an annotation that is no number; no id has it."""
+"""Stands for an image or category id that is no number. No real id has this value."""
 _NAME_INSTANCES = (
     "Name the instances file (such as instances_train2017.json), or export the "
     "dataset as COCO instances: see docs/FORMATS.md."
@@ -35,24 +35,23 @@ _NAME_INSTANCES = (
 
 
 def read_columns(path: Place, columns: "Columns", *, most_bytes: float = math.inf) -> str:
-    """Add what the entries of a COCO JSON hold to columns; return the XXH3-128 of the file in
-    hexadecimal.
+    """Add the entries of a COCO JSON to ``columns``; return the file's XXH3-128 in hexadecimal.
 
     Raises:
-        ColabUtilsError: if there is no such file, or it is not COCO instance JSON, or it is larger
-            than ``most_bytes``.
-        ShortReadError: if fewer bytes came than the file holds.
+        ColabUtilsError: if there is no such file, if it is not COCO instance JSON, or if it is
+            larger than ``most_bytes``.
+        ShortReadError: if fewer bytes were read than the file holds.
     """
     with _open(path, most_bytes) as file:
         return _read_open(file, path, columns)
 
 
 def read_fingerprint(path: Place) -> str:
-    """Return the XXH3-128 of a COCO JSON in hexadecimal, without looking at its entries.
+    """Return the XXH3-128 of a COCO JSON in hexadecimal, without parsing its entries.
 
     Raises:
         ColabUtilsError: if there is no such file.
-        ShortReadError: if fewer bytes came than the file holds.
+        ShortReadError: if fewer bytes were read than the file holds.
     """
     with _open(path, math.inf) as file:
         digest = xxhash.xxh3_128()
@@ -72,7 +71,7 @@ def _open(path: Place, most_bytes: float) -> Iterator[FileStream]:
 
 
 def _read_open(file: Readable, path: Place, columns: "Columns") -> str:
-    """Read the JSON of an open file; ``path`` names it in errors. See `read_columns`."""
+    """Read the JSON of an open file, as `read_columns` does. Errors name it by ``path``."""
     try:
         window = JsonWindow(file)
         kind = name_kind(window.head)
@@ -101,11 +100,11 @@ def _expect(path: Place, problem: str, cure: str) -> ColabUtilsError:
 
 
 def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
-    """Add each entry of the three lists; return which of the lists the JSON has."""
+    """Add each entry of the three lists; return the names of those lists that the JSON has."""
     try:
         return _read_sections(window, path, columns)
     except ColabUtilsError:
-        # Where the rest is no text, this is what is wrong.
+        # If the rest of the file is no text, that is the cause, and reading it says so.
         window.read_rest()
         raise
     except RecursionError:
@@ -118,7 +117,7 @@ def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
         raise _expect(
             path,
             f"text that is not JSON at character {where:,} of {window.length:,}",
-            "It may be cut short or something else: export or copy it again.",
+            "The file may be incomplete, or not JSON at all: export or copy it again.",
         ) from None
 
 
@@ -135,7 +134,7 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
             raise json.JSONDecodeError("expected a name", "", window.position)
         key, _ = window.read_value()
         window.read_mark(":")
-        # Other readers of JSON take the last one alone.
+        # Other readers of JSON silently keep only the last one.
         if key in sections:
             raise _expect(path, f"{key} twice", "Make it one list.")
         if key in _SECTIONS:
@@ -152,7 +151,7 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
 
 
 def _read_list(window: JsonWindow, section: str, path: Place, columns: "Columns") -> None:
-    """Add each entry of the list that begins here; those of no section are left out."""
+    """Add each entry of the list at which the window stands. Without a section, only read them."""
     if window.peek() != "[":
         raise _expect(path, f"no list of {section}", _NAME_INSTANCES)
     mark = window.read_mark("[")
@@ -179,27 +178,27 @@ def _add(columns: "Columns", section: str, entry: Any, text: str, path: Place) -
 
 
 class Columns:
-    """Hold what entries say, added one by one; one of `FAULTS` says what is wrong.
+    """Collect the entries of a COCO JSON in flat arrays. A faulty entry raises one of `FAULTS`.
 
     Args:
-        keep: takes the rows and texts of a block of annotations, so that memory holds one; None
-            keeps them all here.
+        keep: called with the rows and texts of each full block of annotations, so that memory holds
+            only one block. By default, all annotations stay in these arrays.
     """
 
     def __init__(self, keep: "Callable[[array[int], bytearray], None] | None" = None) -> None:
         self._keep = keep
         self.images = array("q")
-        """Of each image: id, height, width, where its name ends."""
+        """Four numbers for each image: id, height, width, and where its name ends in `names`."""
         self.names = bytearray()
         self.base_hashes = array("q")
-        """Of each base name that an image's name may mean."""
+        """Hashes of all base names that the images' names may mean."""
         self.rows = array("q")
         self.texts = bytearray()
-        """Of each annotation of a block: id, ids of image and category, whether it is a crowd,
-        where its text ends.
+        """JSON text of the annotations in this block. `rows` has five numbers for each of them: its
+        id, image id and category id, whether it is a crowd, and where its text ends in `texts`.
         """
         self.annotations = 0
-        """How many there are so far, in all blocks."""
+        """Number of annotations that were added so far, in all blocks."""
         self.category_names = dict[int, str]()
         self.has_shapes = False
         self.text_ids = list[str]()
@@ -220,7 +219,9 @@ class Columns:
             raise ValueError("no 'name'")
         name = escape(str(named))
         if self.category_names.setdefault(number, name) != name:
-            raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
+            raise ValueError(
+                f"the name {name!r}, after one with the name {self.category_names[number]!r}"
+            )
 
     def _add_image(self, image: dict[str, Any]) -> None:
         url = image.get("coco_url")
@@ -244,9 +245,10 @@ class Columns:
         self.images.extend((number, *sizes, len(self.names)))
 
     def _add_annotation(self, entry: dict[str, Any], text: str) -> None:
-        """Read only the ids and iscrowd: a fault refuses the annotation's image, not the file.
+        """Add an annotation's ids and ``iscrowd``, and keep the rest as text.
 
-        An id that is no number, such as a UUID, is the annotation's row.
+        Faults in the rest are found later, and refuse only the annotation's image, not the file. If
+        the id is no number (such as a UUID), the annotation's row stands for it.
         """
         self.annotations += 1
         ids = {"id": self.annotations, "image_id": UNREADABLE, "category_id": UNREADABLE}
@@ -254,7 +256,7 @@ class Columns:
             with suppress(*FAULTS):
                 ids[name] = to_integer(entry.get(name), name)
         self.texts += text.encode()
-        # True is 1, too.
+        # JSON's true is accepted, too, because True equals 1.
         self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), len(self.texts)))
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
         if self._keep is not None and len(self.texts) > _BLOCK_BYTES:

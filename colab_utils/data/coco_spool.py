@@ -1,9 +1,9 @@
-"""A COCO dataset whose annotations wait on this machine's disk, while memory holds its images.
+"""Read a COCO dataset, keeping its images in memory and its annotations on this machine's disk.
 
-The JSON is read once, and its annotations are written to a temporary file in blocks, in the order
-of the JSON. Later it is known which images each shard gets. Then the annotations of each block are
-sorted by shard and written to a second temporary file. A shard reads its part of each block there.
-The files have no names, so that they are gone when the process ends.
+The JSON is read once. Its annotations are written to a temporary file in blocks, in the order of
+the JSON. When the images of each shard are known, the annotations of each block are sorted by shard
+and written to a second temporary file. Each shard reads its part of each block there. The files
+have no names, so the system deletes them when the process ends.
 """
 
 import os
@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ from colab_utils.data.coco import (
     CocoDataset,
     Strangers,
     find_repeated_names,
+    group_annotations,
+    join_parts,
     make_images,
     refuse_strangers,
     warn_of_divided,
@@ -38,7 +40,7 @@ from colab_utils.places import Place, open_place
 
 # The numbers of an annotation, and where its text starts among the texts of its block.
 _ROW = np.dtype([*ROW.descr, ("text_start", np.int64)])
-# Up to so many bytes of annotations stay in memory. More go to the disk.
+# Largest number of bytes of annotations that stay in memory. If there are more, all go to the disk.
 _MEMORY_BYTES = 1 << 24
 
 
@@ -109,7 +111,10 @@ class SpooledCoco:
         return next(self.cut([indices]))
 
     def cut(self, parts: Sequence[NDArray[np.int64]]) -> Iterator[CocoDataset]:
-        """Yield the images of each part, with their annotations; no image is in two parts."""
+        """Yield a dataset for each part: its images with their annotations.
+
+        No image may be in two parts.
+        """
         part_of = np.full(len(self), -1, np.int32)
         place_of = np.zeros(len(self), np.int32)
         for number, indices in enumerate(parts):
@@ -136,11 +141,11 @@ def _order_texts(
     rows: NDArray[Any], places: NDArray[np.int32], texts: bytes
 ) -> tuple[NDArray[Any], bytes]:
     """Return the rows with the places of their images in the part, and the texts in their order."""
-    spans = zip(rows["text_start"].tolist(), rows["text_end"].tolist(), strict=True)
-    pieces = [texts[start:end] for start, end in spans]
-    rows["text_end"] = np.cumsum(rows["text_end"] - rows["text_start"])
+    spans = np.stack([rows["text_start"], rows["text_end"]], axis=1)
+    ordered_texts, ends = join_parts(texts, spans)
+    rows["text_end"] = ends[1:]
     rows["image_id"] = places
-    return rows, b"".join(pieces)
+    return rows, ordered_texts
 
 
 def _join_blocks(
@@ -156,18 +161,8 @@ def _join_blocks(
         pieces.append(spool.read_rows(block, int(first), int(stop)))
         texts += spool.read_texts(block, pieces[-1])
     rows = np.concatenate(pieces)
-    order = np.argsort(rows["image_id"], kind="stable")
-    counts = np.bincount(rows["image_id"], minlength=len(images))
-    lengths = rows["text_end"] - rows["text_start"]
-    ends = np.cumsum(lengths)
-    return replace(
-        images,
-        first=np.append(0, np.cumsum(counts)),
-        ids=rows["id"][order],
-        is_crowd=rows["is_crowd"][order].astype(np.bool_),
-        texts=texts,
-        text_spans=np.stack([ends - lengths, ends], axis=1)[order],
-    )
+    rows["text_end"] = np.cumsum(rows["text_end"] - rows["text_start"])
+    return group_annotations(images, rows, rows["image_id"], texts)
 
 
 def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
@@ -175,13 +170,13 @@ def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
 
     Raises:
         ColabUtilsError: as `open_coco` does, or if this machine's disk is too small.
-        DriveLostError: Drive went away.
+        DriveLostError: if Drive went away.
     """
     require_folder(images)
     path = open_place(annotations)
     stamp = stamp_file(path)
     if stamp.bytes > _MEMORY_BYTES:
-        # The annotations are written twice: in the order of the JSON, then in that of the shards.
+        # The annotations are written twice: in the order of the JSON, then in the order of shards.
         cure = "or name a folder of another disk in the variable TMPDIR"
         require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
     try:

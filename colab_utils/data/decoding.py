@@ -1,5 +1,7 @@
-"""Decode the bytes of an image: JPEG by the libjpeg-turbo of torchcodec or torchvision, raw pixels
-as they are, the rest by Pillow.
+"""Decode an image from the bytes of its file.
+
+torchcodec or torchvision decodes JPEGs, with libjpeg-turbo. Raw pixels are used as they are. Pillow
+decodes all other formats.
 """
 
 import io
@@ -29,8 +31,8 @@ JpegDecoder = Callable[[Encoded], Pixels]
 """Decodes a JPEG, or raises RuntimeError."""
 
 MOST_PIXELS = 112_000_000
-"""Pixels of the largest image: phones of 108 megapixels pass, and reading one takes at most 1 GB,
-as Pillow has 4 bytes for each pixel.
+"""Largest number of pixels that an image may have. Photos of 108 megapixels are accepted. Decoding
+one takes at most 1 GB of memory, because Pillow uses 4 bytes for each pixel.
 """
 
 _NPY_HEADER = re.compile(
@@ -38,9 +40,10 @@ _NPY_HEADER = re.compile(
     rb"]*)\), \} *\n",
     re.DOTALL,
 )
-# Bytes of a file that say what it is.
+# Number of bytes at the start of a file that show its format.
 _HEAD_BYTES = 2000
-# What people have in place of an image or of a JSON, by its first bytes.
+# Files that people often give instead of an image or a COCO JSON. A key is a pattern of the first
+# bytes. Its value names the kind of file and says what to do.
 _KINDS = {
     b"PK\x03\x04": "a zip: unpack it first",
     b"\x1f\x8b": "a gzip file: unpack it first",
@@ -56,7 +59,7 @@ _KINDS = {
     b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
     b"\\s*\\d+([ \\t]+[\\d.]+){4}": "YOLO's text: see docs/FORMATS.md",
 }
-# What a JSON without a list of images is, by a key in its first bytes.
+# JSON formats other than COCO. The patterns match a key near the start of the file.
 _FOREIGN = {
     b'(_via_|__VIA_|filename".*"regions")': "VIA's JSON",
     b'(shapes|imagePath)"': "LabelMe's JSON",
@@ -69,33 +72,38 @@ _FOREIGN = {
     b'(completed_by|from_name|polygonlabels|brushlabels)"': "Label Studio's own JSON",
     b'coordinates"': "CreateML's JSON",
 }
-# An object in a line, and the next one after it.
+# JSON Lines: an object on one line, and another object on the next line.
 _JSON_LINES = re.compile(rb"\s*\{[^\n]*\}\s*\n\s*\{")
-# The number of the orientation in EXIF.
+# The EXIF tag of the orientation.
 _ORIENTATION = 0x0112
-# The number of the tag of a TIFF that says whether 0 is white (0) or black.
+# The TIFF tag that is 0 where the pixel value 0 means white.
 _PHOTOMETRIC = 262
-# The markers of a JPEG that its size, EXIF and its pixels follow, one of what nobody reads, and
-# those of tables, of programs and of comments.
+# Markers of the segments of a JPEG that hold the image's size.
 _JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Markers of tables, of application data and of comments.
 _JPEG_SEGMENTS = {0xC4, 0xCC, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
+# Marker of the application data that holds EXIF.
 _JPEG_EXIF = 0xE1
+# Marker of the compressed pixels.
 _JPEG_PIXELS = 0xDA
+# Marker of application data that no decoder reads.
 _JPEG_UNREAD = 0xEF
-# The chunks without which a PNG has other pixels.
+# The chunks of a PNG that its pixels depend on. All others are metadata.
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _NUMPY = b"\x93NUMPY"
 _TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-# One scale for all images: each image's own would change what their colours mean.
+# Messages ask for one scale for all images. If each image had its own scale, the same value would
+# become another colour in each of them.
 _SCALE = "-scale 0 MAX IN OUT, where MAX is the largest value of all your images"
-# A brightest value under it is of a camera or a sensor of 14 bits or fewer.
+# A 16-bit image whose brightest pixel becomes less than this after conversion to 8 bits is too dark
+# to train on. Cameras and sensors of 14 bits or fewer make such images.
 _DARK = 64
-# Rows that are taken from Pillow at a time.
+# Number of rows that are copied from Pillow at a time.
 _BAND = 1024
-# What Pillow may open: for EPS it starts another program, and an icon holds a larger image than it
-# says.
+# The formats that Pillow may open. EPS is left out because Pillow starts another program to read
+# it. Icons are left out because they may hold a larger image than their header says.
 _FORMATS = {
     "AVIF",
     "BMP",
@@ -114,8 +122,10 @@ _FORMATS = {
 
 
 class _Limit(int):
-    """Be a number that twice itself is no more than: Pillow warns above a limit, and refuses above
-    two of them.
+    """Represent a limit on pixels that does not grow when it is doubled.
+
+    Pillow warns about images above its limit, and refuses images above twice its limit. With this
+    class both are the same number, so Pillow refuses images and never warns.
     """
 
     def __rmul__(self, _: int, /) -> int:
@@ -123,8 +133,9 @@ class _Limit(int):
 
 
 class _PillowGuard:
-    """Hold Pillow's switches for the whole process: ours while a thread reads here, then the
-    user's again.
+    """Set Pillow's global switches to our values while any thread reads an image.
+
+    The user's values are restored when the last of these threads has finished.
     """
 
     def __init__(self) -> None:
@@ -133,25 +144,25 @@ class _PillowGuard:
         self._users_values: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Set the switches, for the first reader and again for each further one."""
+        """Set the switches. Each reader calls this, not only the first one."""
         with self._lock:
             self._readers += 1
             for holder, name, ours in _list_switches():
                 value = getattr(holder, name)
-                # Other threads may have set them since.
+                # Code of the user may have set a switch since the first reader began.
                 if self._readers == 1 or value is not ours:
                     self._users_values[name] = value
                 setattr(holder, name, ours)
 
     def end(self) -> None:
-        """Give the user's values back after the last reader."""
+        """Restore the user's values after the last reader."""
         with self._lock:
             self._readers -= 1
             if not self._readers:
                 self._give_back()
 
     def begin_anew(self) -> None:
-        """Forget, in a forked process, the threads that it does not have."""
+        """Reset the guard in a forked process, which does not have its parent's threads."""
         self._lock = threading.Lock()
         if self._readers:
             self._readers = 0
@@ -165,16 +176,17 @@ class _PillowGuard:
 
 @cache
 def _list_switches() -> tuple[tuple[Any, str, Any], ...]:
-    """Return where each switch is, its name, and our value."""
+    """Return each switch: the object that holds it, its name, and our value."""
     from PIL import Image, ImageFile
 
     return (
         (ImageFile, "LOAD_TRUNCATED_IMAGES", False),
-        # Into too small a block JPEGs are written without end.
+        # If this is too small, Pillow never finishes writing a JPEG.
         (ImageFile, "MAXBLOCK", 65_536),
-        # Between one and two times `MOST_PIXELS`, `open_lazily` can say how large the image is.
+        # Pillow opens images of up to twice `MOST_PIXELS`, so that `open_lazily` can refuse them
+        # and say how large they are.
         (Image, "MAX_IMAGE_PIXELS", _Limit(2 * MOST_PIXELS)),
-        # It writes to the screen what an error of ours says better.
+        # This logger writes about damaged TIFFs to the screen. Our error describes them better.
         (logging.getLogger("PIL.TiffImagePlugin"), "disabled", True),
     )
 
@@ -186,14 +198,15 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def guard_pillow() -> Iterator[None]:
-    """Read by Pillow as if no other package had changed its switches, and give their values back.
+    """Set Pillow's global switches to our values within a block, then restore the user's values.
 
-    Many packages set ``ImageFile.LOAD_TRUNCATED_IMAGES``, with which a photo that is cut short
-    becomes grey in silence; and ``Image.MAX_IMAGE_PIXELS`` may be any number. The switches are the
-    whole process's: while a thread is in the block, other threads meet our values, too.
+    Many packages set ``ImageFile.LOAD_TRUNCATED_IMAGES``. Pillow then fills the missing part of a
+    truncated photo with grey and raises no error. Other packages change
+    ``Image.MAX_IMAGE_PIXELS``. The switches are global: while one thread is in the block, all
+    threads see our values.
 
     Raises:
-        ColabUtilsError: the image, or a part of it, has more pixels than Pillow may make.
+        ColabUtilsError: if the image, or a part of it, has more pixels than Pillow may decode.
 
     Example:
         >>> from PIL import ImageFile
@@ -219,12 +232,12 @@ def guard_pillow() -> Iterator[None]:
 
 
 def decode_pixels(data: Encoded) -> Pixels:
-    """Return a JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as
-    uint8 [H, W, 3].
+    """Decode an image to uint8 [H, W, 3].
 
-    A JPEG operator decodes straight into the array, Pillow gives its pixels away through two
-    copies; the pixels are the same. What the operator refuses (cut short) Pillow decodes, or says
-    what is wrong.
+    The bytes are a JPEG, a PNG, an image of another format, or raw pixels (``numpy.save`` of uint8
+    [H, W, 3]). The operator of torchcodec or torchvision decodes a JPEG directly into the array. If
+    it refuses the JPEG, Pillow decodes the file or says what is wrong with it. Both give the same
+    pixels.
 
     Raises:
         ColabUtilsError: if the bytes are not a complete image of at most `MOST_PIXELS` pixels.
@@ -241,7 +254,7 @@ def decode_pixels(data: Encoded) -> Pixels:
         try:
             return load_jpeg_decoder()(data)
         except RuntimeError:
-            # Pillow says what is wrong, or knows the kind.
+            # Pillow may know this kind of JPEG. If not, its error says what is wrong.
             pass
     return decode_upright(data, 0, 0)
 
@@ -258,12 +271,18 @@ def _read_raw_pixels(data: Encoded) -> Pixels:
 
 @guard_pillow()
 def decode_upright(data: Encoded, height: int, width: int) -> Pixels:
-    """Decode by Pillow, at the size that annotations give, 0 for none: see `turn_upright`."""
+    """Decode an image with Pillow to uint8 [H, W, 3], turned as `turn_upright` does.
+
+    ``height`` and ``width`` are the size that the annotations give; 0 if they give none.
+    """
     return _take_pixels(to_rgb(turn_upright(open_image(data), height, width)))
 
 
 def _take_pixels(image: "Image.Image") -> Pixels:
-    """Return the pixels, taken in bands, because Pillow gives pixels away through two copies."""
+    """Return the pixels as uint8 [H, W, 3].
+
+    Pillow makes two copies of pixels that it hands over. Bands of rows keep these copies small.
+    """
     width, height = image.size
     pixels = np.empty((height, width, 3), np.uint8)
     for top in range(0, height, _BAND):
@@ -274,12 +293,14 @@ def _take_pixels(image: "Image.Image") -> Pixels:
 
 @guard_pillow()
 def open_image(data: Encoded) -> "Image.Image":
-    """Open a complete image by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not
-    refuse its pixels.
+    """Open an image with Pillow and decode all of it.
+
+    Damaged metadata of a PNG (profile, texts, EXIF) is ignored.
 
     Raises:
-        ColabUtilsError: if the bytes are none, or have more than `MOST_PIXELS` pixels, before any
-            of them is decoded; or 16 bits a channel of which so few are used that it becomes black.
+        ColabUtilsError: if the bytes are not a complete image; if it has more than `MOST_PIXELS`
+            pixels, which is checked before any is decoded; or if it has 16 bits a channel and uses
+            so few of them that it would become black.
     """
     try:
         return _load_image(data)
@@ -292,16 +313,16 @@ def open_image(data: Encoded) -> "Image.Image":
 
 @guard_pillow()
 def open_lazily(file: Any) -> "Image.Image":
-    """Open by `PIL.Image.open` the formats that datasets have; nothing is decoded yet.
+    """Open an image file with `PIL.Image.open`, without decoding its pixels.
 
-    What decodes the image is to stand under `guard_pillow`, too.
+    Only the formats that datasets use are opened. Decode the image under `guard_pillow`, too.
 
     Raises:
-        ColabUtilsError: it is no image, or has more than `MOST_PIXELS` pixels.
+        ColabUtilsError: if the file is no image, or has more than `MOST_PIXELS` pixels.
     """
     from PIL import Image
 
-    # It loads what knows the formats.
+    # This imports Pillow's readers of all formats.
     Image.init()
     try:
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
@@ -329,7 +350,7 @@ def _load_image(data: Encoded) -> "Image.Image":
         image.load()
     except (ColabUtilsError, Image.DecompressionBombError):
         raise
-    # On damaged data Pillow's readers raise all kinds of errors.
+    # Pillow's readers raise all kinds of errors on damaged data.
     except Exception as error:
         raise ColabUtilsError(
             f"not a complete image: {str(error) or type(error).__name__}"
@@ -338,19 +359,24 @@ def _load_image(data: Encoded) -> "Image.Image":
     if peak < _DARK:
         raise ColabUtilsError(
             f"its 16 bits hold no value above {peak * 256 + 255:,} of 65,535, so that the "
-            f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte {_SCALE}"
+            f"brightest pixel becomes {peak} of 255, almost black: run gdal_translate -ot "
+            f"Byte {_SCALE}"
         )
     return image
 
 
 def has_16_bits(image: "Image.Image") -> bool:
-    """Return whether an image that is not loaded yet has 16 bits a channel, of which 8 are kept."""
+    """Return whether an image has 16 bits a channel. Only the upper 8 of them are kept.
+
+    The image must not be loaded yet, because Pillow forgets the bits of the file when it loads it.
+    """
     return "16" in f"{image.mode} {[tile[3] for tile in getattr(image, 'tile', ())]}"
 
 
 def read_orientation(image: "Image.Image") -> int:
-    """Return the orientation that EXIF gives, 1 to 8; 1 where there is none or it is damaged.
-    Nothing is decoded for it.
+    """Return the EXIF orientation of an image, 1 to 8, without decoding pixels.
+
+    The orientation is 1 if the image has no EXIF, or if its EXIF is damaged.
 
     Example:
         >>> from PIL import Image
@@ -360,7 +386,7 @@ def read_orientation(image: "Image.Image") -> int:
     from PIL import Image
 
     try:
-        # PNG's own method decodes the pixels first.
+        # The method of Pillow's PNG class decodes the pixels first. This one does not.
         orientation = Image.Image.getexif(image).get(_ORIENTATION)
     # Damaged EXIF raises all kinds of errors.
     except Exception:
@@ -371,8 +397,11 @@ def read_orientation(image: "Image.Image") -> int:
 
 
 def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
-    """Return whether EXIF turns an image, and the size that annotations give (0: none) does not say
-    whether they are of it turned: half a turn, and that of a square, change no size.
+    """Return whether it is unclear if the annotations belong to the image as stored or as turned by
+    EXIF.
+
+    ``height`` and ``width`` are the size that the annotations give; 0 if they give none. The size
+    does not help if the turn does not change it: half a turn, a mirror image, or a square image.
     """
     orientation = read_orientation(image)
     is_same_size = orientation <= 4 or image.width == image.height
@@ -380,11 +409,14 @@ def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
 
 
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
-    """Return the image at the size that annotations give (0: none), turned by EXIF only where its
-    orientation explains that.
+    """Return the image at the size that the annotations give.
+
+    ``height`` and ``width`` are this size; 0 if the annotations give none. The image is returned as
+    it is if it has this size, or if the annotations give none. Otherwise it is turned by its EXIF
+    orientation, if it has this size then.
 
     Raises:
-        ColabUtilsError: it has another size.
+        ColabUtilsError: if the image has another size, turned or not.
     """
     from PIL import Image
 
@@ -402,12 +434,14 @@ def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image"
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """Convert to 8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would
-    turn most of it white.
+    """Convert an image to 8-bit RGB.
+
+    16-bit grey is converted by dropping the low byte, because Pillow's own conversion makes most
+    pixels white.
 
     Raises:
-        ColabUtilsError: the pixels are numbers that do not fit 8 bits (32-bit integers, floats), or
-            not in the palette.
+        ColabUtilsError: if the pixels do not fit into 8 bits (32-bit integers, floats), or are not
+            in the palette.
     """
     from PIL import Image
 
@@ -418,22 +452,24 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
         )
     if image.mode.startswith("I;16"):
         pixels = (np.asarray(image) >> 8).astype(np.uint8)
-        # Pillow turns white and black in a TIFF of 8 bits alone.
+        # In such a TIFF, Pillow swaps black and white only if it has 8 bits.
         is_negative = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0
         image = Image.fromarray(255 - pixels if is_negative else pixels)
     try:
         if image.mode == "P" and "transparency" in image.info:
-            # Straight to RGB would warn.
+            # Pillow warns if such an image is converted to RGB directly.
             image = image.convert("RGBA")
         return image if image.mode == "RGB" else image.convert("RGB")
-    # The palette is damaged.
+    # Pillow raises this for a damaged palette.
     except ValueError as error:
         raise ColabUtilsError(f"not a complete image: {error}") from None
 
 
 def _count_jpeg_pixels(data: Encoded) -> int:
-    """Return the pixels that a JPEG's header gives; 0 where the bytes are no JPEG, or its markers
-    are damaged: operators leave out what they do not know, such as a table, and decode the rest.
+    """Return the number of pixels that a JPEG's header gives.
+
+    It is 0 if the bytes are no JPEG or if a marker is damaged. The JPEG operators must not decode
+    such a file: they skip a table whose marker is damaged, and return wrong pixels.
     """
     pixels = 0
     for marker, place in _list_jpeg_markers(data):
@@ -448,7 +484,7 @@ def _count_jpeg_pixels(data: Encoded) -> int:
 
 
 def _list_jpeg_markers(data: Encoded) -> Iterator[tuple[int, int]]:
-    """Give each marker of a JPEG's header and where it stands, the last one that of its pixels."""
+    """Yield each marker of a JPEG's header and its position, up to the marker of the pixels."""
     if data[:3] != _JPEG:
         return
     place = 2
@@ -472,8 +508,9 @@ def _strip_png(data: Encoded) -> bytes:
 
 
 def name_kind(data: Encoded) -> str:
-    """Return what a file that is no image and no JSON is, and what to do; "" where that is not
-    known.
+    """Return what kind of file this is, if it is neither an image nor COCO JSON, and what to do.
+
+    The text is empty if the kind is not known.
 
     Example:
         >>> name_kind(b"version https://git-lfs.github.com/spec/v1")
@@ -490,7 +527,7 @@ def name_kind(data: Encoded) -> str:
 
 
 def _name_tiff(file: IO[bytes]) -> str:
-    """Return what a TIFF that Pillow cannot decode holds, and what to do."""
+    """Describe a TIFF that Pillow cannot decode, and say what to do."""
     from PIL.TiffImagePlugin import BITSPERSAMPLE, SAMPLESPERPIXEL, ImageFileDirectory_v2
 
     file.seek(0)
@@ -507,21 +544,23 @@ def _name_tiff(file: IO[bytes]) -> str:
         return "not a complete image: a damaged TIFF"
     chosen = "-b 1 -b 2 -b 3" if bands > 2 else "-b 1"
     return (
-        f"a TIFF of {bits} bits x {bands} bands, which Pillow cannot decode: gdal_translate -ot "
-        f"Byte {chosen} {_SCALE}"
+        f"a TIFF of {bits} bits x {bands} bands, which Pillow cannot decode: run gdal_translate "
+        f"-ot Byte {chosen} {_SCALE}"
     )
 
 
 def read_npy_header(data: Encoded) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Return where the values start in a ``.npy`` file that begins with ``data``, their shape and
-    dtype.
+    """Read the header of a ``.npy`` file that begins with ``data``.
 
-    numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 sometimes
-    fails at it in several threads (SystemError of the AST, seen; see
-    https://github.com/pytest-dev/pytest/issues/10763).
+    A regular expression reads it here. numpy parses it as Python code, which takes longer than
+    reading the pixels. With several threads, this parser of Python 3.11 sometimes fails with
+    SystemError; see https://github.com/pytest-dev/pytest/issues/10763.
+
+    Returns:
+        The byte at which the values start, their shape, and their dtype.
 
     Raises:
-        ValueError: if it is no header that ``numpy.save`` writes for numbers in C order.
+        ValueError: if this is no header that ``numpy.save`` writes for numbers in C order.
 
     Example:
         >>> file = io.BytesIO()
@@ -541,17 +580,19 @@ def read_npy_header(data: Encoded) -> tuple[int, tuple[int, ...], np.dtype[Any]]
 
 @cache
 def load_jpeg_decoder() -> JpegDecoder:
-    """Return what decodes a JPEG's bytes to uint8 [H, W, 3]: torchcodec (from 0.16), else the
-    operator under torchvision's Python function, which newer versions deprecate, else Pillow.
+    """Return the fastest function that decodes JPEGs to uint8 [H, W, 3] as Pillow does.
 
-    Each is tried on a small JPEG, and left out where it fails or gives other pixels than Pillow. It
-    imports torchvision, for a second or two: call it before worker processes start, so that they
-    share it.
+    The candidates are torchcodec (0.16 or newer), then torchvision, then Pillow. torchvision's
+    operator is called directly, because newer versions deprecate its Python function. Each
+    candidate decodes a small JPEG first, and is used only if it gives the same pixels as Pillow.
+
+    The first call imports torchvision, which takes a second or two. Call it before worker
+    processes start, so that they share the import.
     """
     sample = _make_sample_jpeg()
     pixels = decode_upright(sample, 0, 0)
     for load, prepare in ((_load_torchcodec, _hide_exif), (_load_torchvision, _make_writable)):
-        # What is missing, too old or damaged raises all kinds of errors.
+        # A package that is missing, too old or damaged raises all kinds of errors.
         with suppress(Exception):
             decode = _decode_by(load(), prepare)
             if np.array_equal(decode(sample), pixels):
@@ -567,7 +608,7 @@ def load_jpeg_decoder() -> JpegDecoder:
 
 @guard_pillow()
 def _make_sample_jpeg() -> bytes:
-    """Return a JPEG that EXIF would turn."""
+    """Return a small JPEG with an EXIF orientation. A decoder that turns it gives other pixels."""
     from PIL import Image
 
     exif = Image.Exif()
@@ -586,14 +627,14 @@ def _load_torchcodec() -> Any:
 def _load_torchvision() -> Any:
     import torch
 
-    # It registers the operator.
+    # This import registers the operator.
     import torchvision  # noqa: F401
 
     return partial(torch.ops.image.decode_jpeg, mode=3)
 
 
 def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDecoder:
-    """Return a decoder by what makes RGB of a tensor of bytes."""
+    """Return a decoder that calls an operator: uint8 [bytes] to uint8 [3, H, W]."""
     import torch
 
     def decode(data: Encoded) -> Pixels:
@@ -605,13 +646,15 @@ def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDe
 
 
 def _make_writable(data: Encoded) -> bytearray:
-    """Return the bytes in memory that may be written to; of other memory torch warns."""
+    """Return the bytes in writable memory. torch warns about memory that is read-only."""
     return data if isinstance(data, bytearray) else bytearray(data)
 
 
 def _hide_exif(data: Encoded) -> bytearray:
-    """Return a copy of a JPEG that torchcodec does not turn: it always obeys EXIF, annotations need
-    not.
+    """Return a copy of a JPEG whose EXIF torchcodec does not read.
+
+    torchcodec always turns images by EXIF. The annotations may belong to the image as stored, which
+    must not be turned then.
     """
     hidden = bytearray(data)
     for marker, place in _list_jpeg_markers(data):

@@ -1,100 +1,74 @@
-"""The kinds of defects of a dataset, and what becomes of each."""
+"""List the kinds of defects that a dataset can have, and what each of them leads to."""
 
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 Defect = tuple[str, str]
-"""Its kind, and what was found where."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of defect."""
-
-    name: str
-    effect: str
-    """What it does to preprocessing and training; "note" costs nothing, or nothing that can be
-    mended.
-    """
-
-    @property
-    def is_serious(self) -> bool:
-        """Return whether a dataset with it has problems."""
-        return not self.effect.startswith("note")
-
-
-KINDS = (
-    Kind("no images", "stops preprocess: name a JSON of images"),
-    Kind("repeated image id", "stops preprocess"),
-    Kind("unknown image", "stops preprocess"),
-    Kind("unknown category", "stops preprocess"),
-    Kind("no instances", "stops training: masks are needed, as polygons or RLE"),
-    Kind("unsafe file_name", "image is skipped"),
-    Kind("missing image", "image is skipped"),
-    Kind("empty file", "image is skipped"),
-    Kind("truncated image", "image is skipped"),
-    Kind("bad image", "image is skipped"),
-    Kind("size mismatch", "image is skipped"),
-    Kind("bad annotation", "image is skipped"),
-    Kind("object without mask", "image is skipped"),
-    Kind("bad mask", "image is skipped"),
-    Kind("inverted box", "object becomes background"),
-    Kind("box outside the image", "object becomes background"),
-    Kind(
-        "objects in several entries of an image",
-        "objects of one entry become background in the other: --repair makes it one entry",
+"""The kind of a defect, and a text that says where it is and what was found."""
+EFFECTS = {
+    "no images": "stops preprocess: name a JSON that lists images",
+    "repeated image id": "stops preprocess",
+    "unknown image": "stops preprocess",
+    "unknown category": "stops preprocess",
+    "no instances": "stops training: masks are needed, as polygons or RLE",
+    "unsafe file_name": "image is skipped",
+    "missing image": "image is skipped",
+    "empty file": "image is skipped",
+    "truncated image": "image is skipped",
+    "bad image": "image is skipped",
+    "size mismatch": "image is skipped",
+    "bad annotation": "image is skipped",
+    "object without mask": "image is skipped",
+    "bad mask": "image is skipped",
+    "inverted box": "object becomes background",
+    "box outside the image": "object becomes background",
+    "objects in several entries of an image": (
+        "objects of one entry become background in the other: --repair joins the entries"
     ),
-    Kind(
-        "many crowds",
-        "objects become background; where they are CVAT's brush masks: --repair with --crowds "
-        "objects",
+    "many crowds": (
+        "objects become background: if they are CVAT's brush masks, --repair with --crowds objects"
     ),
-    Kind(
-        "crowd without area",
-        "object becomes background: --repair with --crowds objects; a crowd of COCO has an area",
+    "crowd without area": (
+        "object becomes background: --repair with --crowds objects, as crowds of COCO have an area"
     ),
-    Kind("normalised polygon", "object is trained without a pixel"),
-    Kind("empty mask", "object is trained without a pixel"),
-    Kind("box of corners", "object is trained with a wrong box"),
-    Kind("mask and box disagree", "object is trained with a wrong box"),
-    Kind(
-        "outline in another order",
-        "object is trained with a wrong mask: write all outlines as COCO has them",
+    "normalised polygon": "object is trained without a pixel",
+    "empty mask": "object is trained without a pixel",
+    "box of corners": "object is trained with a wrong box",
+    "mask and box disagree": "object is trained with a wrong box",
+    "outline in another order": (
+        "object is trained with a wrong mask: write all outlines as COCO has them"
     ),
-    Kind(
-        "image in validation, too",
-        "average precision comes out too high: --repair beside --val-annotations leaves it out",
+    "image in validation, too": (
+        "average precision comes out too high: --repair with --val-annotations leaves it out"
     ),
-    Kind("box without area", "note: left out of training"),
-    Kind("empty annotation", "note: left out of training"),
-    Kind("crowd", "note: left out of training"),
-    Kind("image without objects", "note: left out of training"),
-    Kind("polygon beyond the image", "note: cut at the image's edge"),
-    Kind("polygon within another", "note: filled, as a hole can be given by RLE alone"),
-    Kind("loose box", "note: look whether boxes are x, y, width, height, and of these outlines"),
-    Kind(
-        "area and mask disagree", "note: look whether holes are filled, or masks of other objects"
-    ),
-    Kind("objects in one corner", "note: look whether the outlines are of smaller images"),
-    Kind("image with alpha", "note: transparent pixels have the colours that lie below"),
-    Kind("name of several categories", "note: look whether it is what you mean"),
-    Kind("EXIF rotation, unclear", "note: look whether it is what you mean"),
-    Kind("area 0", "note: average precision counts it as a small object"),
-    Kind("repeated annotation", "note: counts twice"),
-    Kind("repeated file_name", "note: counts twice"),
-    Kind("found by base name", "note: taken as it is"),
-    Kind("image id that is text", "note: an integer stands for it, which --repair writes"),
-    Kind("16-bit image", "note: becomes 8-bit RGB, its first frame"),
-    Kind("animated image", "note: becomes 8-bit RGB, its first frame"),
-)
-EFFECTS = {kind.name: kind.effect for kind in KINDS}
-"""The effect of each kind, by its name."""
-SERIOUS = {kind.name for kind in KINDS if kind.is_serious}
-"""The names of the kinds with which a dataset has problems."""
+    "box without area": "note: left out of training",
+    "empty annotation": "note: left out of training",
+    "crowd": "note: left out of training",
+    "image without objects": "note: left out of training",
+    "polygon beyond the image": "note: cut at the image's edge",
+    "polygon within another": "note: filled, because only RLE can have holes",
+    "loose box": "note: check that boxes are x, y, width, height, and fit their outlines",
+    "area and mask disagree": "note: check that no hole is filled, and no mask is another's",
+    "objects in one corner": "note: check that outlines were not drawn on smaller images",
+    "image with alpha": "note: transparent pixels have the colours that lie below",
+    "name of several categories": "note: check that it is what you mean",
+    "EXIF rotation, unclear": "note: check that masks lie on their objects",
+    "area 0": "note: average precision counts it as a small object",
+    "repeated annotation": "note: counts twice",
+    "repeated file_name": "note: counts twice",
+    "found by base name": "note: the file that was found is used",
+    "image id that is text": "note: an integer stands for it, which --repair writes",
+    "16-bit image": "note: becomes 8-bit RGB",
+    "animated image": "note: only its first frame is used",
+}
+"""What each kind of defect leads to in preprocessing and training. An effect that begins with
+"note" does no harm, or none that can be mended.
+"""
+SERIOUS = {kind for kind, effect in EFFECTS.items() if not effect.startswith("note")}
+"""The serious kinds: a dataset with a defect of one of them has problems."""
 
 
 def pick_serious(counts: Mapping[str, int]) -> Counter[str]:
@@ -103,7 +77,7 @@ def pick_serious(counts: Mapping[str, int]) -> Counter[str]:
 
 
 def describe_faults(faults: Mapping[str, int]) -> str:
-    """Return how many objects have each kind of `count_faults`, and what becomes of them.
+    """Say how many objects have each kind of defect that `count_faults` counts, and its effect.
 
     Example:
         >>> describe_faults({"empty mask": 1200})
@@ -113,13 +87,13 @@ def describe_faults(faults: Mapping[str, int]) -> str:
 
 
 def count_allowed(total: int, share: float) -> int:
-    """Return how many of a total a share is, rounded down."""
-    # 0.29 x 100 is a little less than 29.
+    """Return the whole number of objects that is this share of the total, rounded down."""
+    # In floating point, 0.29 x 100 is a little less than 29.
     return int(share * total + 1e-6)
 
 
 def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float) -> None:
-    """Raise ColabUtilsError for a larger share of objects with serious defects than ``max_bad``."""
+    """Raise ColabUtilsError if more objects have serious defects than ``max_bad``, a share."""
     faults = pick_serious(counts)
     allowed = count_allowed(total, max_bad)
     if faults.total() > allowed:
@@ -131,7 +105,7 @@ def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float)
 
 
 def warn_of_faults(source: object, counts: Mapping[str, int]) -> None:
-    """Warn of the objects of a dataset that have serious defects."""
+    """Warn if objects of a dataset have serious defects."""
     faults = pick_serious(counts)
     if faults:
         text = f"{source} has bad objects, see check: {describe_faults(faults)}"

@@ -9,22 +9,24 @@ from colab_utils.data.segmentations import count_numbers
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
 
-# An integer of numpy is less.
+# Integers must be smaller than this to fit into int64.
 _TOO_LARGE = 2**63
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
-"""What reading an entry raises."""
+"""The exceptions that reading a faulty entry raises."""
 _LARGEST_NUMBER = 1e15
-# Text that is a number as an id: of "1e3" and "1_0", Python would make the ids of other images.
+# Text that counts as an integer id. Python would also read "1e3" and "1_0" as numbers, which may be
+# the ids of other images.
 _WHOLE_NUMBER = re.compile(r"\s*-?\d{1,18}(\.0*)?\s*")
 
 
 def read_field(entry: dict[str, Any], name: str) -> Any:
-    """Return one value of an annotation as COCO has it: numbers for their text, None for an id, box
-    or area that is missing.
+    """Return one value of an annotation as COCO has it.
+
+    Numbers may be written as text. The value is None if an id, a box or an area is missing.
 
     Raises:
-        ValueError: COCO has something else; TypeError, OverflowError and RecursionError mean the
-            same.
+        ValueError: if COCO has something else in this field. TypeError, OverflowError and
+            RecursionError mean the same.
 
     Example:
         >>> read_field({"bbox": ["0", 1, 2.5, "3"]}, "bbox"), read_field({}, "iscrowd")
@@ -43,7 +45,7 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
         return _read_box(value)
     if name == "area":
         return float(_to_number(value, name, limit=_LARGEST_NUMBER))
-    # A UUID is text.
+    # Some tools write a UUID as id.
     if name == "id" and isinstance(value, str):
         return value
     return to_integer(value, name)
@@ -58,10 +60,14 @@ def _read_box(value: Any) -> list[float] | None:
 
 
 def read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str, Any]:
-    """Return an entry of ``annotations`` without its id.
+    """Return the fields of an entry of ``annotations``, except its id.
 
-    A missing box or area is computed from the mask, as one of an image of this size. Without a
-    mask, the area is the box's.
+    A missing box or area is computed from the mask, which is drawn in an image of this size. If
+    there is no mask, the area is that of the box.
+
+    Raises:
+        ValueError: as `read_field` does.
+        ColabUtilsError: if there is neither a box nor a mask to derive it from.
     """
     read_field(entry, "id")
     names = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
@@ -87,7 +93,7 @@ def read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str,
 def _to_number(
     value: Any, name: str, kind: str = "finite numbers", limit: float = _TOO_LARGE
 ) -> float:
-    """Return a number, which may be text, as Roboflow and VIA write some."""
+    """Return a number. It may be written as text, as Roboflow and VIA do."""
     if isinstance(value, str) and "_" not in value:
         with suppress(ValueError):
             value = int(value) if value.strip().isdecimal() else float(value)
@@ -99,10 +105,11 @@ def _to_number(
 
 
 def to_integer(value: Any, name: str, *, limit: int = _TOO_LARGE) -> int:
-    """Return an integer, which may be text or a float without a fraction; for an ``image_id`` that
-    is a name, 52 bits of its hash, which any JSON keeps.
+    """Return an integer, which may be written as text or as a float without a fraction.
+
+    An ``image_id`` that is a name becomes 52 bits of its hash, which every reader of JSON keeps.
     """
-    # Nearly all values end here.
+    # Nearly all values are plain integers, so they are returned first.
     if type(value) is int and abs(value) < limit:
         return value
     if name == "image_id" and isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):

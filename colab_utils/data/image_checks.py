@@ -1,4 +1,4 @@
-"""Check one image file, and its annotations against it."""
+"""Check one image file, and compare its annotations with it."""
 
 import io
 from collections import Counter
@@ -25,13 +25,13 @@ from colab_utils.errors import ColabUtilsError, UnavailableError, escape
 from colab_utils.files import read_file
 from colab_utils.places import Place, name_below
 
-# What a whole file ends with; some cameras write zeros or a preview after it.
+# The mark at the end of a complete file. Some cameras write zeros or a preview after it.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
-# Bytes at a file's end that are searched for it.
+# Number of bytes at a file's end in which its mark is looked for.
 _TAIL = 4096
-# Share of the objects: COCO has 1 %.
+# If a larger share of the annotations are crowds, these are probably objects. COCO has 1 % crowds.
 _MANY_CROWDS = 0.1
-# Objects after which it is known whether many are bad.
+# Number of objects that shows whether many are bad.
 _SAMPLED_OBJECTS = 1000
 
 
@@ -39,32 +39,34 @@ class Header(NamedTuple):
     """Describe an image file, without its pixels."""
 
     defects: list[Defect]
-    """Kind and text of each, first of all of what makes the file unusable."""
+    """Kind and text of each defect. If the file is unusable, the first defect says why."""
     size: tuple[int, int] = (0, 0)
     """Height and width as stored, in pixels; 0 where the file is unusable."""
     orientation: int = 1
-    """By EXIF, 1 to 8."""
+    """EXIF orientation, 1 to 8."""
     bytes: int = 0
+    """Size of the file in bytes."""
 
 
 class Findings(NamedTuple):
     """Hold what was found in one image and its annotations."""
 
     defects: list[Defect]
-    """Kind and text of each."""
+    """Kind and text of each defect."""
     header: Header
     size: tuple[int, int]
-    """Height and width that its masks are drawn at, in pixels; 0 where that is not known."""
+    """Height and width at which the image's masks are drawn, in pixels; 0 if they are not known."""
     objects: NDArray[np.float64]
-    """float64 [N, 6]: category id, width and height of the box, pixels of the mask, and where the
-    box ends in shares of the image's width and height, of each usable object.
+    """float64 [N, 6]: a row for each usable object. It holds the category id, the width and height
+    of the box, the pixels of the mask, and the right and lower end of the box as shares of the
+    image's width and height.
     """
 
 
 def read_header(
     images: Place, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False
 ) -> Header:
-    """Read an image file's header and end; ``deep`` decodes it.
+    """Read the header and the end of an image file; decode all of it if ``deep`` is set.
 
     Raises:
         DriveLostError: if Drive went away.
@@ -84,7 +86,7 @@ def read_header(
         return Header([("missing image", explain_missing(images, dataset.file_name(i)))])
     except UnavailableError:
         raise
-    # Pillow's many readers raise whatever they like on damaged data.
+    # Pillow's readers raise all kinds of errors on damaged data.
     except Exception as error:
         kind = "truncated image" if "truncated" in str(error) else "bad image"
         return Header([(kind, str(error))])
@@ -92,7 +94,10 @@ def read_header(
 
 @guard_pillow()
 def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
-    """Return the header of an image file with this content, after what is known already."""
+    """Return the header of an image file with this content.
+
+    ``notes`` are the defects that are known already. Further ones are added to them.
+    """
     from PIL import Image
 
     if not data:
@@ -100,21 +105,21 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     try:
         opened = open_lazily(io.BytesIO(data))
     except ColabUtilsError:
-        # A PNG's metadata may be damaged.
+        # `open_image` also opens a PNG whose metadata is damaged.
         opened = open_image(data)
     kind = opened.format or ""
     is_deep = has_16_bits(opened)
     if is_deep:
         notes.append(("16-bit image", opened.mode))
     width, height = opened.size
-    # Its pixels may all be dark; or the file is cut short, or has much of something else after its
-    # end.
+    # The pixels of a 16-bit image may be too dark. A file without its end mark may be cut short, or
+    # may have much other data behind its end. Only decoding shows this.
     if deep or is_deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
         to_rgb(open_image(data))
-    # It refuses what does not fit 8 bits.
+    # This raises an error for pixels that do not fit into 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
     orientation = read_orientation(opened)
-    # Pillow turns a TIFF itself, and has its size as turned already.
+    # Pillow turns a TIFF itself, and gives its size after the turn.
     if kind == "TIFF" and orientation > 4:
         orientation = 1
     if opened.has_transparency_data:
@@ -135,7 +140,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     if not all(size):
         size = header.size
     elif "size mismatch" in dict(defects):
-        # Whose pixels the masks are is not known.
+        # It is not known for which of the two sizes the masks were drawn.
         size = 0, 0
     annotations, faults = dataset.read_annotations(i)
     for number, reason in faults:
@@ -152,7 +157,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
 def _check_objects(
     annotations: list[dict[str, Any]], size: tuple[int, ...]
 ) -> tuple[list[Defect], list[tuple[float, ...]]]:
-    """Return the defects of an image's annotations, and the numbers of its usable objects."""
+    """Return the defects of an image's annotations, and the rows of `Findings.objects`."""
     defects: list[Defect] = []
     objects: list[tuple[float, ...]] = []
     seen: set[tuple[int, str]] = set()
@@ -175,9 +180,9 @@ def _check_objects(
 
 
 def sample_faults(dataset: CocoDataset) -> Counter[str]:
-    """Return how many objects are trained wrongly, or not at all, by the kind of their defect.
+    """Count the objects that would be trained wrongly or not at all, by kind of defect.
 
-    Of a large dataset these are those of some images all over it.
+    In a large dataset, only a random sample of the images is checked.
     """
     order = np.random.default_rng(0).permutation(len(dataset))
     counts = np.diff(dataset.first)[order].cumsum()
@@ -192,13 +197,14 @@ def sample_faults(dataset: CocoDataset) -> Counter[str]:
 
 
 def has_many_crowds(dataset: CocoDataset) -> bool:
-    """Return whether so many objects are crowds that they may well be none."""
+    """Return whether so many annotations are crowds that these are probably objects."""
     return dataset.crowds > _MANY_CROWDS * len(dataset.ids)
 
 
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
-    """Return whether the annotations are of another size than the photo as its file has it, and as
-    its EXIF orientation turns it.
+    """Compare the size in the annotations with the image as stored and as turned by EXIF.
+
+    A defect is returned if neither fits, or if it is unclear which of them the annotations mean.
     """
     tag = header.orientation
     height, width = header.size

@@ -12,25 +12,26 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import WEB, Place, UrlPath, open_place
 
-# Below a mount of Drive, what its shortcuts lead to.
+# The folder below a mount of Drive that holds what Drive's shortcuts point to.
 _SHORTCUTS = ".shortcut-targets-by-id"
 
 
 def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> tuple[Place, bool]:
-    """Return the file of a ``file_name``, always below ``folder``, and whether another name than
-    this one found it; see `CocoDataset.find_image`.
+    """Return the file of a ``file_name``, and whether another name than this one found it.
 
-    At a URL it lies where its name says: to look for another one would take a request for each.
+    The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
+    If the folder is a URL, no file is looked for, because each attempt would take a request. The
+    name is taken without what an address adds to it; if it leads out, its base name is taken.
 
     Args:
         folder: the image folder.
         name: the ``file_name``, as the annotations give it.
-        shared_names: base names by which no file is found.
+        shared_names: base names that several images have. No file is looked for by one of them.
 
     Raises:
-        ColabUtilsError: the name leads out of the folder, and its base name finds no file, or
-            several; or a link in its place leads out.
-        DriveLostError: Drive went away.
+        ColabUtilsError: if the name leads out of the folder and not exactly one file in it has this
+            base name; or if a link at this name leads out of the folder.
+        DriveLostError: if Drive went away.
     """
     if isinstance(folder, UrlPath):
         place = _decode_name(name).replace("\\", "/")
@@ -66,10 +67,11 @@ def _find_local(folder: str | Path, name: str, shared_names: frozenset[str]) -> 
 
 
 def _leads_out(name: str) -> bool:
-    """Return whether a name is none of a file below a folder: absolute, a URL, of a drive of
-    Windows, or with ``..``.
+    """Return whether a name may lead out of the folder.
+
+    Absolute paths, URLs, names with a drive of Windows, and names with ``..`` may do so.
     """
-    # It knows both kinds of slash, and drives.
+    # PureWindowsPath knows both kinds of slash, and drives.
     named = PureWindowsPath(name)
     if not named.parts or named.anchor or ".." in named.parts:
         return True
@@ -77,7 +79,11 @@ def _leads_out(name: str) -> bool:
 
 
 def _resolve(folder: str | Path, file_name: str) -> Path:
-    """Return the file of a ``file_name`` as it is named, where no link leads out of the folder."""
+    """Return the path of ``file_name`` below the folder.
+
+    Raises:
+        ColabUtilsError: if a link on this path leads out of the folder.
+    """
     path = Path(folder) / file_name
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(folder)) and not _is_shortcut(folder, real):
@@ -89,8 +95,9 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
 
 
 def _is_shortcut(folder: str | Path, real: Path) -> bool:
-    """Return whether a link below a folder, to this place, is a shortcut that the user made on
-    Drive: a link within its mount.
+    """Return whether a link from the folder to ``real`` is a shortcut that the user made on Drive.
+
+    Such a link stays within the mount of Drive.
     """
     roots = [parent / _SHORTCUTS for parent in Path(os.path.realpath(folder)).parents]
     mount = find_mount(folder)
@@ -100,8 +107,9 @@ def _is_shortcut(folder: str | Path, real: Path) -> bool:
 
 
 def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
-    """Return the file that a name means, however its accents and slashes are written; None where
-    its base name is to be looked for.
+    """Return the file that a name means, however its accents and slashes are written.
+
+    None means that the file has to be found by its base name.
     """
     slashed = name.replace("\\", "/")
     if (name.isascii() and "/" not in slashed) or os.path.exists(path):
@@ -116,12 +124,12 @@ def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
 
 
 def require_folder(images: str | Place) -> None:
-    """Raise ColabUtilsError where there is no image folder; one that is there will be listed
-    afresh.
+    """Raise ColabUtilsError if there is no image folder. Forget the files that were listed in it
+    before.
     """
     with guard_drive(images):
         folder = open_place(images)
-        # A web server need not list its files.
+        # Many web servers do not list their files, so nothing can be checked.
         is_web = isinstance(folder, UrlPath) and folder.protocol in WEB
         if not is_web and not folder.is_dir():
             cure = "On Colab, mount Drive first."
@@ -133,7 +141,7 @@ def require_folder(images: str | Place) -> None:
 
 
 def take_base_name(name: str) -> str:
-    r"""Return a name's last part, whatever the machine it comes from, with composed accents.
+    r"""Return the last part of a path of any operating system, or of a URL, with composed accents.
 
     Example:
         >>> take_base_name("C:\\data\\a.jpg")
@@ -147,14 +155,16 @@ def take_base_name(name: str) -> str:
 
 
 def _decode_name(name: str) -> str:
-    """Return what a name says where it is an address: Label Studio's ends with ``?d=``, others with
-    a key after ``?``, and have ``%20`` for a space.
+    """Return a name without what an address adds to it.
+
+    Label Studio puts the name behind ``?d=``. Other addresses end with ``?`` and a key. Both have
+    ``%20`` for a space.
     """
     return unquote(name.partition("?d=")[2] or name.partition("?")[0]).strip()
 
 
 def list_meanings(name: str) -> set[str]:
-    """Return the base names of a file that a name may mean.
+    """Return the base names of the files that a name may mean.
 
     Example:
         >>> sorted(list_meanings("/data/local-files/?d=my%20photos%5Ca.jpg"))
@@ -165,24 +175,25 @@ def list_meanings(name: str) -> set[str]:
 
 @lru_cache(4)
 def list_base_names(folder: str) -> dict[str, str | None]:
-    """Return where the file of each base name lies below a folder; None where several have it. No
-    link is followed, but Drive's shortcuts.
+    """Return the path below a folder of each base name; None if several files have this name.
+
+    No links are followed but Drive's shortcuts.
 
     Raises:
-        ColabUtilsError: the folder cannot be listed.
+        ColabUtilsError: if the folder cannot be listed.
     """
     places: dict[str, str | None] = {}
     folders = [folder]
     followed = {os.path.realpath(folder)}
     try:
         with guard_drive(folder):
-            # The list grows while it is walked.
+            # The loop adds to this list the folders that it meets.
             for parent in folders:
                 for entry in os.scandir(parent):
                     follows = False
                     if entry.is_symlink():
                         real = os.path.realpath(entry.path)
-                        # A shortcut may lead back to where it lies.
+                        # A shortcut may lead to a folder that it lies in: follow it only once.
                         follows = real not in followed and _is_shortcut(folder, Path(real))
                         followed.add(real)
                     if entry.is_dir(follow_symlinks=follows):
@@ -198,7 +209,7 @@ def list_base_names(folder: str) -> dict[str, str | None]:
 
 
 def explain_missing(folder: str | Place, name: str) -> str:
-    """Return where an image is missing, and what lies there in its place."""
+    """Say that an image is missing in a folder, and name a file that may be the right one."""
     if isinstance(folder, UrlPath):
         return f"not in {folder}"
     base = take_base_name(name)
@@ -208,14 +219,16 @@ def explain_missing(folder: str | Place, name: str) -> str:
         if place:
             return f"not in {folder}, but in {Path(folder, place).parent}: name that folder"
         if base in places:
-            return f"not in {folder}, but in several folders below it: write them into file_name"
+            return (
+                f"not in {folder}, but in several folders below it: write the folder into file_name"
+            )
         alike = _list_stems(str(folder)).get(Path(base).stem.casefold())
         if alike:
-            return f"not in {folder}, where {alike} lies: write file_name like the files"
+            return f"not in {folder}, but {alike} is there: write file_name as the file is called"
     return f"not in {folder}"
 
 
 @lru_cache(4)
 def _list_stems(folder: str) -> dict[str, str]:
-    """Return a file for each name without its ending, in small letters."""
+    """Return one file for each name without its ending, in small letters."""
     return {Path(base).stem.casefold(): base for base in list_base_names(folder)}

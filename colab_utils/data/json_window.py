@@ -13,10 +13,10 @@ _MARK = re.compile(r"[ \t\n\r]*([][{},:])?[ \t\n\r]*")
 # Bytes that one read of the file asks for.
 _PIECE_BYTES = 1 << 22
 _HEAD_BYTES = 1 << 12
-# Characters of the longest value that is read as a whole.
+# A value of more characters than this is refused.
 _LONGEST_VALUE = 1 << 30
-# A value or an error counts only when so many characters behind it are known, or at the end of the
-# text: 1.5 may go on as 1.5e+7, and -Inf as -Infinity.
+# A value or an error counts only if at least this many characters after it are in the window, or if
+# the text ends there. Otherwise 1.5 may continue as 1.5e+7, and -Inf as -Infinity.
 _TAIL = 16
 _decode = json.JSONDecoder().raw_decode
 
@@ -68,7 +68,7 @@ class JsonWindow:
 
     @property
     def length(self) -> int:
-        """Return the characters of the text that were read so far."""
+        """Return the number of characters that were read so far."""
         return self._dropped + len(self._text)
 
     @property

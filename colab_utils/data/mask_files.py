@@ -19,17 +19,19 @@ from colab_utils.files import open_file, require_new
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 
-# Objects in one mask: more colours are a photo, or a mask that was saved as JPEG.
+# Largest number of objects in one mask. An image with more colours is a photo, or a mask that was
+# saved as JPEG.
 _MOST_OBJECTS = 5000
-# What stands for pixels that nobody labelled, and the largest id that datasets with it have: of
-# Pascal VOC and DAVIS, of 16 bits, and Pascal VOC's as a colour.
+# Values that stand for pixels without a label, and the largest object id of datasets that use the
+# value: Pascal VOC and DAVIS, masks of 16 bits, and Pascal VOC as colours.
 _VOIDS = {255: 127, 65535: 32767, 0xE0E0C0: 0xFFFFFF}
-# What Cityscapes multiplies the number of a class with, and the largest of these numbers.
+# Cityscapes multiplies the number of an object's class by this. Its classes have numbers up to
+# `_MOST_CLASSES`.
 _CITYSCAPES = 1000
 _MOST_CLASSES = 33
-# Alpha from which on a pixel counts as drawn.
+# Pixels with at least this alpha count as drawn.
 _OPAQUE = 128
-# Pixels of soft edges in a mask: a small object between two others has less.
+# A mask with fewer pixels of soft edges is accepted: they may be a small object between two others.
 _EDGE_PIXELS = 16
 
 
@@ -42,36 +44,37 @@ def convert_masks(
     background: int | Sequence[int] | None = None,
     threshold: int | None = None,
 ) -> Path:
-    """Write the COCO instance JSON of a folder of images and a folder of masks, such as
-    Penn-Fudan's, and print how many objects there are.
+    """Write a COCO instance JSON from a folder of images and a folder of masks.
 
-    A mask has its image's size. 0, or black, or transparent, is the background; every other value
-    or colour is one object. A value is that of the pixel, in a palette its number, of a colour
-    0xRRGGBB. The mask of ``a.jpg`` is called ``a.png``, or ``a_mask.png`` with the same ending for
-    all. The objects become RLE with the same pixels; boxes and areas are theirs, as pycocotools
-    computes them.
+    Penn-Fudan has such masks. The function also prints how many objects there are.
 
-    Masks that may mean something else are refused, until ``background`` or ``threshold`` says what
-    they mean.
+    A mask has the size of its image. The value 0, black and transparent pixels are background.
+    Every other value or colour is one object. In a mask with a palette, a pixel's value is its
+    number in the palette; in a mask with colours, its value is 0xRRGGBB. The mask of ``a.jpg`` is
+    called ``a.png``, or for example ``a_mask.png`` if all masks have this ending. The objects
+    become RLE with the same pixels. Their boxes and areas are computed by pycocotools.
+
+    Masks whose meaning is unclear are refused until you pass ``background`` or ``threshold``.
 
     Args:
         images: the image folder.
         masks: the folder of masks, without subfolders.
         output: the JSON file to write, which must not exist.
-        category: what every object is.
-        background: the value, or values, that are no object: (0, 255) leaves out the pixels without
-            a label of Pascal VOC and DAVIS, 255 takes black objects on white. None takes 0, and
-            refuses masks with a value for pixels without a label, with soft edges, or with an
-            object in the corners.
-        threshold: above it, from 0 to 255, all of a mask is one object: for soft edges, and JPEGs.
+        category: the name of the category of all objects.
+        background: the value or values that are background. (0, 255) leaves out the pixels without
+            a label in Pascal VOC and DAVIS. 255 is for black objects on white. The default None
+            takes 0, and refuses a mask if it has a value for pixels without a label, soft edges, or
+            the same object in most of its corners.
+        threshold: all values above this one, 0 to 255, are one object. Use it for masks with soft
+            edges and for JPEGs. By default, each value is one object.
 
     Returns:
         ``output``.
 
     Raises:
-        ColabUtilsError: an image without a mask or a mask without an image, a mask of another size
-            or that is no mask, one that may mean something else, no object in any mask, or
-            ``output`` exists.
+        ColabUtilsError: if an image has no mask, or a mask has no image; if a mask is unreadable,
+            unclear, or of another size than its image; if no mask has an object; or if ``output``
+            exists.
 
     Example:
         >>> convert_masks("PNGImages", "no/such/PedMasks", output="people.json", category="person")
@@ -111,13 +114,13 @@ def convert_masks(
     text = f"{len(rows):,} images, {len(texts):,} objects"
     text += f"; the largest covers {largest:.0%} of its image"
     if parted:
-        text += f"; {parted:,} lie in pieces, which may be objects with one value for all"
+        text += f"; {parted:,} lie in pieces, which may be several objects of one value"
     print(text)
     return output
 
 
 def _list_images(folder: Path) -> dict[str, Path]:
-    """Return image files by their name without its ending."""
+    """Return the image files of a folder by their names without the ending."""
     known = Image.registered_extensions()
     images: dict[str, Path] = {}
     for path in sorted(folder.glob("*")):
@@ -135,7 +138,10 @@ def _list_images(folder: Path) -> dict[str, Path]:
 
 
 def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
-    """Return each image with its mask; what their names differ in is the same for all."""
+    """Return each image with its mask.
+
+    The mask is called like its image, followed by an ending that all masks share.
+    """
     pictures = _list_images(images)
     drawn = _list_images(masks)
     first = min(pictures)
@@ -147,9 +153,9 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     end = ends[0] if ends else ""
     alone = {stem + end for stem in pictures} ^ set(drawn)
     raise ColabUtilsError(
-        "Each image needs a mask of its name, with one ending for all. "
-        f"{len(alone)} files are without the other, such as {min(alone)}. Rename them; where each "
-        "mask is one object, docs/FORMATS.md has a recipe."
+        "Each image needs a mask of its name, with one ending for all masks. "
+        f"{len(alone)} files have no partner, such as {min(alone)}. Rename them. If each mask file "
+        "is one object, see the recipe in docs/FORMATS.md."
     )
 
 
@@ -157,7 +163,7 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 def _read_mask(
     image: Path, mask: Path, background: int | Sequence[int] | None, threshold: int | None
 ) -> NDArray[np.int64]:
-    """Return the mask's values, int64 [H, W]; those of the background are negative."""
+    """Return the mask's values, int64 [H, W]. Background pixels have the value -1."""
     alpha: Any = _OPAQUE
     try:
         with open_file(image) as file, open_lazily(file) as opened:
@@ -168,14 +174,14 @@ def _read_mask(
             if getattr(opened, "n_frames", 1) > 1:
                 raise ValueError("several pages: save each as a file, see docs/FORMATS.md")
             if opened.mode == "F":
-                raise ValueError("floating point numbers: save whole ones")
+                raise ValueError("floating point numbers: save whole numbers")
             if opened.has_transparency_data:
                 alpha = np.asarray(opened.convert("RGBA"))[..., 3]
             if threshold is not None and opened.mode[0] != "I":
                 opened = opened.convert("L")
             is_flat = opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16")
             values = np.asarray(opened if is_flat else opened.convert("RGB")).astype(np.int64)
-    # Pillow's many readers raise whatever they like on damaged data.
+    # Pillow's readers raise all kinds of errors on damaged data.
     except Exception as error:
         raise ColabUtilsError(
             f"The image {image} or its mask {mask} cannot be read: {error}"
@@ -203,27 +209,28 @@ def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:
     objects: list[int] = np.unique(values[values >= 0]).tolist()
     if len(objects) > _MOST_OBJECTS:
         raise ColabUtilsError(
-            f"The mask {mask} has {len(objects):,} colours, where each is to be one object. Is it "
-            "a photo?"
+            f"The mask {mask} has {len(objects):,} colours, and each would be one object. Check "
+            "that it is not a photo."
         )
     return objects
 
 
 def _require_background(values: NDArray[np.int64], mask: Path) -> None:
-    """Raise ColabUtilsError where one object may be the background: it has three corners."""
+    """Raise ColabUtilsError if an object lies in three corners or more: it may be background."""
     corners = values[[0, 0, -1, -1], [0, -1, 0, -1]].tolist()
     value = max(corners, key=corners.count)
     if value >= 0 and corners.count(value) >= 3:
         raise ColabUtilsError(
             f"The mask {mask} may have no background of 0: the value {value} is in its corners "
             f"and in {np.mean(values == value):.0%} of its pixels. Give background={value} if all "
-            "masks have that background, background=0 if it is an object."
+            "masks have that background, or background=0 if it is an object."
         )
 
 
 def _require_instances(objects: list[int], mask: Path) -> None:
-    """Raise ColabUtilsError where values may be of regions without objects: Cityscapes gives 7 to
-    roads, and 26000, 26001 and so on to cars.
+    """Raise ColabUtilsError if some values may be regions that are no objects.
+
+    Cityscapes has such values: 7 for roads, but 26000, 26001 and so on for cars.
     """
     regions = [value for value in objects if value < _CITYSCAPES]
     numbered = {value // _CITYSCAPES for value in objects} - {0}
@@ -231,13 +238,15 @@ def _require_instances(objects: list[int], mask: Path) -> None:
         raise ColabUtilsError(
             f"The mask {mask} has {len(regions):,} values below {_CITYSCAPES:,} beside larger "
             "ones, as Cityscapes has for regions. Give "
-            f"background=range({_CITYSCAPES}) to leave them out, background=0 if they are objects."
+            f"background=range({_CITYSCAPES}) to leave them out, or background=0 if they are "
+            "objects."
         )
 
 
 def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the 3 x 3 values around each pixel that differs from the next, int64 [N, 9]; its own
-    is the fifth.
+    """Return the 3 x 3 values around each pixel that differs from a pixel beside it, int64 [N, 9].
+
+    The fifth value is the pixel's own.
     """
     is_edge = np.zeros(values.shape, np.bool_)
     for axis in (0, 1):
@@ -248,8 +257,9 @@ def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Path) -> None:
-    """Raise ColabUtilsError where a value may stand for pixels without a label: it is large, and
-    touches small ones.
+    """Raise ColabUtilsError if a value may stand for pixels without a label.
+
+    Such a value is much larger than all others, and pixels with it touch other objects.
     """
     for void, largest in _VOIDS.items():
         others = [value for value in objects if value != void]
@@ -258,13 +268,14 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
             raise ColabUtilsError(
                 f"The mask {mask} has the value {void} beside {touched:,} others, "
                 f"as for pixels without a label. Give background=(0, {void}) to leave it out, "
-                "background=0 if it is an object."
+                "or background=0 if it is an object."
             )
 
 
 def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mask: Path) -> None:
-    """Raise ColabUtilsError where half of the objects are soft edges: two thirds of their pixels
-    are near two others.
+    """Raise ColabUtilsError if at least half of the objects are soft edges.
+
+    An object counts as a soft edge if two thirds of its pixels are beside two other values.
     """
     is_mixed = (np.diff(np.sort(neighbours)) > 0).sum(1) > 1
     mixed, mixed_pixels = np.unique(neighbours[is_mixed, 4], return_counts=True)
@@ -275,19 +286,19 @@ def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mas
     if mixed_pixels[is_edge].sum() >= _EDGE_PIXELS and 2 * edges >= objects:
         raise ColabUtilsError(
             f"In the mask {mask}, {edges:,} of {objects:,} values "
-            "are the soft edges of others. Export masks without smoothing; or give threshold=127 "
-            "if each mask is one object, background=0 if each value is one."
+            "are the soft edges of others. Export masks without smoothing. Or give threshold=127 "
+            "if each mask is one object, or background=0 if each value is one object."
         )
 
 
 def _is_parted(drawn: NDArray[np.bool_]) -> bool:
-    """Return whether a row or a column without a pixel parts an object."""
+    """Return whether an empty row or column divides an object into pieces."""
     places = [np.flatnonzero(drawn.any(axis)) for axis in (0, 1)]
     return any(np.diff(place).max(initial=1) > 1 for place in places)
 
 
 def _encode_objects(values: NDArray[np.int64], objects: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield box (x, y, width, height), area, and RLE with text counts of each object."""
+    """Yield the box (x, y, width, height), the area and the RLE (counts as text) of each object."""
     from pycocotools import mask as coco_mask
 
     for value in objects:

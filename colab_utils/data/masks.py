@@ -1,6 +1,6 @@
-"""Instance masks: COCO segmentations to RLE, RLE to packed masks, packed masks to dense ones.
+"""Convert instance masks: COCO segmentations to RLE, RLE to packed masks, packed masks to dense.
 
-Packed masks are what shards and batches carry: each mask cropped to its own tight box, one bit a
+Shards and batches hold packed masks: each mask is cropped to its own tight box and takes one bit a
 pixel.
 """
 
@@ -19,12 +19,13 @@ from colab_utils.data.segmentations import (
 )
 from colab_utils.errors import ColabUtilsError
 
-# pycocotools goes through all that it has merged for each further part: so many parts are merged at
-# a time.
+# Number of polygons that are merged at a time. For each further polygon, pycocotools goes through
+# all that it has merged, so merging many at once is slow.
 _MERGED_PARTS = 50
-# Bits of a run in compressed RLE; pycocotools has 32.
+# Bits that a run of compressed RLE may have. pycocotools uses integers of 32 bits.
 _MOST_BITS = 30
-# A character of compressed RLE stands for six bits: five of the run, and whether more follow.
+# A character of compressed RLE holds six bits: five of the run, and one that says whether more
+# follow.
 _FIRST_CODE = 48
 _RUN_BITS = 5
 _MORE_FOLLOWS = 32
@@ -32,7 +33,7 @@ _IS_NEGATIVE = 16
 
 
 class PackedMasks(NamedTuple):
-    """N masks of one image, each cropped to its tight box, one bit a pixel.
+    """Hold N masks of one image, each cropped to its tight box, with one bit a pixel.
 
     Example:
         >>> rle = encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8)
@@ -44,33 +45,41 @@ class PackedMasks(NamedTuple):
     """
 
     bits: NDArray[np.uint8]
-    """uint8 [bytes]: the crops' pixels row by row, most significant bit first; each object starts a
-    byte.
+    """uint8 [bytes]: the pixels of the crops, row by row, most significant bit first. Each mask
+    starts at a new byte.
     """
     crops: NDArray[np.int32]
-    """int32 [N, 4]: x0, y0, x1, y1 of each crop in pixels, half open; zeros for an empty mask."""
+    """int32 [N, 4]: x0, y0, x1, y1 of each crop in pixels. x1 and y1 are exclusive. An empty mask
+    has four zeros.
+    """
     offsets: NDArray[np.int64]
-    """int64 [N + 1]: where each object's bytes start in ``bits``, and where the last one's end."""
+    """int64 [N + 1]: where each mask's bytes start in ``bits``, and where the last ones end."""
 
 
 def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """Return one COCO segmentation (polygons, uncompressed or compressed RLE) as compressed RLE.
+    """Convert one COCO segmentation to compressed RLE.
 
-    Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are
-    united; see :func:`read_polygons`.
+    The segmentation is a list of polygons, uncompressed RLE or compressed RLE. Polygons are drawn
+    as pycocotools' ``frPyObjects`` draws them, and the mask is their union. See
+    :func:`read_polygons` for the polygons that are accepted.
+
+    Args:
+        segmentation: the segmentation, as COCO has it.
+        height: the image's height in pixels.
+        width: the image's width in pixels.
 
     Returns:
         ``{"size": [height, width], "counts": bytes}``.
 
     Raises:
-        ColabUtilsError: if the image has no pixels or too many, or the segmentation is empty,
-            malformed, or made for an image of another size.
+        ColabUtilsError: if the image has no pixels or more than `MOST_PIXELS`; or if the
+            segmentation is empty, malformed, or made for an image of another size.
 
     Example:
         >>> encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8)
         {'size': [6, 8], 'counts': b'724000g0'}
     """
-    # Numbers of numpy overflow, and compare element by element.
+    # Integers of numpy would overflow in the product, and arrays would compare element by element.
     height = int(height)
     width = int(width)
     if height < 1 or width < 1 or height * width > MOST_PIXELS:
@@ -95,8 +104,8 @@ def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
         return _encode_polygons(segmentation, height, width)
     if isinstance(segmentation, str) and segmentation:
         raise ColabUtilsError(
-            f"the segmentation is the text {segmentation!r:.40}, and not polygons or RLE. Of "
-            "Kaggle's run lengths, docs/FORMATS.md makes masks"
+            f"the segmentation is the text {segmentation!r:.40}, and not polygons or RLE. For "
+            "Kaggle's run lengths, docs/FORMATS.md has a recipe"
         )
     raise ColabUtilsError("the annotation has no mask: polygons or RLE")
 
@@ -126,9 +135,9 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         counts = counts.encode("ascii", "xmlcharrefreplace")
     runs: list[Any] = []
     with suppress(TypeError, ValueError, OverflowError):
-        # Whole floats are runs, too, and so is their text.
+        # Some tools write runs as floats without a fraction, or as text.
         numbers = read_numbers(counts) if isinstance(counts, list) else _read_counts(counts)
-        # Lists within the list are no runs.
+        # A list within the list is no run.
         runs = np.ravel(numbers).tolist() if np.ndim(numbers) == 1 else []
     if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
         raise ColabUtilsError(
@@ -141,7 +150,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
 
 
 def _join_runs(runs: list[int]) -> list[int]:
-    """Join the runs around each empty one: these make pycocotools' ``toBbox`` wrong.
+    """Join the two runs around each run of length 0, with which pycocotools' ``toBbox`` is wrong.
 
     Example:
         >>> _join_runs([5, 0, 3, 4])
@@ -154,7 +163,7 @@ def _join_runs(runs: list[int]) -> list[int]:
 
 
 def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
-    """Return the tight box (x, y, width, height) of a mask in RLE and its pixels, by pycocotools.
+    """Return the tight box (x, y, width, height) of a mask in RLE, and its number of pixels.
 
     Example:
         >>> measure_mask(encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8))
@@ -166,11 +175,10 @@ def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
 
 
 def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list[dict[str, Any]]:
-    """Resize N masks of one image as torchvision's Mask R-CNN transform does: nearest neighbour; N
-    may be 0.
+    """Resize N masks of one image with the nearest neighbour, as torchvision's Mask R-CNN does.
 
-    Source: ``torch.nn.functional.interpolate(mode="nearest")``, whose source index is
-    ``floor(index * float32(in / out))``.
+    N may be 0. torchvision calls ``torch.nn.functional.interpolate(mode="nearest")``, which takes
+    the pixel ``floor(index * float32(in / out))`` of the source.
 
     Example:
         >>> rle = encode_segmentation([[0, 0, 4, 0, 4, 4, 0, 4]], 8, 8)
@@ -196,13 +204,13 @@ def _resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
 
 
 def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
-    """Pack N compressed RLE masks of one image; N may be 0."""
+    """Pack N masks of one image from compressed RLE; N may be 0."""
     crops = (_draw_crop(rle) for rle in rles)
     return _pack_crops((x0, y0, drawn.T) for x0, y0, drawn in crops)
 
 
 def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
-    """Pack N masks of one image, each [height, width], 0 beside the object.
+    """Pack N masks of one image from arrays [height, width], which are 0 beside the object.
 
     Example:
         >>> pack_pixels([np.array([[0, 0, 1], [0, 1, 1]])]).crops.tolist()
@@ -212,7 +220,7 @@ def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
 
 
 def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
-    """Pack masks that are cropped already: left, top and [rows, columns] of each."""
+    """Pack masks that are cropped already, each given as left, top and pixels [rows, columns]."""
     crops = []
     parts = [np.zeros(0, np.uint8)]
     for x0, y0, pixels in masks:
@@ -224,7 +232,7 @@ def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
 
 
 def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
-    """Crop a mask to its tight box: left, top and the pixels in the box."""
+    """Crop a mask to its tight box; return left, top and the pixels in the box."""
     ys = np.flatnonzero(mask.any(1))
     xs = np.flatnonzero(mask.any(0))
     if not len(ys):
@@ -233,14 +241,15 @@ def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
 
 
 def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
-    """Draw a mask in its tight box alone, never a photo in full: left, top and uint8 [columns,
-    rows].
+    """Draw only the tight box of a mask; return left, top and uint8 [columns, rows].
+
+    A mask of the image's full size is never made, because it would take much more memory.
     """
     height = rle["size"][0]
     runs = _read_counts(rle["counts"])
     if len(runs) < 2:
         return 0, 0, np.zeros((0, 0), np.uint8)
-    # Where each run of ones starts and ends, in pixels counted column by column.
+    # Bounds are where each run of ones starts and ends, in pixels counted column by column.
     bounds = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2)
     first_columns, first_rows = np.divmod(bounds[:, 0], height)
     last_columns, last_rows = np.divmod(bounds[:, 1] - 1, height)
@@ -248,7 +257,7 @@ def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
     x1 = last_columns[-1] + 1
     y0 = min(first_rows.min(), last_rows.min())
     y1 = max(first_rows.max(), last_rows.max()) + 1
-    # A run that goes on in the next column fills this one to its end.
+    # A run that continues in the next column reaches the image's lower and upper edge.
     if (first_columns != last_columns).any():
         y0 = 0
         y1 = height
@@ -261,7 +270,7 @@ def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:
-    """Return packed masks as dense ones: uint8 [N, height, width] of 0 and 1."""
+    """Unpack masks to dense ones: uint8 [N, height, width] of 0 and 1."""
     dense = np.zeros((len(packed.crops), height, width), np.uint8)
     for row, (x0, y0, x1, y1) in enumerate(packed.crops.tolist()):
         bits = packed.bits[packed.offsets[row] : packed.offsets[row + 1]]
@@ -271,8 +280,9 @@ def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uin
 
 
 def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
-    """Return the row (or column) of ``size_in`` that each of ``size_out`` takes: see
-    :func:`resize_rles`.
+    """Return the source row (or column) of each of ``size_out`` resized rows, int64 [size_out].
+
+    See :func:`resize_rles`.
 
     Example:
         >>> nearest_indices(8, 4).tolist()
@@ -284,7 +294,7 @@ def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
 
 
 def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 0, 1, 2 ... for each of these counts, one after another: int64 [sum].
+    """Return the numbers 0 to n - 1 for each count n, one count after another: int64 [sum].
 
     Example:
         >>> number_within(np.array([3, 0, 2])).tolist()
@@ -294,11 +304,13 @@ def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _read_counts(text: bytes) -> list[int]:
-    """Return the lengths of the runs of a compressed RLE; none where it is damaged.
+    """Decode the lengths of the runs of a compressed RLE; return no runs if it is damaged.
 
-    pycocotools reads past its memory then. The code is that of ``rleFrString`` in cocoapi's
-    maskApi.c: 5 bits a character, the sixth says that more follow, the fifth is the sign, and from
-    the fourth run on a run is the difference to the last but one.
+    pycocotools would read past the end of its memory if the RLE is damaged, so it is decoded here.
+    The format is that of ``rleFrString`` in cocoapi's maskApi.c. Each character holds 5 bits of a
+    number, lowest bits first, and a sixth bit that says whether more characters follow. The highest
+    of all bits is the sign. From the fourth run on, the number is the difference to the run two
+    places before.
 
     Example:
         >>> _read_counts(b"71100000O10")

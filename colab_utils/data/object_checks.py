@@ -1,4 +1,4 @@
-"""Check one object: its box against its mask and its image."""
+"""Check one object: compare its box with its mask and with its image."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,23 @@ from colab_utils.data.segmentations import count_numbers, is_nothing, read_polyg
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
-"""Pixels that boxes, masks and images may differ by."""
-# The overlap of a box and its mask under which a box is another one, and that of nearly all.
+"""Number of pixels by which boxes, masks and images may differ."""
+# A box that overlaps its mask's box by less than `_WRONG_OVERLAP` (IoU) is wrong. Nearly all boxes
+# overlap by more than `_LOOSE_OVERLAP`.
 _WRONG_OVERLAP = 0.5
 _LOOSE_OVERLAP = 0.8
-# Pixels of a side, and of a mask, of which a few more or less say nothing.
+# Boxes with a shorter side, and masks with fewer pixels, are not judged, because one or two pixels
+# at an edge change them too much.
 _FEW_SIDE = 8
 _FEW_PIXELS = 64
-# How far outlines in shares of the image may lead out of it.
+# Outlines in shares of the image (0 to 1) may lead out of it by this share.
 _BEYOND_SHARE = 0.1
 
 
 def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defect], int]:
-    """Return the defects of an annotation, and the pixels of its mask; 0 where it cannot be trained
-    on.
+    """Return the defects of an annotation, and the number of pixels of its mask.
+
+    This number is 0 if the object cannot be used in training.
     """
     outline = annotation["segmentation"]
     height, width = size
@@ -58,10 +61,11 @@ def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[lis
 
 
 def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
-    """Return whether an object's area is that of another mask.
+    """Return whether an object's area fits neither its mask nor its box.
 
-    It is that of the box in many exports, that of the whole where the image's edge cuts an object,
-    and rough where a mask has few pixels.
+    Many tools export the area of the box. Other areas are not judged: those of crowds, of masks
+    with few pixels, and of objects that the image's edge cuts, where the area may be that of the
+    whole object.
     """
     _, pixels = measure_mask(mask)
     area = annotation["area"]
@@ -76,8 +80,8 @@ def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
 def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[Defect]:
     """Compare an annotation's box with the image and with its mask in RLE.
 
-    Where they disagree, and the box fits another way to read the segmentation, the segmentation is
-    what is wrong.
+    If they disagree, the segmentation is read in other ways. If the box fits one of these, the
+    segmentation is wrong, not the box.
     """
     tight, _ = measure_mask(mask)
     defects = compare_box(annotation["bbox"], tight, *mask["size"])
@@ -92,7 +96,7 @@ def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[De
 
 
 def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield other ways to read a segmentation, and the points that it has then, x and y of each."""
+    """Yield other ways to read a segmentation, and the points (x, y) that it would have then."""
     height, width = mask["size"]
     if isinstance(segmentation, list):
         numbers = np.concatenate(read_polygons(segmentation))
@@ -115,12 +119,12 @@ def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[st
 def count_faults(
     annotations: Sequence[dict[str, Any]], rles: Sequence[dict[str, Any]]
 ) -> Counter[str]:
-    """Return how many of an image's objects may be trained wrongly, or not at all, by the kind of
-    their defect.
+    """Count the objects of an image that may be trained wrongly or not at all, by kind of defect.
 
     Args:
-        annotations: of the image, crowds included, of which only those without area count.
-        rles: their masks.
+        annotations: the image's annotations, including crowds. Crowds are counted only if they
+            have no area.
+        rles: the masks of the annotations.
 
     Example:
         >>> outline = [[1, 1, 1, 1, 1, 1]]
@@ -138,7 +142,8 @@ def count_faults(
     ends = (boxes[:, :2] + boxes[:, 2:]).clip(0, limits)
     tight = coco_mask.toBbox(rles)
     tight_ends = tight[:, :2] + tight[:, 2:]
-    # Most boxes are those of their masks: only the others are looked at one by one.
+    # Most boxes equal those of their masks. Only the other objects are looked at one by one, which
+    # is slower.
     is_near = np.abs(np.hstack([starts - tight[:, :2], ends - tight_ends])).max(1) <= NEAR
     has_area = (boxes[:, 2:] > 0).all(1) & (ends > starts).all(1) & (tight[:, 2:] > 0).all(1)
     is_sound = is_near & has_area & (tight_ends.max(1) > NEAR)
@@ -149,27 +154,31 @@ def count_faults(
 
 
 def _is_object(crowd: dict[str, Any]) -> bool:
-    """Return whether a crowd may well be an object: V7 Darwin exports those with holes as RLE
-    without an area, which each crowd of COCO has.
+    """Return whether an annotation is a crowd that may be an object.
+
+    V7 Darwin exports objects with holes as crowds in RLE without an area. COCO's own crowds have an
+    area.
     """
     is_rle = isinstance(crowd["segmentation"], dict)
     return bool(crowd["iscrowd"] and is_rle and crowd["area"] == 0)
 
 
 def _find_fault(annotation: dict[str, Any], mask: dict[str, Any]) -> str:
-    """Return the kind of defect with which an object may be trained wrongly, or not at all; "" if
-    it has none.
+    """Return the kind of defect by which an object may be trained wrongly or not at all.
+
+    The kind is empty if there is no such defect.
     """
     if annotation["iscrowd"]:
         return "crowd without area" if _is_object(annotation) else ""
     outline = annotation["segmentation"]
     tight, _ = measure_mask(mask)
-    # Polygons are read again only where all of the mask lies in the image's first pixels.
+    # The mask of a normalised polygon lies in the image's first pixels. Other polygons are not read
+    # again, because that takes time.
     if isinstance(outline, list) and max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR:
         if is_normalised(np.concatenate(read_polygons(outline))):
             return "normalised polygon"
     for kind, _ in compare_outline(annotation, mask):
-        # It is left out, which is no fault.
+        # An object whose box has no area is left out of training, which is no fault.
         return "" if kind == "box without area" else kind
     return "area and mask disagree" if _is_area_odd(annotation, mask) else ""
 
@@ -185,7 +194,7 @@ def _check_polygons(
         return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
     parts = coco_mask.frPyObjects(polygons, height, width)
     areas = coco_mask.area(parts)
-    # Parts of which none covers another have all of the pixels.
+    # If no polygon covers another one, their areas add up to the pixels of the mask.
     if len(parts) == 1 or areas.sum() - pixels < max(areas.min(), _FEW_PIXELS):
         return []
     for i in np.argsort(areas)[: len(parts) // 2].tolist():
@@ -196,8 +205,9 @@ def _check_polygons(
 
 
 def is_normalised(numbers: Any) -> bool:
-    """Return whether a polygon is given in shares of the image, 0 to 1, not in pixels; one of 0 and
-    1 alone is a pixel.
+    """Return whether a polygon is given in shares of the image, 0 to 1, and not in pixels.
+
+    A polygon of only the numbers 0 and 1 is taken as the outline of one pixel.
 
     Example:
         >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])
@@ -208,7 +218,10 @@ def is_normalised(numbers: Any) -> bool:
 
 
 def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[Defect]:
-    """Compare a box with the image and the tight box of its mask, each x, y, width, height."""
+    """Compare a box with the image and with the tight box of its mask.
+
+    Both boxes are x, y, width, height in pixels.
+    """
     from pycocotools import mask as coco_mask
 
     x, y, w, h = box
@@ -221,7 +234,7 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
         return [("box outside the image", text)]
     if not (tight[2] and tight[3]):
         return [("empty mask", text)] if w * h >= NEAR**2 else []
-    # Training cuts a box at the image's edges.
+    # Training clips boxes to the image, so the box is clipped before it is compared.
     edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)
     inner = np.array([*tight[:2], tight[0] + tight[2], tight[1] + tight[3]])
     if np.abs(edges - inner).max() <= NEAR:

@@ -1,5 +1,7 @@
-"""Repair annotations in a copy: mended where the right value is known, else left out with the
-whole image.
+"""Repair the annotations of a dataset, in a copy of its JSON.
+
+A value is mended where the right one is known. Otherwise the object is left out together with its
+image.
 """
 
 import json
@@ -35,15 +37,16 @@ from colab_utils.files import require_new
 from colab_utils.places import Place, open_place
 from colab_utils.require import require_local_path
 
-# Why an object has no mask, by the numbers of its segmentation.
+# Why an object has no mask, by how many numbers its segmentation has.
 _REASONS = {0: "object without mask", 4: "a box or a line, not an outline"}
-# The share of the images that are not square whose sides are swapped where all are.
+# If at least this share of the images that are not square has swapped sides, the sides are mended.
 _NEARLY_ALL = 0.9
 
 
 class _LostObjectError(Exception):
-    """Raise for an object whose mask cannot be had: without it, its image would teach that it is
-    background.
+    """Signal an object without a usable mask, so that its image is left out.
+
+    If only the object were left out, the model would learn that it is background.
     """
 
 
@@ -56,30 +59,37 @@ def repair_annotations(
     deep: bool = False,
     validation: tuple[str | Place, str | Place] | None = None,
 ) -> DatasetReport:
-    """Write a copy of the annotations, mended where the right value is known; the original stays as
-    it is.
+    """Write a repaired copy of the annotations. The original file is not changed.
 
-    Numbers from text, outlines and RLE that tools write in their own way, boxes and areas from the
-    mask, sizes and names from the files, sides that nearly all images have swapped. A box is not
-    made an outline. What cannot be mended is left out: an object without area alone, any other
-    together with its image, because the object would become background. Repairing what was
-    repaired changes nothing. Of the images, the copy has id, name and size.
+    These values are mended:
+
+    - Numbers that are written as text.
+    - Outlines and RLE that tools write in their own way. A box does not become an outline.
+    - Boxes and areas, from the mask.
+    - Sizes and names of images, from the files.
+    - Width and height, if nearly all images have them swapped.
+
+    What cannot be mended is left out. An object without area is left out alone. Any other object is
+    left out together with its image, because it would become background. For each image, the copy
+    has only id, name and size. Repairing a repaired file changes nothing.
 
     Args:
-        images: the image folder.
-        annotations: COCO instance JSON.
+        images: the image folder; its path, or a URL that fsspec knows.
+        annotations: the COCO instance JSON; its path, or a URL that fsspec knows.
         output: the file to write, which must not exist.
-        crowds: "objects" takes crowds (``iscrowd`` 1) as objects: CVAT's brush masks are none, nor
-            are V7 Darwin's objects with holes.
-        deep: decode each image, as in :func:`check_dataset`: damaged ones are left out.
-        validation: image folder and JSON of the validation set: its pictures are left out.
+        crowds: "objects" makes objects of crowds (``iscrowd`` 1). CVAT exports brush masks as
+            crowds, and V7 Darwin exports objects with holes as crowds. "leave" keeps all crowds.
+        deep: decode each image completely, as in :func:`check_dataset`. Damaged images are left
+            out.
+        validation: image folder and JSON of the validation set. Images that are in both datasets
+            are left out.
 
     Returns:
-        what :func:`check_dataset` finds with the new file, and the ``repairs``.
+        The report of :func:`check_dataset` on the new file, with its ``repairs``.
 
     Raises:
-        ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists, or no object would be
-            left.
+        ColabUtilsError: as :func:`check_dataset` does; or if ``output`` exists, or if no object
+            would be left.
     """
     folder = open_place(images)
     output = require_new(require_local_path(output))
@@ -117,9 +127,9 @@ def repair_annotations(
         if kept:
             reasons.append(f"{len(kept):,} x crowd")
         raise ColabUtilsError(
-            f"{annotations} has no object to keep, with an image in {folder} and masks "
-            f"({', '.join(reasons)}). Name the right image folder, mend what is named as "
-            "`check` says, or use --crowds objects."
+            f"{annotations} has no object to keep: none has a usable mask and an image in {folder} "
+            f"({', '.join(reasons)}). Name the right image folder, mend the defects that `check` "
+            "reports, or use --crowds objects."
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
@@ -137,8 +147,10 @@ def _describe_repair(kind: str, names: list[str], gone: Counter[str]) -> Problem
 
 
 def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
-    """Return the images by their name, as some tools write one for each object; and whether no
-    other has an id of theirs.
+    """Group the images by file name, because some tools write an image for each object.
+
+    Returns:
+        The indices of each group, and whether its ids belong to no other file name.
     """
     groups = defaultdict[str, list[int]](list)
     names = defaultdict[int, set[str]](set)
@@ -150,10 +162,10 @@ def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
 
 
 class _MendedImage:
-    """Hold an image and its annotations, mended by its file and by its masks.
+    """Mend the entry of one image by its file, and its annotations by their masks.
 
     Raises:
-        _LostObjectError: the image is to be left out.
+        _LostObjectError: if the image has to be left out.
     """
 
     def __init__(
@@ -164,7 +176,7 @@ class _MendedImage:
         self._size = self._mend_entry(dataset, group, header)
         self._as_objects = as_objects
         self.annotations: dict[str, dict[str, Any]] = {}
-        """By class and outline: of those that are equal, the first."""
+        """Annotations by category and outline. Of equal ones, only the first is kept."""
         categories = {category["id"] for category in dataset.categories}
         for i in group:
             for annotation in dataset.read_entries(i):
@@ -175,24 +187,29 @@ class _MendedImage:
     def _mend_entry(
         self, dataset: CocoDataset, group: list[int], header: Header
     ) -> tuple[int, int]:
-        """Mend the image's entry by its file; return height and width of its masks."""
+        """Mend the image's entry by its file. Return the height and width of its masks."""
         size = self.entry["height"], self.entry["width"]
         if not all(header.size):
             raise _LostObjectError(header.defects[0][0])
         moved = dict(header.defects).get("found by base name")
         if moved:
-            # It was escaped: it has characters that no JSON of ours names.
+            # The name was escaped, because it has characters that we write into no JSON.
             if "\\" in moved:
                 raise _LostObjectError("unsafe file_name")
             self.entry["file_name"] = moved
             self.changes.append("name from the folder")
+        is_from_file = False
         if not all(size):
             size = header.size
+            # With a size in the copy, a check would no longer warn of an unclear turn by EXIF.
+            is_from_file = header.orientation == 1
         elif "size mismatch" in dict(compare_sizes(size, header)):
-            # Nothing says that the file is right.
+            # The file's size is right only if the masks fit it and do not fit the entry's size.
             if _fit(dataset, group, size) or not _fit(dataset, group, header.size):
                 raise _LostObjectError("size mismatch")
             size = header.size
+            is_from_file = True
+        if is_from_file:
             self.entry["height"], self.entry["width"] = size
             self.changes.append("size from the file")
         if len(np.unique(dataset.sizes[group], axis=0)) > 1:
@@ -200,11 +217,12 @@ class _MendedImage:
         return size
 
     def _add(self, entry: dict[str, Any]) -> None:
-        """Add an annotation with all that its mask tells; not one without an area, nor one of the
-        same class and outline as another.
+        """Mend an annotation by its mask, and add it.
+
+        It is left out if it has no area, or the same category and outline as another one.
 
         Raises:
-            _LostObjectError: it has an area, and no usable mask.
+            _LostObjectError: if it has an area, but no usable mask.
         """
         values = self._read_values(entry)
         outline = entry.get("segmentation")
@@ -226,7 +244,8 @@ class _MendedImage:
             self.changes.append("outline written as COCO has it")
         self._mend_box(values, rle)
         area = values["area"]
-        # A crowd without area may well be an object: only `crowds` tells.
+        # A crowd without area may be an object, and only the user knows (`crowds`). Its area stays
+        # 0, so that a check can still tell that it is such a crowd.
         is_unclear = values["iscrowd"] and area == 0
         if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
             values["area"] = float(pixels)
@@ -242,10 +261,10 @@ class _MendedImage:
             self.annotations[key] = entry | values
 
     def _mend_box(self, values: dict[str, Any], rle: dict[str, Any]) -> None:
-        """Take the box from the mask where they disagree.
+        """Take the box from the mask if both disagree.
 
         Raises:
-            ColabUtilsError: the mask is what is wrong.
+            ColabUtilsError: if the mask is wrong, not the box.
         """
         if values["bbox"]:
             defects = dict(compare_outline(values, rle))
@@ -255,14 +274,18 @@ class _MendedImage:
             if reading:
                 raise ColabUtilsError(
                     f"Outlines of {escape(self.entry['file_name'])} are not as COCO has them: one "
-                    f"{reading}. Others may be read wrongly without a sign of it. Write all "
-                    "outlines again, x and y of each point or RLE column by column, then repair."
+                    f"{reading}. Others may be wrong, too, and nothing shows it. Export all of "
+                    "them again, x before y or RLE column by column, then repair the new file."
                 )
         values["bbox"], _ = measure_mask(rle)
         self.changes.append("box from the mask")
 
     def _read_values(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of an annotation that are numbers, as COCO has them."""
+        """Return the numeric fields of an annotation, as COCO has them.
+
+        Raises:
+            _LostObjectError: if ``iscrowd`` cannot be read.
+        """
         names = ("id", "category_id", "iscrowd", "bbox", "area")
         values = {name: _try_field(entry, name) for name in names}
         if values["iscrowd"] is None:
@@ -283,7 +306,7 @@ def _read_headers(
     deep: bool,
     validation: tuple[str | Place, str | Place] | None,
 ) -> list[Header]:
-    """Return the header of each image; those of the validation set, too, are marked as bad."""
+    """Return the header of each image. One that the validation set has, too, counts as unusable."""
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
     if validation is not None:
         for i in find_shared(folder, dataset, headers, *validation):
@@ -292,10 +315,11 @@ def _read_headers(
 
 
 def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
-    """Return the images whose annotations have width and height swapped: none where these are few.
+    """Return the indices of the images whose entries have width and height swapped.
 
-    Where outlines of an image fit its annotations' size alone, files were turned instead, as when
-    their EXIF orientation was lost: nothing tells then which of the others are right.
+    The list is empty if only some images have swapped sides. It is also empty if the outlines of an
+    image fit only the swapped size. Files were turned then, for example because their EXIF
+    orientation was lost, and nothing shows which of the other images are right.
     """
     swapped = []
     total = 0
@@ -310,7 +334,7 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
 
 
 def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
-    """Return whether polygons lie in an image of this size, and RLE is made for it."""
+    """Return whether all polygons lie in an image of this size, and all RLE is made for it."""
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
     for i in group:
         for annotation in dataset.read_annotations(i)[0]:
@@ -325,8 +349,9 @@ def _has_area(box: list[float] | None) -> bool:
 
 
 def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> bool:
-    """Return whether an area fits neither the box nor the mask, as in shares of the image, or where
-    it is none.
+    """Return whether an area is missing, or fits neither the box nor the mask.
+
+    Such an area may be a share of the image, for example.
     """
     if area is None or area <= 0:
         return True
@@ -343,10 +368,10 @@ def _try_field(entry: dict[str, Any], name: str) -> Any:
 
 
 def _mend_outline(outline: Any, size: tuple[int, int]) -> Any:
-    """Return a segmentation as COCO has it: each polygon in a list of its own, in pixels; or RLE.
+    """Return a segmentation as COCO has it: a list of polygons in pixels, or RLE.
 
     Raises:
-        ColabUtilsError: it is none that can be drawn.
+        ColabUtilsError: if the segmentation cannot be drawn.
     """
     form = identify_segmentation(outline)
     if form is not None:

@@ -1,4 +1,4 @@
-"""Say what a segmentation is: polygons, RLE, nothing, or what tools write in their place."""
+"""Read polygons, and recognise other forms of segmentation that tools write."""
 
 import json
 import re
@@ -11,21 +11,24 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError
 
 OUTLINE_NUMBERS = 6
-"""Numbers of the smallest outline: x and y of three points."""
-# No image is so wide, and pycocotools walks along an edge pixel by pixel, however far beyond the
-# image that goes.
+"""How many numbers the smallest outline has: x and y of three points."""
+# Polygons that reach beyond this pixel are refused. No image is so wide, and pycocotools would walk
+# along each edge pixel by pixel, also outside of the image.
 _FARTHEST_PIXEL = 1_000_000
-# What Python makes of bytes as text. Of the characters of RLE, the backslash alone is doubled.
+# The text that Python makes of bytes, such as "b'71'". Of the characters of RLE, only the backslash
+# is doubled in it.
 _BYTES_LITERAL = re.compile(r"""b(["'])(.*)\1""")
 _NUMBER = re.compile(r"[\d.]+(?:e[-+]\d+)?")
 
 
 def identify_segmentation(segmentation: Any) -> tuple[str, Any] | None:
-    """Return what a segmentation is that cannot be drawn, and the same in COCO's form, where there
-    is one way alone to read it; else None.
+    """Name the form of a segmentation that is not as COCO has it, and convert it to COCO's form.
 
-    Four numbers are a box or a line, and no outline. Of outlines whose points have lists of their
-    own, one that lies within another may be a hole.
+    The result is None if the form is not known, or if there are several ways to read it. Four
+    numbers may be a box or a line. An outline that lies within another one may be a hole.
+
+    Returns:
+        The name of the form and the converted segmentation, or None.
 
     Example:
         >>> identify_segmentation([[[0, 0], [4, 0], [4, 4]]])
@@ -50,17 +53,18 @@ def identify_segmentation(segmentation: Any) -> tuple[str, Any] | None:
 
 
 def _read_point(entry: dict[str, Any]) -> Any:
-    """Return an object of x and y as a point, or where these are lists as points."""
+    """Convert an object with x and y to a point, or to a list of points if x and y are lists."""
     if entry.keys() >= {"x", "y"}:
         return np.stack([entry["x"], entry["y"]], -1).tolist()
     return entry
 
 
 def _join_points(outlines: list[Any]) -> list[list[float]]:
-    """Return each outline as x, y, x, y, ...
+    """Return each outline as a flat list x, y, x, y, ...
 
     Raises:
-        ValueError: an outline is something else, or a hole of another one; or ColabUtilsError.
+        ValueError: if an outline is something else, or if it lies within another one and may be a
+            hole. ColabUtilsError means the same.
     """
     try:
         parts = [_join_outline(outlines)]
@@ -71,7 +75,7 @@ def _join_points(outlines: list[Any]) -> list[list[float]]:
         corners = polygon.reshape(-1, 2)
         boxes.append([*-corners.min(0), *corners.max(0)])
     is_within = (np.array(boxes)[:, None] <= boxes).all(2)
-    # Each lies within itself.
+    # Each outline lies within itself, so the sum is never smaller than their number.
     if is_within.sum() > len(boxes):
         raise ValueError("an outline within another one")
     return parts
@@ -79,7 +83,7 @@ def _join_points(outlines: list[Any]) -> list[list[float]]:
 
 def _join_outline(outline: Any) -> list[float]:
     numbers = read_numbers(outline).squeeze()
-    # Rows of two are points.
+    # Rows of two numbers are points.
     if numbers.ndim > 1 and numbers.shape[1:] != (2,):
         raise ValueError("several outlines")
     joined: list[float] = numbers.ravel().tolist()
@@ -87,7 +91,7 @@ def _join_outline(outline: Any) -> list[float]:
 
 
 def count_numbers(segmentation: Any) -> int:
-    """Return of how many numbers a segmentation is made; RLE counts as an outline.
+    """Return how many numbers a segmentation has. RLE counts as the smallest outline.
 
     Example:
         >>> count_numbers([[]]), count_numbers([[[1, 2.5], [3, 4]]]), count_numbers(None)
@@ -99,33 +103,34 @@ def count_numbers(segmentation: Any) -> int:
 
 
 def is_nothing(annotation: dict[str, Any]) -> bool:
-    """Return whether an annotation, as COCO has it, is what a click leaves that drew nothing: no
-    outline, and neither box nor area.
+    """Return whether an annotation has no outline, no box and no area.
+
+    A click that draws nothing leaves such annotations. The fields must be as COCO has them.
     """
     has_size = all(annotation["bbox"][2:]) or annotation["area"] > 0
     return not has_size and count_numbers(annotation["segmentation"]) < OUTLINE_NUMBERS
 
 
 def read_numbers(values: Any) -> NDArray[np.float64]:
-    """Return numbers, which may be text, as float64.
+    """Return numbers as float64. They may be written as text.
 
     Raises:
-        ValueError: they are something else; TypeError and OverflowError mean the same.
+        ValueError: if they are something else. TypeError and OverflowError mean the same.
     """
-    # numpy counts true and false as 1 and 0.
+    # numpy would take true and false as 1 and 0.
     if bool in map(type, values):
         raise ValueError("true or false where COCO has numbers")
     return np.asarray(values, np.float64)
 
 
 def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
-    """Return the polygons of one object as x, y, x, y, ...: float64 [2 x points] each.
+    """Return the polygons of one object, each as x, y, x, y, ...: float64 [2 x points].
 
-    A polygon without its list is one polygon. Parts of fewer than 3 points are left out beside a
-    part that has 3.
+    A flat list of numbers is one polygon. Polygons of fewer than 3 points are left out if another
+    one has at least 3.
 
     Raises:
-        ColabUtilsError: it is none that pycocotools takes rightly.
+        ColabUtilsError: if pycocotools would not draw the polygons correctly.
 
     Example:
         >>> read_polygons([0, 0, 4, "0", 4, 4])
@@ -144,7 +149,7 @@ def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
 
 
 def _is_short(part: NDArray[np.float64]) -> bool:
-    """Return whether these are points, but fewer than three."""
+    """Return whether a polygon consists of points, but of fewer than three."""
     return part.ndim == 1 and part.size < OUTLINE_NUMBERS and part.size % 2 == 0
 
 
@@ -157,7 +162,7 @@ def _check_polygon(part: NDArray[np.float64]) -> None:
             f"expected polygons of at least 3 points (x, y), found one of {part.size} numbers{kind}"
         )
     farthest = np.abs(part).max()
-    # What is not a number is not less than any other.
+    # NaN is refused, too, because it is not less than any number.
     if not farthest < _FARTHEST_PIXEL:
         raise ColabUtilsError(
             f"a polygon lies outside of the image: it reaches to pixel {farthest:.6g}"

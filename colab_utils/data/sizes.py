@@ -1,4 +1,4 @@
-"""The sizes that torchvision's Mask R-CNN resizes images to."""
+"""Compute the sizes to which torchvision's Mask R-CNN resizes images."""
 
 import math
 from typing import Any
@@ -6,15 +6,14 @@ from typing import Any
 import numpy as np
 
 MODEL_SIZES = (800, 1333)
-"""What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the
-longer one.
+"""Default size of Mask R-CNN's input in pixels: the shorter side, and the limit of the longer one.
 """
 
 
 def find_scale(
     height: Any, width: Any, *, min_size: float = MODEL_SIZES[0], max_size: float = MODEL_SIZES[1]
 ) -> Any:
-    """Return what Mask R-CNN multiplies the sides of an image with; the sides may be arrays.
+    """Return the factor by which Mask R-CNN scales an image. The sides may be arrays.
 
     Example:
         >>> round(float(find_scale(480, 640)), 3)
@@ -24,11 +23,10 @@ def find_scale(
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
-    """Return the size that torchvision's Mask R-CNN resizes an image to, smaller or larger, at
-    least a pixel.
+    """Return the size to which torchvision's Mask R-CNN resizes an image, which may be larger.
 
-    Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side
-    times one scale, rounded down.
+    Each side is multiplied by the scale and rounded down, but has at least one pixel. See
+    ``_resize_image_and_masks`` in torchvision's ``models/detection/transform.py``.
 
     Example:
         >>> fit_size(3000, 4000, min_size=800, max_size=1333)
@@ -41,8 +39,10 @@ def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tu
 
 
 def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
-    """Return the size an image is stored at: what torchvision's Mask R-CNN would shrink it to,
-    never larger than it is.
+    """Return the size at which an image is stored.
+
+    It is the size to which torchvision's Mask R-CNN would shrink the image. Images that it would
+    enlarge keep their own size.
 
     Example:
         >>> plan_size(3000, 4000, min_size=800, max_size=1333)

@@ -1,4 +1,4 @@
-"""A dataset in numbers, and what to do by them."""
+"""Measure a dataset, and derive advice from its numbers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_checks import Findings
 from colab_utils.data.sizes import MODEL_SIZES, find_scale
 
-# Objects below which a class is not learnt.
+# A class with fewer objects is too rare to be learnt.
 _RARE = 10
-# Rare classes that the advice names.
+# Number of rare classes that the advice names.
 _NAMED = 5
-# COCO's limits, in pixels of the mask.
+# COCO's limits of small and of medium objects, in pixels of the mask.
 _SMALL = 32**2
 _MEDIUM = 96**2
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
@@ -32,26 +32,30 @@ _COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and mo
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """Hold the usable objects in numbers; crowds are left out."""
+    """Hold counts of the usable objects; crowds are left out."""
 
     objects: int
     classes: dict[str, int]
-    """Objects by their class, the most frequent first."""
+    """Number of objects of each class, the most frequent class first."""
     sizes: dict[str, int]
-    """Objects by the pixels of their mask, in COCO's three sizes."""
+    """Number of objects of each of COCO's three sizes, by the pixels of the mask."""
     aspect_ratios: dict[str, int]
-    """Objects by width : height of their box."""
+    """Number of objects in each range of width : height of the box."""
     objects_per_image: dict[str, int]
-    """Images by their number of objects."""
+    """Number of images in each range of objects."""
     advice: tuple[str, ...]
-    """What to do, in sentences."""
+    """Sentences that say what to do."""
 
 
 def measure_dataset(
     dataset: CocoDataset, findings: Sequence[Findings], look_at: Sequence[str]
 ) -> DatasetStatistics:
-    """Return the numbers of a dataset, from what was found in each image; ``look_at``: files with
-    problems.
+    """Return the statistics of a dataset.
+
+    Args:
+        dataset: the dataset, for the names of its categories.
+        findings: what was found in each image.
+        look_at: image files with problems, which the advice names.
     """
     objects = np.concatenate([np.zeros((0, 6)), *(finding.objects for finding in findings)])
     names = {category["id"]: category["name"] for category in dataset.categories}
@@ -80,14 +84,16 @@ def measure_dataset(
 
 
 def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
-    """Return how many values lie below each limit, and not below the one before."""
+    """Return how many values lie below each limit, and not below the previous limit."""
     below = np.searchsorted(np.sort(values), [*limits.values()])
     return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
 
 
 def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:
-    """Return an input size: as the images are where their objects, of these pixels, are large; else
-    torchvision's.
+    """Advise an input size: the images' own, or the default of torchvision.
+
+    The images' own size saves work if they are smaller than the default. The default is better if
+    many objects are small. ``masks`` holds the pixels of each object's mask.
     """
     sizes = np.array([finding.size for finding in findings if all(finding.size)], np.float64)
     scales = find_scale(*sizes.T)

@@ -623,7 +623,7 @@ def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpos
     report = dataset.check()
     assert list_serious(report) == ["no instances", "object without mask"]
     assert report.problems[0].examples[0].startswith(purpose)
-    with pytest.raises(ColabUtilsError, match=r"has no object to keep, .* x object without mask\)"):
+    with pytest.raises(ColabUtilsError, match=r"has no object to keep: .* x object without mask\)"):
         repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
 
 
@@ -901,7 +901,7 @@ def test_a_repair_that_would_keep_no_object_is_refused(dataset, tmp_path):
     (tmp_path / "other").mkdir()
     with pytest.raises(
         ColabUtilsError,
-        match=r"has no object to keep, .* Name the right image folder",
+        match=r"has no object to keep: .* Name the right image folder",
     ):
         repair_annotations(tmp_path / "other", dataset.annotations, output=tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()

@@ -473,7 +473,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(categories=[5]), "'categories' (id 5)"),
         (
             make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]),
-            "another name, 'b', than 'a'",
+            "the name 'b', after one with the name 'a'",
         ),
     ],
 )

@@ -508,7 +508,7 @@ TIFFS = {
 @pytest.mark.parametrize("order", "<>")
 def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(name, order, capfd):
     array, photometric, layout, bands = TIFFS[name]
-    cure = f"a TIFF of {layout}, which Pillow cannot decode: gdal_translate -ot Byte {bands}"
+    cure = f"a TIFF of {layout}, which Pillow cannot decode: run gdal_translate -ot Byte {bands}"
     data = make_tiff(array, photometric, order=order)
     with pytest.raises(ColabUtilsError, match=f"^{cure} -scale 0 MAX IN OUT"):
         decode_pixels(data)
@@ -572,7 +572,9 @@ def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels,
     """It would become almost black, without a word."""
     data = save_deep(paint_deep((1 << bits) - 1, channels), kind)
     peak = (1 << bits) - 1 >> 8
-    match = f"brightest pixel becomes {peak} of 255, almost black: gdal_translate -ot Byte -scale"
+    match = (
+        f"brightest pixel becomes {peak} of 255, almost black: run gdal_translate -ot Byte -scale"
+    )
     readers = (decode_pixels, partial(decode_upright, height=16, width=24), store)
     for read in readers:
         with pytest.raises(ColabUtilsError, match=match):

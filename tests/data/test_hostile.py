@@ -259,7 +259,7 @@ def test_masks_of_every_depth_keep_their_objects(tmp_path):
     made = convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "a.json")
     assert len(json.loads(made.read_text())["annotations"]) == 5
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "masks/0.tif")
-    with pytest.raises(ColabUtilsError, match="floating point numbers: save whole ones"):
+    with pytest.raises(ColabUtilsError, match="floating point numbers: save whole numbers"):
         convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")
     (tmp_path / "masks/0.tif").unlink()
     os.mkfifo(tmp_path / "masks/0.tif")

@@ -113,11 +113,11 @@ def spoil_colours(folder):
 SPOILED = [
     (
         lambda folder: (folder / "PedMasks/Fudan1_mask.png").unlink(),
-        "1 files are without the other, such as Fudan1_mask",
+        "1 files have no partner, such as Fudan1_mask",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.png").unlink(),
-        "1 files are without the other, such as Fudan1_mask",
+        "1 files have no partner, such as Fudan1_mask",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.jpg").touch(),
@@ -130,7 +130,7 @@ SPOILED = [
     (lambda folder: (folder / "people.json").touch(), "Name a new file"),
     (spoil_size, "a mask of 60 x 40 pixels at .*, found 9 x 9"),
     (spoil_kind, "is a JPEG, which does not keep its values"),
-    (spoil_colours, "has .* colours, where each is to be one object"),
+    (spoil_colours, "has .* colours, and each would be one object"),
 ]
 
 
@@ -361,7 +361,7 @@ def test_masks_without_any_object_are_refused(tmp_path):
 
 def test_a_mask_file_an_object_is_another_layout(people):
     Image.new("L", (60, 40)).save(people / "PedMasks/Fudan1_mask2.png")
-    with pytest.raises(ColabUtilsError, match=r"files are without the other.*FORMATS\.md"):
+    with pytest.raises(ColabUtilsError, match=r"files have no partner.*FORMATS\.md"):
         convert(people)
     with pytest.raises(ColabUtilsError, match=r"has no image files.*FORMATS\.md"):
         convert_masks(people, people, output=people / "people.json")

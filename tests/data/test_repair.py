@@ -215,6 +215,28 @@ def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
         export.repair()
 
 
+@pytest.mark.parametrize("missing", [("width", "height"), ("width",)])
+def test_a_size_that_is_missing_comes_from_the_file(export, missing):
+    for side in missing:
+        del export.coco["images"][1][side]
+    export.save()
+    report = repair_annotations(export.images, export.annotations, output=export.repaired)
+    entries = json.loads(export.repaired.read_text())["images"]
+    assert [(entry["width"], entry["height"]) for entry in entries] == [(WIDTH, HEIGHT)] * 4
+    assert "size from the file" in {repair.kind for repair in report.repairs}
+
+
+def test_a_size_that_is_missing_stays_so_where_exif_makes_it_unclear(export):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    export.save_photo(1, WIDTH, HEIGHT, exif=exif)
+    del export.coco["images"][1]["width"]
+    export.save()
+    report = repair_annotations(export.images, export.annotations, output=export.repaired)
+    assert json.loads(export.repaired.read_text())["images"][1]["width"] == 0
+    assert "EXIF rotation, unclear" in {problem.kind for problem in report.problems}
+
+
 def test_swapped_sides_of_a_few_images_are_not_guessed(export):
     swap_sides(export.coco["images"][0])
     report = export.repair()
@@ -405,7 +427,7 @@ def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
         change(annotation)
     report = export.write()
     assert report.faults == {kind: 8}
-    assert f"8 x {kind}: note: look" in str(report)
+    assert f"8 x {kind}: note: check" in str(report)
     report = check_dataset(export.images, export.annotations)
     assert report.ok
     assert [problem.kind for problem in report.problems] == [kind]
@@ -446,7 +468,9 @@ def test_outlines_of_smaller_images_are_told(export):
     assert report.ok
     [problem] = report.problems
     assert problem.kind == "objects in one corner"
-    assert problem.examples == ("all 8 lie in the left 15% and upper 13%",)
+    assert problem.examples == (
+        "all 8 objects lie in the left 15% and the upper 13% of their images",
+    )
 
 
 @pytest.mark.parametrize("orientation", [1, 2, 3, 6, 8])
@@ -475,7 +499,7 @@ def test_a_missing_image_is_told_with_the_file_that_may_be_meant(export, name, f
     export.coco["images"][0]["file_name"] = name
     assert export.check() == {"missing image": 1}
     [problem] = check_dataset(export.images, export.annotations).problems
-    assert f"where {file} lies: write file_name like the files" in problem.examples[0]
+    assert f"but {file} is there: write file_name as the file is called" in problem.examples[0]
 
 
 def test_a_name_that_several_folders_have_is_told(export):
@@ -486,7 +510,7 @@ def test_a_name_that_several_folders_have_is_told(export):
     export.coco["annotations"] = export.objects[:2]
     export.save()
     [problem] = check_dataset(export.images, export.annotations).problems
-    assert "in several folders below it: write them into file_name" in problem.examples[0]
+    assert "in several folders below it: write the folder into file_name" in problem.examples[0]
 
 
 @pytest.mark.parametrize("form", ["{}?X-Amz-Signature=ab%2F1", " {} ", "photos/{}?v=2"])
@@ -504,7 +528,7 @@ def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(e
     export.objects[0]["image_id"] = 9
     assert export.check() == {"objects in several entries of an image": 1}
     for read in (export.write, lambda: CocoFolder(export.images, export.annotations)):
-        with pytest.warns(match=r"several entries of '0\.jpg' with other objects"):
+        with pytest.warns(match=r"several entries of '0\.jpg' with different objects"):
             read()
     export.repair()
     assert len(CocoFolder(export.images, export.repaired)) == 4

@@ -118,7 +118,7 @@ def test_backslashes_in_the_counts_of_a_literal_are_single_again():
         ('"a"', "the text"),
         ("", "has no mask"),
         # Start and length of each run, as on Kaggle.
-        ("523 24 587 24", "polygons or RLE. Of Kaggle's run lengths, docs/FORMATS.md"),
+        ("523 24 587 24", "polygons or RLE. For Kaggle's run lengths, docs/FORMATS.md"),
         ([["a"]], "something that is no number"),
         ({"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}, "size [64, 96], the image's"),
         ({"size": [HEIGHT, WIDTH], "counts": "b'zz"}, "damaged"),

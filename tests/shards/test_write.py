@@ -815,7 +815,7 @@ def test_same_file_twice_sub_folders_and_unicode(dataset, folder):
     coco["images"].append({**coco["images"][0], "id": -5})
     del coco["images"][1]["width"], coco["images"][1]["height"]
     annotations.write_text(json.dumps(coco, ensure_ascii=False), encoding="utf-8-sig")
-    with pytest.warns(match="several entries of '日本 sub/ä.jpg' with other objects"):
+    with pytest.warns(match="several entries of '日本 sub/ä.jpg' with different objects"):
         assert run(dataset, folder).images == 14
     seen = {}
     for name, data in read_members(folder).items():
