@@ -292,7 +292,7 @@ def test_a_copy_of_a_part_is_a_part_until_all_is_copied(source, tmp_path):
     ],
 )
 def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
-    with pytest.raises(ColabUtilsError, match=r"the first one takes 4e-06 GB"):
+    with pytest.raises(ColabUtilsError, match=r"the first shard takes 4e-06 GB"):
         copy_shards(source, tmp_path / "ssd", limit_gb=limit_gb)
     assert not (tmp_path / "ssd").exists()
 

@@ -593,7 +593,7 @@ def test_the_wrong_image_folder_leaves_nothing(
 ):
     """A first try with another folder must not decide how many images a shard gets."""
     (tmp_path / "wrong").mkdir()
-    with pytest.raises(ColabUtilsError, match=r"No image that was looked at .*the file is missing"):
+    with pytest.raises(ColabUtilsError, match=r"No image that was tried .*the file is missing"):
         run((tmp_path / "wrong", tiny_dataset.annotations), folder, max_bad=max_bad)
     assert not folder.exists()
     run((tiny_dataset.images, tiny_dataset.annotations), folder)
