@@ -72,7 +72,7 @@ class JobPlan:
     """How images are stored; see `ShardIndex`."""
     categories: list[dict[str, Any]]
     images: int
-    """Images of the dataset. The annotations and the crowds are counted in the same way."""
+    """Images of the whole dataset. ``annotations`` and ``crowds`` are of the whole dataset, too."""
     annotations: int
     crowds: int
     version: str

@@ -131,7 +131,7 @@ def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCo
 
 
 def stamp_annotations(annotations: Annotations) -> FileStamp:
-    """Return the size and time of the JSON. If both are as before, the file was not changed."""
+    """Return the stamp of the JSON, which differs if the file was changed in the meantime."""
     if isinstance(annotations, SpooledCoco):
         return annotations.stamp
     return stamp_file(open_place(annotations))

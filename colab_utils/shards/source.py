@@ -29,7 +29,7 @@ _STREAMS = 32
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Sizes and times of the files that shards were made of, at that time."""
+    """Sizes and times that the JSON and the bad images had when the shards were written."""
 
     fingerprint: str
     """XXH3-128 of the JSON."""
@@ -73,12 +73,12 @@ def keep_source(
 ) -> None:
     """Write notes on the shards of a folder, if the folder can be written to.
 
-    Nothing is written if all images are in the shards and the JSON is small: to read it takes less
-    than a second.
+    Nothing is written if all images are in the shards and the JSON is small, because reading it
+    again takes less than a second.
 
     Args:
         folder: the folder of the shards.
-        index: what it holds.
+        index: the index of this folder.
         images: the image folder.
         source: the notes on the JSON.
         before_ns: the time before the first image was read, in nanoseconds since 1970. A file that

@@ -139,8 +139,8 @@ def write_shards(
             nothing. "pixels" shrinks, too, and stores raw pixels (``KEY.npy``, uint8 [H, W, 3]).
             Raw pixels need no decoding, but many times the space.
         workers: number of processes. Each holds one shard in memory. "auto" is one for each core.
-            With an executor: the number of its workers. The executor has four shards for each
-            worker at a time; with "auto" it has 256.
+            With an executor, it is the number of its workers: four shards for each worker are
+            submitted at a time. With an executor and "auto", 256 are submitted at a time.
         streams: number of files that each process reads at the same time, ahead of the image that
             it works on. "auto" measures how many Drive can serve.
         executor: any ``concurrent.futures`` executor, such as that of a cluster. Its workers write

@@ -660,7 +660,7 @@ def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_
         "other settings": "made with other settings",
         "newer": "the format version 3",
         "no index": "shards without an index",
-        "somebody's index": "is none of colab_utils",
+        "somebody's index": "is not an index of colab_utils",
         "another dataset": "another dataset",
         "another dataset without an index": "another dataset",
     }
@@ -947,7 +947,7 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
     assert find_recipe(folder)["storage"] == "pixels"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text("{}")
-    with pytest.raises(ColabUtilsError, match="is none of colab_utils"):
+    with pytest.raises(ColabUtilsError, match="is not an index of colab_utils"):
         find_recipe(tmp_path / "other")
 
 
