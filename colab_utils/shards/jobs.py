@@ -124,8 +124,11 @@ def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> Sh
     folder = open_place(job.shards)
     require_streams(streams)
     plan = Retries().write(folder, read_plan, folder)
-    is_current = plan is not None and plan.files == job.stop_file.parent
-    if plan is None or not is_current or plan.version != colab_utils.__version__:
+    if (
+        plan is None
+        or plan.files != job.stop_file.parent
+        or plan.version != colab_utils.__version__
+    ):
         raise ColabUtilsError(
             f"The plan of this job is not in {folder}: its shards are finished, or were planned "
             "again with other settings, another path of the images, or another version of "

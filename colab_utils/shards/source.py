@@ -7,7 +7,6 @@ missing or damaged, the data are read.
 """
 
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -87,10 +86,8 @@ def keep_source(
     if not index.skipped and source.json.bytes < _SMALL_BYTES:
         return
     stamps = stamp_images(images, [image.file_name for image in index.skipped])
-    for name, stamp in list(stamps.items()):
-        if stamp.modified_ns >= before_ns:
-            del stamps[name]
-    kept = replace(source, skipped=stamps)
+    unchanged = {name: stamp for name, stamp in stamps.items() if stamp.modified_ns < before_ns}
+    kept = replace(source, skipped=unchanged)
     if read_source(folder, index.fingerprint) == kept:
         return
     with suppress(OSError, UnavailableError):
@@ -108,13 +105,12 @@ def list_changed(index: ShardIndex, source: ShardSource | None, images: Place) -
     }
 
 
-def stamp_images(images: Place, names: Iterable[str]) -> dict[str, FileStamp]:
+def stamp_images(images: Place, names: list[str]) -> dict[str, FileStamp]:
     """Return the size and time of the file of each name. A name without a file is left out.
 
     Raises:
         DriveLostError: Drive went away.
     """
-    names = list(names)
     with ThreadPool(_STREAMS) as pool:
         stamps = zip(names, pool.map(partial(_stamp_image, images), names), strict=True)
         return {name: stamp for name, stamp in stamps if stamp is not None}
