@@ -7,7 +7,6 @@ from typing import Any, Literal
 import colab_utils
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import FileStamp
 from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_number
@@ -147,7 +146,7 @@ def write_part(
     number, parts = part
     jobs = plan.jobs[(number - 1) % parts :: parts]
     run = partial(run_here, partial(write_shard, streams=streams), jobs, processes)
-    return _report_shards(join_index(plan, write_all(plan, run, max_bad)), started_s)
+    return make_report(join_index(plan, write_all(plan, run, max_bad)), started_s)
 
 
 def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
@@ -172,7 +171,7 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
     if plan is None:
-        return _report_shards(read_index(folder, patience), started_s)
+        return make_report(read_index(folder, patience), started_s)
     with ThreadPool(COPY_STREAMS) as pool:
         indexes = list(pool.map(partial(_find, folder, plan), range(plan.count)))
     missing = [str(number) for number, index in enumerate(indexes) if index is None]
@@ -218,10 +217,3 @@ def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: Shard
 def _find(folder: Place, plan: JobPlan, number: int) -> ShardIndex | None:
     path = name_shard(folder, number)
     return Retries().run(partial(find_shard, path, plan.fingerprint, plan.recipe, plan.files))
-
-
-def _report_shards(index: ShardIndex, started_s: float) -> ShardReport:
-    """Return a report that counts only what is in the shards, not what the annotations hold."""
-    annotations = sum(shard.annotations for shard in index.shards)
-    source = ShardSource(index.fingerprint, FileStamp("", -1, 0), annotations, crowds=0)
-    return make_report(index, started_s, source)

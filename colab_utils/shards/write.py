@@ -208,8 +208,18 @@ def write_shards(
     return make_report(index, started_s, describe_source(dataset))
 
 
-def make_report(index: ShardIndex, started_s: float, source: ShardSource) -> ShardReport:
-    """Return the report of the shards of an index."""
+def make_report(
+    index: ShardIndex, started_s: float, source: ShardSource | None = None
+) -> ShardReport:
+    """Return the report of the shards of an index.
+
+    Without ``source``, only the annotations in the shards are counted, and no crowds.
+    """
+    annotations = sum(shard.annotations for shard in index.shards)
+    crowds = 0
+    if source is not None:
+        annotations = source.annotations
+        crowds = source.crowds
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
@@ -217,8 +227,8 @@ def make_report(index: ShardIndex, started_s: float, source: ShardSource) -> Sha
         bytes=index.bytes,
         seconds=perf_counter() - started_s,
         storage=index.recipe["storage"],
-        annotations=source.annotations,
-        crowds=source.crowds,
+        annotations=annotations,
+        crowds=crowds,
         faults=index.faults,
     )
 
