@@ -180,10 +180,10 @@ def compare(
     Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if
     there is one. The transfer of a batch to the device is part of the step, as in `train`.
 
-    First, each strategy loads an epoch. It must hold every image once, and its samples must equal
-    those of the reference. Second, each strategy runs cold: none of its files are in the system's
-    memory. Then it runs warm. The other repeats are warm, too, and run in turns, so that a machine
-    that slows down slows all strategies. Figures are medians over the repeats.
+    First, each strategy loads an epoch. The epoch must hold every image once, and its samples must
+    equal those of the reference. Then each strategy runs cold: none of its files are in the
+    system's memory. After that it runs warm. The other repeats are warm, too, and run in turns, so
+    that a machine that slows down slows all strategies. Figures are medians over the repeats.
 
     If a strategy fails, its row holds the reason, and the others go on. Ctrl-C keeps the rows that
     are measured. Charts have a baseline: the first strategy that was timed and whose samples equal

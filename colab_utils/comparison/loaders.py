@@ -1,4 +1,4 @@
-"""The datasets and prefetchers of the strategies, and `deliver`, which gives a batch to a model."""
+"""The datasets and prefetchers of the strategies, and `deliver`, which moves their batches."""
 
 import io
 from collections import deque

@@ -106,7 +106,7 @@ class PreparedData:
                 why = f"The first error: {self.bad[0]}"
             raise ColabUtilsError(f"No image in {images} can be used. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
-        # Most people's own datasets read one file after the other.
+        # People's own datasets usually read one file after the other.
         self.reference = CocoFolder(images, self.annotations, streams=1)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
         self._made: dict[str, PreparedFiles] = {}

@@ -38,7 +38,7 @@ from colab_utils.shards.records import load_record
 # The length of the head and the checksum stand before the head.
 _START_BYTES = 16
 
-# The header of a table is shorter.
+# The header of a table takes fewer bytes.
 _NPY_HEADER_BYTES = 256
 
 
@@ -84,8 +84,7 @@ IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "image_spans": (np.int64, (2,)),
     "record_spans": (np.int64, (2,)),
 }
-"""The dtype of each table of images, and the shape of a row.
-"""
+"""The dtype of each table of images, and the shape of a row."""
 
 # The same for the tables of objects.
 _OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {

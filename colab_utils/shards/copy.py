@@ -38,7 +38,7 @@ from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes
 
 COPY_STREAMS = 4
-"""Number of whole files that are copied at the same time, where nothing measures a better one."""
+"""Number of whole files that are copied at the same time, if no better number was measured."""
 
 PART_BYTES = 8_000_000
 """Size of the parts of a large file. Each stream reads one part at a time."""
@@ -172,8 +172,8 @@ class Copying:
         source: the folder to copy from.
         target: the folder to copy into.
         retries: tries Drive again after errors. Its event ``stop`` ends the copy.
-        overwrite: whether files in ``target`` that are damaged are replaced. Else they raise an
-            error, because they may be files of the user.
+        overwrite: whether a damaged file in ``target`` is replaced. If not, it raises an error,
+            because it may be a file of the user.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Copying:
                     bar.set_postfix_str(str(self.retries), refresh=False)
                     bar.update(sum(list(self._bytes_done.values())) - bar.n)
             finally:
-                # After an error or Ctrl-C, the other threads end when their buffer is full.
+                # After an error or Ctrl-C, the other threads end after their next buffer.
                 self.stop.set()
                 wait(pending, _STOP_S)
                 for part in parts:
@@ -254,7 +254,7 @@ class Copying:
             yield _Part(name, size, checksum, start, stop, temporary)
 
     def _copy_part(self, part: _Part) -> str:
-        """Copy a part; return the name of its file if the file became complete by it, else ""."""
+        """Copy a part; return the name of its file if no other part is missing, else ""."""
         if self.stop.is_set():
             raise CancelledError
         if part.temporary is None:

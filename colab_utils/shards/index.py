@@ -63,10 +63,10 @@ class ShardIndex:
     fingerprint: str
     """XXH3-128 of the annotations file that the shards were made from."""
     recipe: dict[str, Any]
-    """The settings of the shards. Images are stored by ``storage``, and by ``min_size`` and
-    ``max_size`` in pixels. They are divided by ``shard_mb``, ``images_per_shard``, ``ramp_mb``
-    (target sizes of the first shards) and ``seed``. ``seed`` gives their random order. Without it,
-    they have the order of the annotations.
+    """The settings of the shards. ``storage``, ``min_size`` and ``max_size`` (pixels) tell how an
+    image is stored. ``shard_mb``, ``images_per_shard`` and ``ramp_mb`` (target sizes of the first
+    shards, in MB) tell how many images a shard holds. ``seed`` gives the random order of the
+    images. Without it, they have the order of the annotations.
     """
     categories: tuple[dict[str, Any], ...]
     """Each category's ``id`` and ``name``."""

@@ -223,7 +223,7 @@ def _explain_damage(path: Place, reason: object) -> ColabUtilsError:
 
 def _describe(plan: JobPlan) -> dict[str, Any]:
     content = asdict(plan)
-    # The key is made of the rest, and these may differ between two plans of the same shards.
+    # The key is made without these, as they may differ between two plans of the same shards.
     for name in ("shards", "source", "planned_ns"):
         del content[name]
     return content

@@ -275,7 +275,7 @@ def _copy_shard(part: ShardPart, drive: Place, retries: Retries) -> ShardIndex |
 
 
 def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
-    """Return the parts of a tar, and the content of its arrays file."""
+    """Build a shard in memory; return the parts of its tar and the content of its arrays file."""
     # Joining the parts would copy them, and images of raw pixels are megabytes each.
     tar: list[bytes] = []
     tar_bytes = 0

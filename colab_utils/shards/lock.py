@@ -32,7 +32,7 @@ _OURS = (
 _PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8,24}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
 # The marks in the lock files of this process.
 _marks: set[str] = set()
-# A writer touches its lock file this often. If it has not for _SILENT_S seconds, it is gone.
+# A writer touches its lock file this often. After _SILENT_S seconds without a touch, it is gone.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
 # Writing a file never takes this long.
@@ -60,11 +60,11 @@ def hold_folder(folder: Place) -> Iterator[None]:
 
     Before and after the block, the half-written files of killed processes are removed.
 
-    Processes on this machine share a lock of the system, on a file in the folder for temporary
-    files. This lock ends with its process. Other machines see the file ``writer.txt``, which the
-    writer touches every 30 seconds. A writer that has not touched it for 100 seconds counts as
-    ended. (Drive shows the files of another machine with a delay. Two machines that start within
-    seconds of each other can both get the lock.)
+    Among the processes of this machine, the lock is a file lock of the system, on a file in the
+    folder for temporary files. It ends with its process. Other machines see the file
+    ``writer.txt``, which the writer touches every 30 seconds. A writer that has not touched it for
+    100 seconds counts as ended. (Drive shows the files of another machine with a delay. Two
+    machines that start within seconds of each other can both get the lock.)
 
     Raises:
         ColabUtilsError: if another process writes there, or the folder cannot be written to.

@@ -169,7 +169,7 @@ def plan_shards(
     """Pick a storage for `write_shards`, and measure it on a few images. Nothing is written.
 
     If no image is larger than training needs, "keep" is picked: every file keeps its bytes. Else
-    "shrink" is picked. "pixels" is never picked: ask for it if you want it.
+    "shrink" is picked. "pixels" is measured only if you name it.
 
     Args:
         images: the image folder.
@@ -258,7 +258,7 @@ def try_images(
     parts = [sample.subset(i, i + 1) for i in range(len(sample))]
     started_s = perf_counter()
     contents = _read_at_once(images, parts)
-    # Several files are read at once, as a writer reads them, so the mean time counts.
+    # Several files are read at once, as a writer reads them, so each takes its share of the time.
     read_s = (perf_counter() - started_s) / len(parts)
     outcomes = list(run(partial(_try_image, recipe, read_s), parts, contents))
     costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
@@ -272,7 +272,7 @@ def try_images(
 
 
 def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
-    """Read all images at once, the only one of each dataset; return the bytes or the error."""
+    """Read the only image of each dataset, all at the same time; return its bytes or its error."""
 
     def read(place: int) -> bytes:
         return read_image(images, parts[place], 0, retries)

@@ -1,5 +1,5 @@
-"""Notes on the files that shards were made of. By them a finished folder is known without reading
-the JSON and the bad images again.
+"""Notes on the files that shards were made of. With them, a finished folder is recognised without
+reading the JSON and the bad images again.
 
 The notes lie in a file beside the index, not in the index, because they hold the times of files.
 The index depends on the data alone, and a copy of the data has other times. Where the notes are
@@ -48,8 +48,8 @@ def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
 
     Args:
         folder: the folder of the shards.
-        fingerprint: the one in the index. Notes with another one are of earlier shards, and are not
-            returned.
+        fingerprint: the fingerprint in the index. Notes with another fingerprint belong to earlier
+            shards, and are not returned.
     """
     with suppress(OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         source = parse_source(json.loads(read_file(folder / SOURCE_NAME)))
@@ -61,7 +61,7 @@ def parse_source(content: dict[str, Any]) -> ShardSource:
     """Return the notes from their JSON.
 
     Raises:
-        AttributeError, KeyError, TypeError: the JSON is not what `keep_source` writes.
+        AttributeError, KeyError, TypeError: if the JSON is not what `keep_source` writes.
     """
     skipped = {name: FileStamp(*stamp) for name, stamp in content["skipped"].items()}
     return ShardSource(**{**content, "json": FileStamp(*content["json"]), "skipped": skipped})
@@ -109,7 +109,7 @@ def stamp_images(images: Place, names: list[str]) -> dict[str, FileStamp]:
     """Return the size and time of the file of each name. A name without a file is left out.
 
     Raises:
-        DriveLostError: Drive went away.
+        DriveLostError: if Drive went away.
     """
     with ThreadPool(_STREAMS) as pool:
         stamps = zip(names, pool.map(partial(_stamp_image, images), names), strict=True)

@@ -38,8 +38,7 @@ class StoredImage(NamedTuple):
     size: tuple[int, int]
     original: tuple[int, int]
     is_unclear: bool = False
-    """Whether EXIF turns the image, but the annotations may be for the image before it is turned.
-    """
+    """Whether EXIF turns the image, and it is not known if the annotations are for it turned."""
 
 
 @guard_pillow()

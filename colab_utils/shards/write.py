@@ -81,8 +81,8 @@ class ShardReport:
     crowds: int = 0
     """Annotations with ``iscrowd``. The shards keep them, but training leaves them out."""
     faults: dict[str, int] = field(default_factory=dict)
-    """How many annotations have a defect, for each kind of defect that `check_dataset` names.
-    Training would use such an object wrongly, or not at all.
+    """How often each kind of defect occurs. The kinds are those of `check_dataset`. Training would
+    use a defective object wrongly, or not at all.
     """
 
     def __str__(self) -> str:
@@ -261,7 +261,7 @@ def find_index(folder: str | Place) -> ShardIndex | None:
 
 
 def _find_run(folder: Place) -> ShardIndex | None:
-    """Return the same as `find_index`, with one try."""
+    """Return the same as `find_index`, but do not try again if Drive fails."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
     plan = read_plan(folder)
