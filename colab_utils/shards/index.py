@@ -177,8 +177,13 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
 
 def write_index(folder: Place, index: ShardIndex) -> None:
     """Write ``index.json`` under a temporary name, then rename it."""
-    totals = {"images": index.images, "bytes": index.bytes}
-    content = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **totals, **asdict(index)}
+    content = {
+        "format": FORMAT_NAME,
+        "format_version": FORMAT_VERSION,
+        "images": index.images,
+        "bytes": index.bytes,
+        **asdict(index),
+    }
     if not index.faults:
         del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))

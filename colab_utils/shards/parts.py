@@ -93,14 +93,16 @@ def plan_jobs(
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
-    is_ours = plan is not None and _has_settings(plan, images, recipe)
-    if plan is not None and is_ours and plan.source.json == stamp_annotations(annotations):
+    # A plan from another path or version is made again. One with other settings is refused below.
+    if plan is not None and not _has_settings(plan, images, recipe):
+        plan = None
+    if plan is not None and plan.source.json == stamp_annotations(annotations):
         return plan
     known = patience.write(folder, find_known, folder, images, annotations, recipe)
     if known is not None:
         return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
-    if plan is not None and is_ours and plan.fingerprint == dataset.images.fingerprint:
+    if plan is not None and plan.fingerprint == dataset.images.fingerprint:
         return plan
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is not None:
