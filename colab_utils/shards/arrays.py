@@ -308,6 +308,6 @@ def _explain_damage(path: Place) -> Iterator[None]:
         # Damaged bytes can raise errors of any type.
         reason = str(error) or type(error).__name__
         raise ColabUtilsError(
-            f"The arrays in {path} are damaged ({reason:.100}). Run verify on the shards, and copy "
-            "or preprocess again what it names."
+            f"The arrays in {path} are damaged ({reason:.100}). Run verify on the shards. Copy the "
+            "files that it names again, or delete them and run preprocess again."
         ) from None

@@ -320,7 +320,7 @@ class Copying:
     def _explain_difference(self, name: str) -> ColabUtilsError:
         return ColabUtilsError(
             f"{name} in {self.source} is damaged: its checksum was wrong twice. Run verify on the "
-            "source, then preprocess again what it names."
+            "source, delete the damaged files that it names, and run preprocess again."
         )
 
     def _transfer_whole(
@@ -370,9 +370,10 @@ class Copying:
         try:
             yield
         except OSError as error:
+            cure = "Run verify, delete the damaged files that it names, and run preprocess again."
             raise ColabUtilsError(
                 f"{name}, which {INDEX_NAME} lists, cannot be read in {self.source}: "
-                f"{explain_os_error(error, 'Run verify, then preprocess again what it names.')}"
+                f"{explain_os_error(error, cure)}"
             ) from error
 
 

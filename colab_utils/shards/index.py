@@ -132,7 +132,7 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
             f"The index in {path} was changed since it was written: {error!s:.100}. Copy the "
-            "folder again, or delete it and run preprocess again: finished shards stay."
+            "folder again, or delete index.json and run preprocess again: finished shards stay."
         ) from None
 
 

@@ -102,7 +102,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
         if writer:
             raise ColabUtilsError(
                 f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it and "
-                "run the same: it continues. (On another machine it counts as gone after "
+                "run the same again: it continues. (On another machine it counts as gone after "
                 f"{_SILENT_S:.0f} seconds.)"
             )
         _marks.add(mark)

@@ -272,8 +272,8 @@ def test_a_plan_of_other_settings_or_data_is_refused_before_any_shard(dataset, f
 
 @pytest.mark.parametrize("change", ["images", "version"])
 def test_a_job_of_another_plan_writes_nothing(dataset, folder, tmp_path, monkeypatch, change):
-    """The folder was planned again meanwhile: from another path of the images, or by another version
-    of the package.
+    """The folder was planned again: from another path of the images, or by another version of the
+    package.
     """
     old = plan(dataset, folder)
     if change == "images":
