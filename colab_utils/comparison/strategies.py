@@ -107,8 +107,7 @@ def _by_workers(
 
 
 def _by_thread(setting: Setting, kind: str) -> EpochLoader:
-    dataset = _open_dataset(setting, kind)
-    return EpochLoader(setting, dataset, ThreadLoading, ahead=_QUEUED)
+    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, ahead=_QUEUED)
 
 
 def _by_tensorflow(setting: Setting, kind: str) -> TensorFlowLoader:

@@ -77,8 +77,10 @@ def find_fault(
             with guard_drive(path):
                 if not has_size(path, size):
                     count = path.stat().st_size
-                    difference = f"{count:,} bytes where {size:,} were written"
-                    return f"{name} has {difference}: it was cut short or changed"
+                    return (
+                        f"{name} has {count:,} bytes where {size:,} were written: it was cut short "
+                        "or changed"
+                    )
             if hash_file(path, retries)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
         except FileNotFoundError:

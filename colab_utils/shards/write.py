@@ -509,7 +509,4 @@ def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:
 
 
 def _sum_faults(indexes: Iterable[ShardIndex]) -> Counter[str]:
-    faults = Counter[str]()
-    for index in indexes:
-        faults.update(index.faults)
-    return faults
+    return sum((Counter(index.faults) for index in indexes), Counter[str]())
