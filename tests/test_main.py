@@ -273,7 +273,7 @@ BAD = [
     (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
     (
         ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW],
-        "No image that was looked at",
+        "No image that was tried",
     ),
     (
         ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"],

@@ -1,22 +1,22 @@
-"""The comparison: the same images by every strategy, checked for equality first, then timed in
-turns.
+"""Compare strategies, which are ways of loading the same images.
 
-`prepared` makes the data that strategies read, `loaders` has what loads them, and `strategies` the
-table of all strategies. `compare` checks the samples and times the strategies.
+`prepared` makes the data that the strategies read. `loaders` has their datasets and prefetchers,
+and `strategies` the table of all strategies. `compare` checks that all samples are equal, then
+times the strategies in turns.
 """
 
 from collections.abc import Sequence
 from statistics import median
 
 COURSE_STRATEGIES = ("sequential", "dataloader", "streams", "shards_on_ssd", "packed")
-"""The steps of the course in its order."""
+"""The strategies of the notebooks, in the order of the course."""
 
 LEAST_NOISE = 0.05
-"""Closer than this, or than the spread of their repeats, the order of two bars means nothing."""
+"""Two strategies count as equally fast if they differ by less than this share."""
 
 
 def measure_spread(repeats: Sequence[float]) -> float:
-    """Return by how much repeats differ, as a share of their median; 0 of fewer than two.
+    """Return by how much repeats differ, as a share of their median; 0 if there are fewer than two.
 
     Example:
         >>> measure_spread([9.0, 10.0, 10.5])

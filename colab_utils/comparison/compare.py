@@ -1,4 +1,4 @@
-"""`compare`: every strategy on the same images, checked to be equal first, then timed in turns."""
+"""Compare strategies on the same images: check that their samples are equal, then time them."""
 
 import math
 import os
@@ -32,63 +32,64 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_number
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed
 
-# A run ends by its seconds.
+# Every run ends after its seconds, before it reaches this limit.
 _MOST_BATCHES = 10_000
-# So many images of an epoch are compared with the reference.
+# Number of images in an epoch that are compared with the reference.
 _CHECKED_IMAGES = 32
-# Of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes, and the same after one
-# resize and JPEG at quality 95.
+# How much pixels may differ, in levels of 255: the mean, and the 99.9th percentile. An image that
+# keeps its size may differ as two JPEG decoders do on the same bytes. An image that was shrunk was
+# also resized and stored as JPEG at quality 95.
 _KEPT_LEVELS = (1.0, 16.0)
 _SHRUNK_LEVELS = (3.0, 48.0)
-# A larger image is compared by every second row and column, or third.
+# An image with more pixels is compared by every second (or third, and so on) row and column.
 _ALL_PIXELS = 2_000_000
 
 
 @dataclass(frozen=True)
 class StrategyTiming:
-    """One strategy's row; figures are medians over the repeats, and None where it could not be
-    timed.
+    """The figures of one strategy: medians over the repeats. A figure is None if the strategy could
+    not be timed.
     """
 
     name: str
-    """Of the strategy."""
+    """Name of the strategy."""
     title: str
-    """How charts call it."""
+    """Name of the strategy in charts."""
     idea: str
-    """What it does, in one sentence."""
+    """What the strategy does, in one sentence."""
     comparable: bool
-    """Whether its samples are the reference's."""
+    """Whether the samples are equal to those of the reference."""
     difference: str
-    """How they differ; empty where they do not."""
+    """How the samples differ from those of the reference; empty if they are equal."""
     images_per_second: float | None = None
-    """Images trained in a second, warm."""
+    """Images trained in a second of a warm run."""
     batch_ms_median: float | None = None
-    """Wait and step of a batch, milliseconds: the median."""
+    """Wait and step of a batch together, in milliseconds: the median."""
     batch_ms_p95: float | None = None
-    """The same: the 95th percentile."""
+    """Wait and step of a batch together, in milliseconds: the 95th percentile."""
     step_ms_median: float | None = None
-    """The step of a batch alone, milliseconds: the median."""
+    """The step of a batch alone, in milliseconds: the median."""
     wait_share: float | None = None
     """Wait / (wait + step), 0 to 1."""
     first_batch_s: float | None = None
-    """Seconds until the first batch came, cold, the start of the workers included."""
+    """Seconds until the first batch of the cold run came. The start of the workers is included."""
     cpu_ms_per_image: float | None = None
-    """CPU milliseconds of loading an image, over all processes."""
+    """CPU time that loading an image takes in all processes, in milliseconds."""
     repeats_images_per_second: tuple[float, ...] = ()
     """``images_per_second`` of each repeat."""
     note: str = ""
-    """Why it could not be timed."""
+    """Why the strategy could not be timed; empty if it could."""
     once_ms_per_image: float | None = None
-    """Milliseconds to prepare an image, once: to read it from Drive, convert and write it."""
+    """Milliseconds to prepare an image once: to read it from Drive, convert it and write it."""
     session_ms_per_image: float | None = None
     """Milliseconds to copy an image to the local disk, in each session."""
     cold_ms_per_image: float | None = None
-    """Milliseconds of an image in the first epoch of a session, step included; the start of the
-    workers is not.
+    """Milliseconds that an image takes in the first epoch of a session. The step is included, the
+    start of the workers is not.
     """
     timeline: tuple[tuple[float, float], ...] = ()
-    """When each step of the cold run began and ended, seconds since its first batch was asked
-    for.
+    """When each step of the cold run began and ended, in seconds since the strategy began to
+    open.
     """
 
     @property
@@ -111,14 +112,14 @@ class StrategyTiming:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; its fields are the keys of the command's JSON."""
+    """The result of `compare`. Its fields are the keys of the command's JSON."""
 
     machine: Machine
-    """Where it ran."""
+    """The machine that ran the comparison."""
     dataset: dict[str, Any]
-    """``name``, ``fingerprint`` and ``images`` (compared)."""
+    """``name`` and ``fingerprint`` of the dataset, and ``images``, the number that was compared."""
     strategies: tuple[StrategyTiming, ...]
-    """One row each."""
+    """The figures of each strategy."""
     step: str
     """"real" or "emulated ..."."""
     drive: str
@@ -126,22 +127,23 @@ class Comparison:
     batch_size: int
     """Images in a batch."""
     batches: int
-    """Timed batches of each repeat, at least, where they took no longer than three times its
-    seconds.
+    """Least number of timed batches in a repeat. A repeat that takes too long has fewer (see
+    `compare`).
     """
     repeats: int
     """How often each strategy was timed."""
     workers: int
-    """Worker processes."""
+    """Number of worker processes."""
     note: str
-    """What is missing, and images that were left out."""
+    """What is missing in the result, and how many bad images were left out."""
     busy: str = ""
-    """That this machine was busy with other work, where the emulated step took too long."""
+    """A warning that other work took the cores of this machine; empty if the step was on time."""
 
     def describe_steps(self) -> list[str]:
-        """Return what each strategy wins over the one before it, as far as their repeats tell.
+        """Return a sentence for each strategy but the first: how it compares with the one before.
 
-        What is within the spread of either's repeats, or within 5%, is called equal.
+        Two strategies count as equally fast if they differ by less than 5 %, or by less than the
+        repeats of either.
         """
         timed = [row for row in self.strategies if row.images_per_second is not None]
         return [_describe_step(before, after) for before, after in pairwise(timed)]
@@ -173,53 +175,53 @@ def compare(
     restore: Sequence[Any] = (),
     on_run: Callable[[Comparison], object] | None = None,
 ) -> Comparison:
-    """Time every strategy on the same images with the same step, after checking that their samples
-    are equal.
-
-    Charts compare the others with the first one that was timed and gives the reference's samples.
+    """Check that the samples of all strategies are equal, then time each with the same step.
 
     Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if
-    there is one; the way of a batch to the device is part of the step, as in `train`. First each
-    gives an epoch, which must hold every image once, and samples equal to the reference's. Then
-    each runs cold, with nothing of its files in the system's memory, and then warm. Further repeats
-    run warm in turns, so that a machine that slows down slows all of them. Figures are medians over
-    the repeats. A strategy that fails gets a row with the reason, and the others go on. Ctrl-C
-    keeps the rows that are measured.
+    there is one. The transfer of a batch to the device is part of the step, as in `train`.
 
-    Where ``drive_profile`` makes Drive slow, it is slow while a strategy is timed. Preparing data
-    and checking samples read at full speed, also below a slowed folder; what they would take at
-    Drive's speed is added to the costs.
+    First, each strategy loads an epoch. The epoch must hold every image once, and its samples must
+    equal those of the reference. Then each strategy runs cold: none of its files are in the
+    system's memory. After that it runs warm. The other repeats are warm, too, and run in turns, so
+    that a machine that slows down slows all strategies. Figures are medians over the repeats.
 
-    A cold run lasts for ``timeline_s`` seconds, and for three batches of each worker, where these
-    take no longer than three times that. A warm run lasts for ``run_s`` seconds, and for
-    ``batches`` batches where these take no longer than three times that, in whole rounds of the
-    workers.
+    If a strategy fails, its row holds the reason, and the others go on. Ctrl-C keeps the rows that
+    are measured. Charts have a baseline: the first strategy that was timed and whose samples equal
+    those of the reference.
+
+    If ``drive_profile`` makes Drive slow, it is slow while a strategy is timed. While data is
+    prepared and samples are checked, files are read at full speed, even in a slowed folder. The
+    time that the copies would take at Drive's speed is added to their costs.
+
+    A cold run lasts at least ``timeline_s`` seconds and three batches of each worker. A warm run
+    lasts at least ``run_s`` seconds, three batches of each worker and ``batches`` batches. A run
+    that takes three times its seconds ends in any case. Every run has as many batches of one worker
+    as of another.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        folder: where data is prepared, and the copies lie; made if need be.
-        strategies: names of `STRATEGIES`, or your own `Strategy`; None takes them all.
-        drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as
-            they are.
-        step: the training step, called as ``step(images, targets)``. It really trains its model,
-            many times: name what it changes in ``restore``. None takes
-            ``EmulatedStep(100)``, of 100 ms.
+        folder: the folder for prepared data and copies. It is made if it does not exist.
+        strategies: names of `STRATEGIES`, or your own `Strategy`. None takes all `STRATEGIES`.
+        drive_profile: how slow Drive is made (`DRIVE_PROFILES`). None or "none" does not slow it.
+        step: the training step, called as ``step(images, targets)``. A real step trains its model
+            many times, so pass what it changes as ``restore``. None takes an emulated step of
+            100 ms, ``EmulatedStep(100)``.
         batch_size: images in a batch.
-        batches: timed batches of each repeat, at least, where they take no longer than three times
-            ``run_s``.
+        batches: least number of timed batches in a repeat, unless they take three times ``run_s``.
         run_s: seconds that each repeat lasts, at least.
         repeats: how often each strategy is timed, each time with new workers.
-        workers: worker processes of the strategies that have workers.
-        max_images: the comparison takes the first so many images of the dataset.
+        workers: number of worker processes, for the strategies that have workers.
+        max_images: number of images to compare, at most: the first ones of the dataset.
         timeline_s: seconds that each strategy runs cold.
-        restore: what your step changes, ``(model, optimizer)`` say: both are put back, as all
-            random states are.
-        on_run: called after each timed run with the comparison so far, so that a chart can grow;
-            figures of what was not timed yet are None.
+        restore: what your step changes, such as ``(model, optimizer)``. Their states, and all
+            random states, are put back at the end.
+        on_run: called after each timed run with the comparison so far, so that a chart can grow. A
+            figure that was not measured yet is None.
 
     Raises:
-        ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
+        ColabUtilsError: if a strategy is unknown, the dataset is missing, or no strategy could be
+            timed.
     """
     chosen = choose_strategies(strategies)
     require_count("batch_size", batch_size)
@@ -236,25 +238,7 @@ def compare(
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
         setting = Setting(prepared, batch_size, workers, device)
         rows = [_Row(strategy, setting, step, batches, run_s, timeline_s) for strategy in chosen]
-        note = ""
-        if prepared.bad:
-            note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
-        empty = Comparison(
-            machine=describe_machine(),
-            dataset={
-                "name": prepared.images.name,
-                "fingerprint": prepared.fingerprint,
-                "images": len(prepared),
-            },
-            strategies=(),
-            step=str(step) if getattr(step, "emulated", False) else "real",
-            drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
-            batch_size=batch_size,
-            batches=batches,
-            repeats=repeats,
-            workers=workers,
-            note=note,
-        )
+        empty = _describe_comparison(setting, step, batches, repeats)
         try:
             for _ in _run_in_turns(rows, repeats):
                 if on_run is not None and any(row.times for row in rows):
@@ -263,14 +247,15 @@ def compare(
             rows = [row for row in rows if row.times]
             if not rows:
                 raise
-            note = f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip()
+            note = f"Stopped by Ctrl-C: strategies or repeats are missing. {empty.note}".strip()
             empty = replace(empty, note=note)
         if not any(row.times for row in rows):
             raise ColabUtilsError(f"No strategy could be timed. Mend this first: {rows[0].note}")
         timings = tuple(map(_Row.summarise, rows))
         busy = ""
         if isinstance(step, EmulatedStep):
-            # A step that is slow beside one way alone lost its core to the workers of that way.
+            # Only other work slows the step of every strategy. A strategy's own workers can slow
+            # its step alone.
             busy = describe_busy(
                 step.step_ms,
                 min(row.step_ms_median for row in timings if row.step_ms_median),
@@ -278,9 +263,36 @@ def compare(
         return replace(empty, strategies=timings, busy=busy)
 
 
+def _describe_comparison(
+    setting: Setting, step: Callable[..., Any], batches: int, repeats: int
+) -> Comparison:
+    """Return a comparison before any strategy is timed."""
+    prepared = setting.prepared
+    profile = prepared.profile
+    note = ""
+    if prepared.bad:
+        note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
+    return Comparison(
+        machine=describe_machine(),
+        dataset={
+            "name": prepared.images.name,
+            "fingerprint": prepared.fingerprint,
+            "images": len(prepared),
+        },
+        strategies=(),
+        step=str(step) if getattr(step, "emulated", False) else "real",
+        drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
+        batch_size=setting.batch_size,
+        batches=batches,
+        repeats=repeats,
+        workers=setting.workers,
+        note=note,
+    )
+
+
 @dataclass
 class _Row:
-    """A strategy while it is being measured."""
+    """A strategy, and what was measured of it so far."""
 
     strategy: Strategy
     setting: Setting
@@ -295,7 +307,7 @@ class _Row:
     times: list[BatchTimes] = field(default_factory=list)
 
     def attempt(self, run: "Callable[[_Row], object]") -> None:
-        """Run the strategy; one that failed keeps a note, and is not run again."""
+        """Run the strategy. If it fails, note why, and do not run it again."""
         try:
             if not self.note:
                 run(self)
@@ -303,18 +315,18 @@ class _Row:
             self.note = describe_error(error)
 
     def prepare(self) -> PreparedFiles:
-        """Make the data that the strategy reads, where it is missing."""
+        """Return the data that the strategy reads. It is made if it is missing."""
         return self.setting.prepared.get(self.strategy.reads)
 
     def check(self) -> None:
-        """Compare an epoch with the reference, which is read at full speed."""
+        """Compare an epoch of the strategy with the reference. Both are read at full speed."""
         with closing(self.strategy.open(self.setting)) as loader:
             batches = (deliver(batch, self.setting.device) for batch in islice(loader, self._epoch))
             self.difference = _find_difference(batches, self.setting.prepared.reference)
 
     def run_cold(self) -> None:
-        """Time the first batches, with nothing of the strategy's files in the system's memory."""
-        # Data that is not written to the disk yet would stay in memory.
+        """Time the first batches, while none of the strategy's files are in the system's memory."""
+        # The system can only drop data that is written to the disk.
         os.sync()
         for file in self.prepare().files:
             drop_cached(file)
@@ -326,7 +338,7 @@ class _Row:
             )
 
     def run_warm(self) -> None:
-        """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
+        """Time batches after a warm-up. It is an epoch if the strategy keeps what it reads."""
         with self._open_slowly() as loader:
             warmup = self._epoch if self.strategy.keeps else 1
             self.times.append(
@@ -342,7 +354,7 @@ class _Row:
 
     @contextmanager
     def _open_slowly(self) -> Iterator[Any]:
-        """Open what the strategy loads by, and read Drive at its own speed until it is closed."""
+        """Open the loader of the strategy, and slow Drive until the loader is closed."""
         with (
             self.setting.prepared.slow_drive(),
             closing(self.strategy.open(self.setting)) as loader,
@@ -357,7 +369,7 @@ class _Row:
         self.step(*deliver(batch if len(batch) > 1 else batch[0], self.setting.device))
 
     def summarise(self) -> StrategyTiming:
-        """Return what was measured so far."""
+        """Return the figures that were measured so far."""
         strategy = self.strategy
         workers = self.setting.workers
         noun = "worker" if workers == 1 else "workers"
@@ -396,14 +408,16 @@ class _Row:
 
     def _find_cold_s(self, cold: BatchTimes, count: int) -> float:
         """Return the seconds that an image takes in the first epoch of a session."""
-        # The first batch of each worker holds its start, which a larger dataset has once, too.
+        # The first batch of each worker is left out. It holds the start of the worker, which takes
+        # no longer for a larger dataset.
         epoch = round(count * len(cold.wait_s) / cold.images + 0.49)
         batch_s = cold.batch_s[:epoch][max(1, self.setting.workers) :]
         if len(batch_s):
             cold_s = float(batch_s.mean()) / self.setting.batch_size
         else:
             cold_s = 1 / median(run.images_per_second for run in self.times)
-        # What keeps its samples reads all of them while it opens: more images take longer.
+        # A strategy that keeps its samples may read all of them while it opens, so this time grows
+        # with the dataset.
         return cold_s + self.opened_s / count if self.strategy.keeps else cold_s
 
 
@@ -420,14 +434,14 @@ def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
-    """Prepare and check every strategy, then time them in turns; stops after each run."""
+    """Prepare and check every strategy, then time them in turns. Yield after each run."""
     runs = [(_Row.check, row) for row in rows]
     for row in rows:
         runs += [(_Row.run_cold, row), (_Row.run_warm, row)]
     for repeat in range(1, repeats):
         first = repeat % len(rows)
         runs += [(_Row.run_warm, row) for row in (*rows[first:], *rows[:first])]
-    # Preparing has progress bars of its own.
+    # This is not part of the runs, because preparing shows its own progress bars.
     for row in rows:
         row.attempt(_Row.prepare)
     for run, row in show_progress("comparing", runs, total=len(runs), unit="run"):
@@ -438,11 +452,13 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
 def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:
     """Describe how a sample differs from the reference sample of the same image.
 
-    The text is empty where the samples agree.
+    The text is empty if the samples agree. Boxes may differ by 1 pixel. Masks must overlap by an
+    IoU of 0.99. Pixels may differ by what a JPEG codec changes. A sample that was stored smaller is
+    compared at its own size.
 
-    Samples are ``(image, target)``, images uint8 or float32 in 0 to 1, [3, h, w]. Boxes may differ
-    by 1 pixel, masks must overlap by an IoU of 0.99, pixels may differ by what a JPEG codec
-    changes. A sample stored smaller is compared at its own size.
+    Args:
+        sample: ``(image, target)``. The image is uint8, or float32 in 0 to 1, [3, H, W].
+        reference: the reference sample, in the same form.
 
     Example:
         >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0)}
@@ -467,7 +483,7 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     boxes = (target["boxes"].cpu() - wanted["boxes"] * scale).abs()
     if boxes.numel() and float(boxes.max()) > 1:
         return f"a box differs by {float(boxes.max()):.1f} pixels"
-    # As torchvision's own transform shrinks masks.
+    # torchvision's transform shrinks masks in the same way.
     rows, columns = map(nearest_indices, full, size)
     wanted_masks = wanted["masks"][:, rows[::each]][..., columns[::each]]
     return _compare_masks(target["masks"][:, ::each, ::each].cpu() > 0, wanted_masks > 0)
@@ -504,8 +520,9 @@ def _to_levels(image: Tensor) -> Tensor:
 
 
 def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
-    """Describe how an epoch differs from the reference: in an image that is missing or came twice,
-    or in one of the first samples. The text is empty where nothing differs.
+    """Describe how an epoch differs from the reference; return "" if it does not differ.
+
+    Every image must come once, and the first samples must equal those of the reference.
     """
     rows = {image_id: row for row, image_id in enumerate(reference.image_ids.tolist())}
     checked = 0

@@ -1,4 +1,4 @@
-"""What loads batches in a comparison: datasets, prefetchers, and batches as models take them."""
+"""The datasets and prefetchers of the strategies, and `deliver`, which moves their batches."""
 
 import io
 from collections import deque
@@ -23,29 +23,30 @@ from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.processes import ThreadPool, quiet_fork
 
-# Samples among which ``tf.data`` draws.
+# Number of samples in the shuffle buffer of ``tf.data``.
 _SHUFFLED = 1000
-# An image, uint8 [3, H, W], and torchvision's target.
+# A sample: an image, uint8 [3, H, W], and torchvision's target.
 Sample = tuple[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a strategy runs with."""
+    """The data and the settings that all strategies of a comparison run with."""
 
     prepared: PreparedData
-    """The data."""
+    """The images, in the forms that strategies read."""
     batch_size: int
     """Images in a batch."""
     workers: int
     """Worker processes, for the strategies that have workers."""
     device: str
-    """Where batches are delivered."""
+    """The device to which batches are moved."""
 
 
 class PillowFolder(CocoFolder):
-    """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for
-    each sample.
+    """A dataset of loose files that loads as torchvision's references do.
+
+    Pillow decodes the images. The masks are drawn from polygons for each sample.
     """
 
     @staticmethod
@@ -57,7 +58,7 @@ class PillowFolder(CocoFolder):
 
 
 class Items(Dataset[Sample]):
-    """A dataset of what ``load`` makes of each item."""
+    """A dataset that makes each sample by a call of ``load`` with an item."""
 
     def __init__(self, items: Sequence[Any], load: Callable[[Any], Sample]) -> None:
         self._items = items
@@ -76,11 +77,15 @@ def collate(samples: Iterable[Sample]) -> tuple[Any, ...]:
 
 
 class EpochLoader:
-    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in
-    `make_loader`.
+    """A loader of shuffled epochs. As in `make_loader`, a batch holds images of similar shape.
 
-    A prefetcher, such as torch's ``DataLoader``, gives an epoch of ``(images, targets)`` at each
-    pass.
+    Args:
+        setting: the data and the batch size.
+        dataset: a dataset of samples.
+        prefetcher: loads the batches, such as torch's ``DataLoader``. It is called with the
+            dataset, a ``batch_sampler`` and the options. Each pass over its result yields an epoch
+            of ``(images, targets)``.
+        **options: other arguments of the prefetcher.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class EpochLoader:
         self._order.epoch += 1
 
     def close(self) -> None:
-        """End the workers that a ``DataLoader`` keeps from epoch to epoch, or the threads."""
+        """End the thread of the prefetcher, or the workers that a ``DataLoader`` keeps."""
         if isinstance(self._batches, ThreadLoading):
             self._batches.close()
             return
@@ -109,8 +114,9 @@ class EpochLoader:
 
 
 def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Return the images and targets of a batch, packed or not, as torchvision models take them.
-    Images are float32 in 0 to 1, on the device.
+    """Return the images and targets of a batch, on the device, as torchvision models take them.
+
+    The batch may be packed. Images become float32 in 0 to 1.
     """
     if isinstance(batch, PackedBatch):
         return batch.to_images(device), batch.to_targets(device)
@@ -126,7 +132,7 @@ def _move(target: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 class ThreadLoading:
-    """A thread loads ``ahead`` batches ahead."""
+    """A prefetcher whose one thread loads ``ahead`` batches ahead."""
 
     def __init__(self, dataset: Any, batch_sampler: Iterable[list[int]], *, ahead: int) -> None:
         self._dataset = dataset
@@ -148,17 +154,17 @@ class ThreadLoading:
         return collate(map(self._dataset.__getitem__, indices))
 
     def close(self) -> None:
-        """End the thread; one that hangs in a read is not waited for."""
+        """Tell the thread to end, but do not wait: it may hang in a read."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class TensorFlowLoader:
-    """Epochs of a dataset by ``tf.data``: map, cache, shuffle, batch, prefetch, with AUTOTUNE.
+    """A loader by ``tf.data``: map, cache, shuffle, batch and prefetch, with AUTOTUNE.
 
-    A sample travels as bytes: images of a batch differ in shape.
+    A sample goes through ``tf.data`` as bytes, because the images of a batch differ in shape.
 
     Raises:
-        ColabUtilsError: TensorFlow is not installed.
+        ColabUtilsError: if TensorFlow is not installed.
     """
 
     def __init__(self, dataset: Any, batch_size: int) -> None:
@@ -169,7 +175,7 @@ class TensorFlowLoader:
                 "TensorFlow is not installed on this machine, so tf.data is left out. Colab has it."
             ) from None
         with suppress(RuntimeError):
-            # It would take all of the GPU's memory, for nothing.
+            # TensorFlow does not need the GPU here, and would take all of its memory.
             tf.config.set_visible_devices([], "GPU")
 
         def load(index: Any) -> bytes:
@@ -190,11 +196,11 @@ class TensorFlowLoader:
             yield collate(map(load_sample, batch))
 
     def close(self) -> None:
-        """Let go of the pipeline; TensorFlow ends its threads."""
+        """Release the pipeline. TensorFlow then ends its threads."""
         del self._batches
 
 
 def load_sample(content: bytes) -> Sample:
-    """Return what ``torch.save`` wrote of a sample."""
+    """Load a sample from the bytes that ``torch.save`` wrote."""
     sample: Sample = torch.load(io.BytesIO(content), weights_only=True)
     return sample

@@ -25,11 +25,11 @@ from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down
 
-# What to do where the disk is full.
+# What to do if the disk is full.
 _CURE = "or compare fewer images"
-# So many files are read at the same time, as by `copy_shards`.
+# Number of files that are read at the same time.
 _STREAMS = 4
-# Shards of a large dataset are as large as `write_shards` makes them.
+# Size of the shards of a large dataset, by the default of `write_shards`.
 _SHARD_BYTES = 128e6
 
 
@@ -38,13 +38,13 @@ class PreparedFiles:
     """One kind of prepared data: its files and what they cost."""
 
     folder: Path
-    """Where it lies."""
+    """The folder of the files."""
     files: tuple[Path, ...]
-    """The files that a strategy reads, and no other file of the folder."""
+    """The files that a strategy reads. The folder may hold others."""
     once_s: float = 0.0
-    """Seconds to make it, once."""
+    """Seconds to make the files, once."""
     session_s: float = 0.0
-    """Seconds to copy it to the empty disk of a new machine, in each session."""
+    """Seconds to copy the files to the empty disk of a new machine, in each session."""
 
     @property
     def bytes(self) -> int:
@@ -53,26 +53,27 @@ class PreparedFiles:
 
 
 class PreparedData:
-    """The first ``count`` usable images of a dataset as files of several kinds, each made when it
-    is first needed.
+    """The first ``count`` images of a dataset, without bad ones, as files of several kinds. Each
+    kind is made when it is first needed.
 
     Attributes:
-        images: the image folder; it stands for Drive.
-        annotations: COCO JSON of the compared images.
-        reference: their samples, as torchvision's references give them.
-        total: images of the dataset.
-        fingerprint: of the dataset's annotations.
-        bad: why images were left out.
+        images: the image folder. It stands for Drive.
+        annotations: COCO JSON of the images that are compared.
+        reference: the samples of these images, as torchvision's references give them.
+        total: number of images in the dataset.
+        fingerprint: XXH3-128 of the dataset's annotations file.
+        bad: for each image that was left out, the reason.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        folder: where data is prepared.
-        profile: the speed of Drive within `slow_drive`, and for the seconds of a copy.
-        count: images at most.
+        folder: the folder for the prepared data.
+        profile: how slow Drive is within `slow_drive`. The seconds of a copy from Drive are
+            computed with it, too.
+        count: number of images to take from the dataset, at most.
 
     Raises:
-        ColabUtilsError: no image folder, no annotations, or no usable image.
+        ColabUtilsError: if there is no image folder, no annotations file, or no usable image.
     """
 
     def __init__(
@@ -100,12 +101,12 @@ class PreparedData:
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
-            why = f"{annotations} names none: name an instances file."
+            why = f"{annotations} lists none: choose an instances file."
             if self.bad:
-                why = f"The first: {self.bad[0]}"
+                why = f"The first error: {self.bad[0]}"
             raise ColabUtilsError(f"No image in {images} can be used. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
-        # One file after the other, as people's own datasets read.
+        # People's own datasets usually read one file after the other.
         self.reference = CocoFolder(images, self.annotations, streams=1)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
         self._made: dict[str, PreparedFiles] = {}
@@ -115,11 +116,13 @@ class PreparedData:
         return len(self.reference)
 
     def get(self, kind: str) -> PreparedFiles:
-        """Return one kind of files by its name: ``files``, ``tensors`` or ``shards``, followed by
-        ``_on_drive`` or ``_on_ssd``. It is made where it is missing.
+        """Return one kind of files. They are made if they are missing.
+
+        Args:
+            kind: ``files``, ``tensors`` or ``shards``, followed by ``_on_drive`` or ``_on_ssd``.
 
         Raises:
-            ColabUtilsError: it cannot be made, or needs more disk than is free.
+            ColabUtilsError: if the files cannot be made, or need more disk space than is free.
         """
         if kind not in self._made:
             with read_at_full_speed():
@@ -137,28 +140,28 @@ class PreparedData:
 
     @contextmanager
     def slow_drive(self) -> Iterator[None]:
-        """Read what stands for Drive at the speed of the profile while the block runs, and all else
-        at full speed.
+        """Read from Drive at the speed of the profile while the block runs.
 
-        Processes that start within the block do so, too.
+        The image folder and the folder ``drive`` stand for Drive. All other folders are read at
+        full speed. Processes that start within the block have the same speeds.
         """
         with read_at_full_speed():
             slow_down(self.drive, self.profile)
-            # The folders may lie in one another, and of a folder in another the inner one counts.
+            # One of these folders may lie in another. The speed of the inner one then counts.
             slow_down(self.folder, None)
             slow_down(self.ssd, None)
             slow_down(self.images, self.profile)
             yield
 
     def _make(self, name: str) -> PreparedFiles:
-        """Write one kind to Drive in each comparison, and time that."""
+        """Write one kind of files to Drive, and time it. Files that are there are replaced."""
         target = self.drive / f"{name}-{self.name}"
         source = self.get("files_on_ssd" if name == "shards" else "shards_on_ssd")
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            # The size gives 8 shards or more.
+            # With this size there are 8 shards or more.
             shard_mb = max(0.01, min(4.0, source.bytes / 8e6))
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
@@ -171,8 +174,9 @@ class PreparedData:
         return PreparedFiles(target, files, once_s)
 
     def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
-        """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it
-        at Drive's.
+        """Copy one kind of files from Drive to the local disk, and time it.
+
+        Files are read at full speed. The time that Drive would take is added.
         """
         target = self.ssd / f"{name}-{self.name}"
         copies = tuple(target / path.relative_to(made.folder) for path in made.files)
@@ -193,15 +197,13 @@ class PreparedData:
 
 
 def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Return the results of a call for all items, in order. As many threads as `copy_shards` reads
-    with make the calls.
-    """
+    """Call ``call`` with each item, in several threads; return the results in order."""
     with ThreadPool(_STREAMS) as pool:
         return list(show_progress(label, pool.map(call, items), total=len(items), unit="file"))
 
 
 def _explain_bad(dataset: CocoFolder, row: int) -> str:
-    """Return why an image cannot be used, or "" where it can."""
+    """Return why an image cannot be used; "" if it can."""
     try:
         dataset[row]
     except ColabUtilsError as error:
@@ -216,7 +218,7 @@ def _copy_file(paths: tuple[Path, Path]) -> None:
 
 
 def _write_tensors(dataset: ShardDataset, target: Path) -> None:
-    """Write a ``.pt`` file for each image, with the sample that goes to the model, as uint8."""
+    """Write a ``.pt`` file for each sample: the uint8 image, and the target."""
     for row in range(len(dataset)):
         image, objects = dataset[row]
         torch.save((image.contiguous(), objects), target / f"{row:07d}.pt")

@@ -1,5 +1,7 @@
-"""The strategies: how each opens one kind of prepared data, by a dataset and a prefetcher or by
-`make_loader`, and the table of them all.
+"""The table of all strategies, and the functions that open their loaders.
+
+A loader reads one kind of prepared data. It is made of a dataset and a prefetcher, or by
+`make_loader`.
 """
 
 import tempfile
@@ -35,19 +37,19 @@ from colab_utils.processes import ThreadPool
 from colab_utils.require import require_choice
 from colab_utils.units import format_bytes
 
-# So many threads read into memory.
+# Number of threads that read samples into memory.
 _THREADS = 8
-# Of loose files on Drive so many are read at once, by all workers together.
+# Number of loose files on Drive that all workers together read at the same time.
 _STREAMS = 32
 # All samples may take this share of the free memory.
 _MEMORY_SHARE = 0.5
-# A producer loads so many batches ahead.
+# Number of batches that a thread or a process loads ahead.
 _QUEUED = 4
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way of loading.
+    """A way of loading: from files to batches.
 
     Example:
         >>> STRATEGIES["packed"].reads, STRATEGIES["sequential"].reads
@@ -55,18 +57,18 @@ class Strategy:
     """
 
     name: str
-    """How people ask for it."""
+    """Name of the strategy, as you pass it to `compare`."""
     idea: str
-    """What it does, in one sentence."""
+    """What the strategy does, in one sentence."""
     reads: str
-    """The kind of prepared data that it reads (see `PreparedData.get`)."""
+    """The kind of prepared data that the strategy reads (see `PreparedData.get`)."""
     open: Callable[[Setting], Any]
-    """Gives an iterable of ``(images, targets)``, images uint8 or float32 in 0 to 1, or of packed
-    batches; each pass is an epoch, and its ``close()`` ends what it started."""
+    """Opens a loader: an iterable of ``(images, targets)``, or of packed batches. Images are uint8,
+    or float32 in 0 to 1. Each pass is an epoch. The loader's ``close()`` ends what it started."""
     keeps: bool = False
-    """Whether it keeps the samples that it read: then only later epochs show its speed."""
+    """Whether the loader keeps the samples that it read. Then only later epochs show its speed."""
     title: str = ""
-    """How charts call it ({} becomes "2 workers"); empty for ``name``."""
+    """Name of the strategy in charts, where {} becomes "2 workers". If empty, it is ``name``."""
 
 
 def _load_tensors(file: Path) -> Sample:
@@ -93,8 +95,8 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
 def _by_workers(
     setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2
 ) -> EpochLoader:
-    """Open torch's ``DataLoader``, whose workers last from epoch to epoch. With 0 workers, the
-    training loop loads.
+    """Open torch's ``DataLoader``. Its workers last from epoch to epoch. With 0 workers, the
+    process that trains loads the samples itself.
     """
     if workers is None:
         workers = setting.workers
@@ -105,8 +107,7 @@ def _by_workers(
 
 
 def _by_thread(setting: Setting, kind: str) -> EpochLoader:
-    dataset = _open_dataset(setting, kind)
-    return EpochLoader(setting, dataset, ThreadLoading, ahead=_QUEUED)
+    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, ahead=_QUEUED)
 
 
 def _by_tensorflow(setting: Setting, kind: str) -> TensorFlowLoader:
@@ -114,8 +115,8 @@ def _by_tensorflow(setting: Setting, kind: str) -> TensorFlowLoader:
 
 
 def _by_streams(setting: Setting, kind: str) -> Loader:
-    """Open `make_loader` over the files where they lie. Its workers read the files of later batches
-    ahead, many at once.
+    """Open `make_loader` over loose files. Its workers read the files of later batches ahead, many
+    at the same time.
     """
     folder = setting.prepared.get(kind).folder
     return make_loader(
@@ -128,8 +129,11 @@ def _by_streams(setting: Setting, kind: str) -> Loader:
 
 
 def _in_memory(setting: Setting, kind: str) -> EpochLoader:
-    """Read every sample; refused where those of the complete dataset would take more than half of
-    the free memory.
+    """Read every sample into memory; return a loader over them.
+
+    Raises:
+        ColabUtilsError: if the samples of the complete dataset would take more than half of the
+            free memory.
     """
     dataset = _open_dataset(setting, kind)
     total = setting.prepared.total
@@ -155,9 +159,7 @@ def _packed(setting: Setting, kind: str, dataset: ShardDataset | None = None) ->
 
 
 class ArrivingLoader:
-    """`make_loader` over shards that are copied while it loads, to a folder that is empty at the
-    start.
-    """
+    """A loader over shards that are copied while it loads. The copies go to a new empty folder."""
 
     def __init__(self, setting: Setting, kind: str) -> None:
         shards = setting.prepared.get(kind).folder
@@ -183,7 +185,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     (
         "dataloader",
         "{}",
-        "A DataLoader's workers load ahead, as in torchvision's own.",
+        "A DataLoader's workers load ahead, as in torchvision's references.",
         _FILES,
         _by_workers,
     ),
@@ -270,17 +272,19 @@ STRATEGIES = {
     )
     for name, title, idea, kind, load in _TABLE
 }
-"""What people are told to use, and ours, by name; `compare` times them all where nothing is
-named.
+"""All strategies by name: the usual advice, and those of this package. `compare` times all of them
+if you name none.
 """
 
 
 def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Strategy]:
-    """Return strategies that are given by name or as they are, each once. None takes all of
-    `STRATEGIES`.
+    """Return the strategies that are named, each once.
+
+    Args:
+        named: names of `STRATEGIES`, or strategies of your own. None takes all `STRATEGIES`.
 
     Raises:
-        ColabUtilsError: an unknown name, or none.
+        ColabUtilsError: if a name is unknown, or ``named`` is empty.
 
     Example:
         >>> [strategy.title for strategy in choose_strategies(["sequential"])]

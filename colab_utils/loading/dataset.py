@@ -514,7 +514,8 @@ class ShardDataset(CocoSamples):
     def _explain_damage(self, index: int, problem: str) -> ColabUtilsError:
         return ColabUtilsError(
             f"In {self.find_path(index)}, image {self.image_ids[index]} is damaged ({problem}). "
-            "Run verify on the shards, and copy or preprocess again what it names."
+            "Run verify on the shards. Copy the files that it names again, or delete them and run "
+            "preprocess again."
         )
 
 

@@ -1,7 +1,7 @@
-"""Shards: few big files instead of many small ones; written, verified, copied.
+"""Shards: few large files in place of many small ones. They are written, verified and copied.
 
-On one machine, `write_shards` does all. On several, `plan_jobs` plans, any machine calls
-`write_shard` for each job, and `finish` writes the index.
+On one machine, `write_shards` writes all shards. On several machines, `plan_jobs` makes a plan,
+`write_shard` writes the shard of each job on any machine, and `finish` writes the index.
 """
 
 from colab_utils.shards.jobs import write_shard

@@ -1,12 +1,18 @@
-"""The flat arrays of all records of a shard: what a loader needs to know without parsing any JSON.
+"""The flat arrays of all records of a shard. With them, a loader need not parse any JSON.
 
-``shard-000000.arrays`` holds the length of its head (eight bytes) and the XXH3-64 of all that
-follows, a head in JSON, then the arrays of :class:`ShardArrays` one after another (``numpy.save``),
-and last the bits of all masks, which are not read with them. The index holds a checksum of all but
-these bits, and the arrays hold those of each image, of its record and of its masks' bits: so
-nothing is trained on that was not compared with what was written. The tables hold what
-torchvision's references train on: crowds and boxes without area are left out (both stay in the
-tar's JSON).
+A file such as ``shard-000000.arrays`` has four parts:
+
+1. the length of the head (eight bytes), and the XXH3-64 of the parts that follow (eight bytes)
+2. the head, in JSON
+3. the tables of :class:`ShardArrays`, one after another, each as ``numpy.save`` writes it
+4. the bits of all masks, which stay on disk when the tables are loaded
+
+The index holds a checksum of the parts 1 to 3. The tables hold checksums of each image, of its
+record and of the bits of its masks. So a model trains on no byte that differs from what was
+written.
+
+The tables hold the objects that torchvision's references train on. Crowds and boxes without area
+are left out. The JSON in the tar still has them.
 """
 
 import io
@@ -29,27 +35,27 @@ from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
 from colab_utils.shards.records import load_record
 
-# What lies before the head of an arrays file: its length, and a checksum.
+# The length of the head and the checksum stand before the head.
 _START_BYTES = 16
 
-# Enough of a table to hold its header.
+# The header of a table takes fewer bytes.
 _NPY_HEADER_BYTES = 256
 
 
 @dataclass(frozen=True, eq=False)
 class ShardArrays:
-    """One shard's samples in flat arrays: I images, N objects in all."""
+    """All samples of a shard in flat arrays: I images with N objects in all."""
 
     image_ids: NDArray[np.int64]
     """int64 [I]."""
     sizes: NDArray[np.int32]
     """int32 [I, 2]: height and width as stored, in pixels."""
     image_spans: NDArray[np.int64]
-    """int64 [I, 2]: where the image's bytes start in the tar, and how many they are."""
+    """int64 [I, 2]: offset of the image's bytes in the tar, and their number."""
     record_spans: NDArray[np.int64]
-    """int64 [I, 2]: the same for the record's JSON."""
+    """int64 [I, 2]: offset of the record's JSON in the tar, and the number of its bytes."""
     counts: NDArray[np.int64]
-    """int64 [I]: objects of each image."""
+    """int64 [I]: number of objects of each image."""
     boxes: NDArray[np.float32]
     """float32 [N, 4]: x0, y0, x1, y1 in pixels."""
     labels: NDArray[np.int64]
@@ -59,14 +65,14 @@ class ShardArrays:
     crops: NDArray[np.int32]
     """int32 [N, 4]: each mask's tight box, see ``PackedMasks``."""
     mask_ends: NDArray[np.int64]
-    """int64 [N + 1]: offsets into ``bits``."""
+    """int64 [N + 1]: mask n is ``bits[mask_ends[n] : mask_ends[n + 1]]``."""
     checks: NDArray[np.uint64]
     """uint64 [I, 3]: XXH3-64 of each image's bytes in the tar, of its masks' bits, and of its
     record's bytes.
     """
     bits: NDArray[np.uint8] | int
-    """uint8: all masks, one bit a pixel; of arrays that were loaded, where they start in the
-    file.
+    """uint8: all masks, one bit a pixel. In arrays that were loaded, it is the offset of the masks
+    in the file instead.
     """
 
 
@@ -78,10 +84,9 @@ IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "image_spans": (np.int64, (2,)),
     "record_spans": (np.int64, (2,)),
 }
-"""The type of each table of images, and how many numbers a row has (none: one number, and no list).
-"""
+"""The dtype of each table of images, and the shape of a row."""
 
-# The same of the tables of objects.
+# The same for the tables of objects.
 _OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "boxes": (np.float32, (4,)),
     "labels": (np.int64, ()),
@@ -91,7 +96,7 @@ _OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
 
 
 def make_tables(images: int, objects: int) -> dict[str, NDArray[Any]]:
-    """Return tables of zeros for so many images and objects, by name.
+    """Return tables of zeros by name, with rows for each image or each object.
 
     Example:
         >>> make_tables(2, 5)["boxes"].shape
@@ -116,9 +121,9 @@ class ArraysBuilder:
         """Add one record.
 
         Args:
-            record: as `make_record` gives it.
-            files: the bytes of its image, and those of the record.
-            starts: where these start in the tar.
+            record: the result of `make_record`.
+            files: the bytes of the image, and those of the record.
+            starts: the offsets of both in the tar.
         """
         height = record["height"]
         width = record["width"]
@@ -163,13 +168,14 @@ class ArraysBuilder:
 def convert_boxes(
     boxes: Sequence[Sequence[float]], height: int, width: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return COCO boxes (x, y, width, height) as torchvision's references take them.
+    """Convert COCO boxes (x, y, width, height) as torchvision's references do.
 
-    Source: ``ConvertCocoPolysToMask`` in pytorch/vision ``references/detection/coco_utils.py``:
-    corners in float32, clipped to the image; a box without width or height is not kept.
+    The corners are float32 and clipped to the image. A box without width or height is not kept.
+    Source: ``ConvertCocoPolysToMask`` in pytorch/vision ``references/detection/coco_utils.py``.
 
     Returns:
-        float32 [N, 4] corners x0, y0, x1, y1 in pixels, and bool [N] which to keep.
+        Two arrays: float32 [N, 4], corners x0, y0, x1, y1 in pixels, and bool [N], whether to keep
+        the box.
     """
     corners = np.array(boxes, np.float32).reshape(-1, 4)
     corners[:, 2:] += corners[:, :2]
@@ -180,12 +186,12 @@ def convert_boxes(
 
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
-    """Return the content of an arrays file; ``head`` is kept as JSON in front of it."""
+    """Return the content of an arrays file. ``head`` stands before the tables, in JSON."""
     file = io.BytesIO()
     for name in _list_tables():
         np.save(file, getattr(arrays, name), allow_pickle=False)
     tables = file.getvalue()
-    # Masks take most of the space: they are not copied.
+    # The bits are not copied, because they take most of the space.
     bits = memoryview(vars(arrays)["bits"])
     sizes = {"tables_bytes": len(tables), "bits_bytes": len(bits)}
     text = json.dumps(head | sizes).encode()
@@ -194,7 +200,7 @@ def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
 
 
 def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
-    """Return the head of an arrays file, by its content, and its shard as an index lists it.
+    """Return the head of an arrays file with this content, and the index's entry for its shard.
 
     Raises:
         KeyError, OverflowError, TypeError, ValueError: if the file is damaged.
@@ -218,10 +224,14 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
 
 
 def load_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
-    """Load the arrays of one shard, as the index has it; the bits stay on disk.
+    """Load the arrays of one shard. The bits of the masks stay on disk.
+
+    Args:
+        path: the arrays file.
+        shard: the shard's entry in the index.
 
     Raises:
-        ColabUtilsError: if the file is damaged, or belongs to another index.
+        ColabUtilsError: if the file is damaged, or is not the one that the index lists.
     """
     with _explain_damage(path), open_file(path, most_bytes=math.inf) as file:
         start, head = _read_head(file)
@@ -235,7 +245,7 @@ def load_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
 
 
 def _split_tables(data: bytes) -> dict[str, Any]:
-    """Return the tables of an arrays file by name: views of the bytes that hold them."""
+    """Return the tables of an arrays file by name, as views of ``data``."""
     tables = {}
     place = 0
     for name in _list_tables():
@@ -248,16 +258,19 @@ def _split_tables(data: bytes) -> dict[str, Any]:
 
 
 def _list_tables() -> list[str]:
-    """Return the names of the tables, in the order of the file."""
+    """Return the names of the tables, in the order in which the file has them."""
     return [field.name for field in fields(ShardArrays) if field.name != "bits"]
 
 
 def rebuild_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
-    """Make the arrays of one shard again from its tar, which must have the checksum that the index
-    has.
+    """Build the arrays of one shard again from its tar.
+
+    Args:
+        path: the tar.
+        shard: the shard's entry in the index.
 
     Raises:
-        ColabUtilsError: if the tar is damaged.
+        ColabUtilsError: if the tar is damaged, or is not the one that the index lists.
     """
     builder = ArraysBuilder()
     with _explain_damage(path):
@@ -279,7 +292,7 @@ def rebuild_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
 
 
 def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """Return the bytes before the tables, and the head among them."""
+    """Return all bytes before the tables, and the head that they hold."""
     start = file.read(_START_BYTES)
     text = file.read(int.from_bytes(start[:8], "little"))
     return start + text, dict(json.loads(text))
@@ -292,9 +305,9 @@ def _explain_damage(path: Place) -> Iterator[None]:
     except (OSError, UnavailableError):
         raise
     except Exception as error:
-        # Damage fails in many ways.
+        # Damaged bytes can raise errors of any type.
         reason = str(error) or type(error).__name__
         raise ColabUtilsError(
-            f"The arrays in {path} are damaged ({reason:.100}). Run verify on the shards, and copy "
-            "or preprocess again what it names."
+            f"The arrays in {path} are damaged ({reason:.100}). Run verify on the shards. Copy the "
+            "files that it names again, or delete them and run preprocess again."
         ) from None

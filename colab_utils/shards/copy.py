@@ -1,4 +1,4 @@
-"""Copy shards from Drive to this machine's disk, index last."""
+"""Copy shards from Drive to this machine's disk. The index is written last."""
 
 import math
 import os
@@ -38,17 +38,17 @@ from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes
 
 COPY_STREAMS = 4
-"""Whole files that others than `copy_shards` copy at the same time."""
+"""Number of whole files that are copied at the same time, if no better number was measured."""
 
 PART_BYTES = 8_000_000
-"""Bytes of a large file that one stream reads, while others read the next ones."""
+"""Size of the parts of a large file. Each stream reads one part at a time."""
 
 PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
-"""Bytes between two looks at whether to stop: each stream holds so many."""
+"""Size of the buffer of each stream. After each buffer, the stream checks whether to stop."""
 
-# Threads whose copy ended are waited for so long: a read of Drive may hang.
+# Seconds to wait for the threads of a copy that was stopped. A read of Drive may hang for longer.
 _STOP_S = 10.0
-# More of the disk than the files alone take.
+# A disk needs more space for files than the sum of their sizes, by about this factor.
 _DISK_MARGIN = 1.02
 
 
@@ -83,28 +83,31 @@ def copy_shards(
     limit_gb: float | None = None,
     streams: int | str = "auto",
 ) -> CopyReport:
-    """Copy a folder of shards, and check the checksum of each file before it gets its name.
+    """Copy a folder of shards, and compare the checksum of each file with the index.
 
-    Many small files are read at once, and many parts of large ones: 64 MB in flight at most.
-    A file that is complete in ``target`` is not copied again, so an interrupted copy continues.
-    Each file appears under its name only when it is complete; the index comes last. Where Drive
-    fails, the copy goes on from the byte that it had reached; after four tries with growing waits
-    (81 s in all) it ends.
+    Many small files, or many parts of large files, are read at the same time. At most 64 MB are in
+    flight. A file gets its name only when it is complete and its checksum is right. The index is
+    written last. A file that is complete in ``target`` is not copied again, so an interrupted copy
+    continues. If Drive fails, the copy goes on from the byte that it had reached. After four tries
+    with growing waits (81 s in all) it ends with an error.
 
     Args:
-        source: folder of shards, usually on Drive; or a URL that fsspec knows, such as
-            ``s3://bucket/shards``, whose parts are read again where the server fails.
-        target: folder to copy into, usually on the SSD; it is made where it is not. It may be a
-            URL, too: then each of four files at a time is read whole, and sent.
-        limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in
-            ``target`` then lists only those and is marked ``partial``; a later copy without a limit
-            completes it.
-        streams: reads at the same time, up to 256. "auto" measures what ``source`` gives.
+        source: folder of shards, usually on Drive. It may be a URL that fsspec knows, such as
+            ``s3://bucket/shards``. If the server fails, the same part is read again.
+        target: folder to copy into, usually on the SSD. It is made if it does not exist. It may be
+            a URL, too. Files are then read whole and sent, four at a time if ``streams`` is "auto".
+        limit_gb: copy only the first shards that fit into this many GB (1e9 bytes). The index in
+            ``target`` then lists only these shards and is marked ``partial``. A later copy without
+            a limit completes it.
+        streams: number of reads at the same time, up to 256. "auto" measures how many ``source``
+            can serve.
 
     Raises:
-        ColabUtilsError: no shards in ``source``, too little free disk, other shards in ``target``,
-            ``streams`` is out of range, or a file whose checksum is wrong twice.
-        DriveLostError: Drive went away; what was copied stays, and the same call continues.
+        ColabUtilsError: if ``source`` has no shards, the disk has too little space, ``target``
+            holds other shards, ``streams`` is out of range, or the checksum of a file is wrong
+            twice.
+        DriveLostError: if Drive went away. The files that were copied stay, and the same call
+            continues.
 
     Example:
         >>> copy_shards("no/such/folder", "ssd")
@@ -145,7 +148,7 @@ def copy_shards(
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a file that is copied."""
+    """A part of a file to copy, or a whole file."""
 
     name: str
     size: int
@@ -153,21 +156,24 @@ class _Part:
     checksum: str
     """Checksum of the whole file."""
     start: int = 0
-    """Its first byte in the file."""
+    """Offset of the part's first byte in the file."""
     stop: int = 0
-    """The byte after its last one; of the last part one more, so that a longer file shows."""
+    """Offset at which the part ends. The last part of a file ends one byte after the file, so that
+    a file that is too long is noticed.
+    """
     temporary: Path | None = None
-    """What the parts are written to; None of a file that is copied whole."""
+    """The file that all parts are written to; None if the file is copied whole."""
 
 
 class Copying:
-    """One copy under way.
+    """A copy of files from one folder to another.
 
     Args:
         source: the folder to copy from.
         target: the folder to copy into.
-        retries: how often Drive is tried again; its ``stop`` ends the copy.
-        overwrite: replace damaged files, which the index in ``target`` lists.
+        retries: tries Drive again after errors. Its event ``stop`` ends the copy.
+        overwrite: whether a damaged file in ``target`` is replaced. If not, it raises an error,
+            because it may be a file of the user.
     """
 
     def __init__(
@@ -185,15 +191,16 @@ class Copying:
         self.stop = retries.stop
         self._lock = threading.Lock()
         self._bytes_done = Counter[str]()
-        # Bytes that one request to a server brings.
+        # Bytes that one request to a server asks for.
         self._block_bytes = PART_BYTES
-        # Parts of each file that have not come yet.
+        # How many parts of each file have not been copied yet.
         self._parts_left = Counter[str]()
 
     def run(self, files: list[tuple[str, int, str]], streams: int | str) -> set[str]:
-        """Copy what is not there yet, many reads at once; return the names of these files.
+        """Copy the files that are not in the target yet; return their names.
 
-        The bar moves in this thread: a notebook shows nothing from others.
+        Threads read and write. The progress bar moves in the calling thread, because a notebook
+        does not show what other threads print.
         """
         if isinstance(self.target, UrlPath) and streams == "auto":
             streams = COPY_STREAMS
@@ -220,7 +227,7 @@ class Copying:
                     bar.set_postfix_str(str(self.retries), refresh=False)
                     bar.update(sum(list(self._bytes_done.values())) - bar.n)
             finally:
-                # On an error or Ctrl-C the other threads end at their next piece.
+                # After an error or Ctrl-C, the other threads end after their next buffer.
                 self.stop.set()
                 wait(pending, _STOP_S)
                 for part in parts:
@@ -229,7 +236,11 @@ class Copying:
         return copied
 
     def _cut_file(self, name: str, size: int, checksum: str) -> Iterator[_Part]:
-        """Yield the parts of a file: one, if it is small or may be there already."""
+        """Yield the parts of a file.
+
+        The whole file is one part if it is small, if the target has a file of this name, or if a
+        server at either end takes or gives only whole files.
+        """
         path = self.target / name
         gives_parts = not isinstance(self.source, UrlPath) or self.source.has_ranges
         if isinstance(path, UrlPath) or size <= PART_BYTES or not gives_parts or path.exists():
@@ -243,7 +254,7 @@ class Copying:
             yield _Part(name, size, checksum, start, stop, temporary)
 
     def _copy_part(self, part: _Part) -> str:
-        """Copy a part; return the name of its file if this completed the file, else ""."""
+        """Copy a part; return the name of its file if no other part is missing, else ""."""
         if self.stop.is_set():
             raise CancelledError
         if part.temporary is None:
@@ -258,7 +269,7 @@ class Copying:
         return part.name
 
     def _count_left(self, name: str) -> int:
-        """Return how many parts of a file are left, now that one more has come."""
+        """Count one more part of a file as copied; return how many parts are left."""
         with self._lock:
             self._parts_left[name] -= 1
             return self._parts_left[name]
@@ -282,7 +293,7 @@ class Copying:
         return name
 
     def _send_file(self, path: UrlPath, name: str, size: int, checksum: str) -> str:
-        """Send one file to a server unless it is there, as `copy_file` does."""
+        """Send one file to a server unless it is there; return the same as `copy_file`."""
         for _ in range(2):
             with self._explain_read(name):
                 content = read_file(self.source / name, self.retries, most_bytes=math.inf)
@@ -309,13 +320,13 @@ class Copying:
     def _explain_difference(self, name: str) -> ColabUtilsError:
         return ColabUtilsError(
             f"{name} in {self.source} is damaged: its checksum was wrong twice. Run verify on the "
-            "source, then preprocess again what it names."
+            "source, delete the damaged files that it names, and run preprocess again."
         )
 
     def _transfer_whole(
         self, name: str, size: int, checksum: str, temporary: Path, tries: int
     ) -> None:
-        """Copy the bytes under a temporary name, again if their checksum is wrong."""
+        """Copy a whole file under a temporary name; try again if its checksum is wrong."""
         for _ in range(tries):
             temporary.unlink(missing_ok=True)
             self._bytes_done[name] = 0
@@ -355,22 +366,23 @@ class Copying:
 
     @contextmanager
     def _explain_read(self, name: str) -> Iterator[None]:
-        """Turn an error of reading a file of the source into one line with its cure."""
+        """Turn an error in reading a file of the source into a message that says what to do."""
         try:
             yield
         except OSError as error:
+            cure = "Run verify, delete the damaged files that it names, and run preprocess again."
             raise ColabUtilsError(
                 f"{name}, which {INDEX_NAME} lists, cannot be read in {self.source}: "
-                f"{explain_os_error(error, 'Run verify, then preprocess again what it names.')}"
+                f"{explain_os_error(error, cure)}"
             ) from error
 
 
 def read_target(source: Place, target: Place, index: ShardIndex) -> ShardIndex | None:
-    """Read the index in the target, which must be of the same shards; None where there is none.
+    """Read the index in the target; None if there is none.
 
     Raises:
-        ColabUtilsError: the target is the source, is written by a preprocess, or holds other
-            shards.
+        ColabUtilsError: if the target is the source, a preprocess is writing into it, or it holds
+            other shards than the source.
     """
     with explain_write(target):
         if is_same_place(source, target):
@@ -401,7 +413,7 @@ def _is_copy(previous: ShardIndex, index: ShardIndex) -> bool:
 
 
 def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo, ...]:
-    """Return the first shards that fit into the limit; all of them without one."""
+    """Return the first shards that fit into the limit; all shards if there is no limit."""
     if limit_gb is None:
         return index.shards
     ends = accumulate(shard.bytes + shard.arrays_bytes for shard in index.shards)
@@ -410,7 +422,7 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
         first = index.shards[0]
         first_gb = (first.bytes + first.arrays_bytes) / 1e9
         raise ColabUtilsError(
-            f"limit_gb={limit_gb:g} holds no shard: the first one takes {first_gb:.3g} GB. Raise "
+            f"limit_gb={limit_gb:g} is too small: the first shard takes {first_gb:.3g} GB. Raise "
             "the limit."
         )
     return tuple(chosen)
@@ -419,11 +431,18 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
 def check_space(
     target: Place, files: list[tuple[str, int, str]], *, cached: bool, ahead_bytes: int = 0
 ) -> None:
-    """Refuse a copy that the disk cannot hold, before its first byte.
+    """Check, before the first byte is copied, that the disk has space for the copy.
 
-    ``cached``: Drive keeps what is read on this disk too. Its cache gives way to what the disk
-    needs, but a file only after its last byte was read: the largest files under way count twice,
-    four of them and as many as hold ``ahead_bytes``.
+    Args:
+        target: the folder to copy into.
+        files: name, bytes and checksum of each file.
+        cached: whether Drive caches what it reads on the same disk. The cache deletes files when
+            the disk needs space, but a file that is still being read stays. So the four largest
+            files count twice, and ``ahead_bytes`` more.
+        ahead_bytes: bytes that are read at the same time in parts of files.
+
+    Raises:
+        ColabUtilsError: if the disk has too little space.
     """
     if isinstance(target, UrlPath):
         return
@@ -441,7 +460,7 @@ def check_space(
 def merge_index(
     index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Place
 ) -> ShardIndex:
-    """Return the target's new index: what was copied, and what lay there before."""
+    """Return the new index of the target: the chosen shards, and sound shards of earlier copies."""
     shards = list(chosen)
     full = index
     if previous is not None:

@@ -34,7 +34,7 @@ class SkippedImage:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard as the index lists it; sizes in bytes, checksums as XXH3-64 in hexadecimal."""
+    """The index's entry for one shard. Sizes are in bytes, checksums are XXH3-64 in hexadecimal."""
 
     name: str
     images: int
@@ -45,8 +45,8 @@ class ShardInfo:
     arrays_bytes: int
     arrays_xxh3_64: str
     tables_xxh3_64: str
-    """Of the arrays without the masks' bits, which the tables hold checksums of: what a loader
-    reads at first.
+    """Checksum of the arrays file without the bits of the masks. A loader first reads this part. It
+    holds checksums of the bits.
     """
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
@@ -58,16 +58,15 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What a folder of shards holds. ``partial`` marks a copy that lists only some of the source's
-    shards.
-    """
+    """What a folder of shards holds. If ``partial``, it lists only some shards of the dataset."""
 
     fingerprint: str
     """XXH3-128 of the annotations file that the shards were made from."""
     recipe: dict[str, Any]
-    """How the images are stored: ``storage``, ``min_size``, ``max_size`` (pixels), ``shard_mb``,
-    ``images_per_shard``; and how the images are divided, ``ramp_mb`` (of the first shards) and
-    ``seed`` (of the images' order; without it, that of the annotations).
+    """The settings of the shards. ``storage``, ``min_size`` and ``max_size`` (pixels) tell how an
+    image is stored. ``shard_mb``, ``images_per_shard`` and ``ramp_mb`` (target sizes of the first
+    shards, in MB) tell how many images a shard holds. ``seed`` gives the random order of the
+    images. Without it, they have the order of the annotations.
     """
     categories: tuple[dict[str, Any], ...]
     """Each category's ``id`` and ``name``."""
@@ -75,8 +74,8 @@ class ShardIndex:
     skipped: tuple[SkippedImage, ...] = ()
     partial: bool = False
     faults: dict[str, int] = dataclasses.field(default_factory=dict)
-    """How many objects are trained wrongly, or not at all, by the kind of their defect; a file
-    without it has none.
+    """How many objects would be trained wrongly, or not at all, for each kind of defect. An
+    ``index.json`` without this entry has no such object.
     """
 
     @property
@@ -96,11 +95,10 @@ class ShardIndex:
 
 
 def read_index(folder: str | Place, retries: Retries | None = None) -> ShardIndex:
-    """Read ``index.json`` of a folder of shards; where Drive fails, ``retries`` try again.
+    """Read ``index.json`` of a folder of shards. The folder may be a URL.
 
-    The folder may lie at a URL.
-
-    An index that is not as it was written is refused only when the same bytes came twice.
+    If Drive fails, ``retries`` tries again. A damaged index is refused only after two reads gave
+    the same bytes.
 
     Raises:
         ColabUtilsError: if there is no folder or no index, the index was changed since it was
@@ -111,7 +109,7 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     read = partial(read_file, path, retries)
     try:
         if isinstance(path, UrlPath):
-            # Whether the server gives parts of files is learned from a small one.
+            # This small read learns whether the server gives parts of files.
             path.read_range(0, 1)
         return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:
@@ -126,7 +124,7 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
             problem = f"There is no {INDEX_NAME} in {folder}"
         raise ColabUtilsError(
             f"{problem}. Run preprocess (or copy) first: "
-            "where it was interrupted, it continues where it stopped."
+            "if it was interrupted, it continues where it stopped."
         ) from None
     except OSError as error:
         reason = explain_os_error(error, "Make the file readable.")
@@ -134,21 +132,21 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
             f"The index in {path} was changed since it was written: {error!s:.100}. Copy the "
-            "folder again, or delete it and run preprocess again: finished shards stay."
+            "folder again, or delete index.json and run preprocess again: finished shards stay."
         ) from None
 
 
 def _parse_index(raw: Any, folder: Place) -> ShardIndex:
-    """Make the index of its JSON, whose checksum shows every change.
+    """Make the index from its JSON. A checksum in the JSON shows every change.
 
     Raises:
-        ColabUtilsError: if it is none of ours, or of another version.
-        KeyError, TypeError, ValueError: if it is not what was written, or names a file outside the
+        ColabUtilsError: if the JSON is not an index of shards, or another version wrote it.
+        KeyError, TypeError, ValueError: if the JSON was changed, or names a file outside the
             folder.
     """
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise ColabUtilsError(
-            f"The index in {folder} is none of {FORMAT_NAME}. Name another folder."
+            f"The index in {folder} is not an index of {FORMAT_NAME}. Name another folder."
         )
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
@@ -169,7 +167,7 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         partial=raw["partial"],
         faults=raw.get("faults", {}),
     )
-    # A name of another kind could lead out of the folder, or to a file of the user.
+    # Any other name could lead out of the folder, or to a file of the user.
     for shard in index.shards:
         arrays_name = shard.name.replace(".tar", ".arrays")
         if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != arrays_name:
@@ -179,8 +177,13 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
 
 def write_index(folder: Place, index: ShardIndex) -> None:
     """Write ``index.json`` under a temporary name, then rename it."""
-    totals = {"images": index.images, "bytes": index.bytes}
-    content = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **totals, **asdict(index)}
+    content = {
+        "format": FORMAT_NAME,
+        "format_version": FORMAT_VERSION,
+        "images": index.images,
+        "bytes": index.bytes,
+        **asdict(index),
+    }
     if not index.faults:
         del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
@@ -188,5 +191,5 @@ def write_index(folder: Place, index: ShardIndex) -> None:
 
 
 def _to_text(content: dict[str, Any]) -> bytes:
-    """Return the one form of an index that its checksum is made of."""
+    """Return the JSON of an index in the form that its checksum is computed from."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -1,8 +1,8 @@
-"""The plan of shards that any machine may write: a small file, and one of annotations a shard.
+"""The plan of shards that several machines write.
 
 ``plan.json`` holds what all shards have in common. The folder ``plan-KEY`` beside it holds the
-annotations of each shard, and what goes as soon as the index is there: the arrays of shards without
-a usable image, and the files that stop a run.
+annotations of each shard, the arrays of shards without a usable image, and the files that stop a
+run. When the index is written, the plan and its folder are removed.
 """
 
 import io
@@ -33,21 +33,21 @@ from colab_utils.shards.source import ShardSource, parse_source
 PLAN_NAME = "plan.json"
 
 _FILES = re.compile(r"plan-[0-9a-f]{16}")
-# What reading a damaged file raises.
+# The errors that reading a damaged file raises.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError, RecursionError, BadZipFile)
-# So often a job looks whether it is to stop.
+# Seconds after which a job checks again whether to stop.
 _LOOK_S = 1.0
 
 
 class ShardJob(NamedTuple):
-    """One shard to write, as it is sent to any machine that sees the folder."""
+    """One shard to write. It can be sent to any machine that sees the folder."""
 
     shards: str
     """The folder of the shards."""
     number: int
     run: str
-    """Key of the plan, and what is new in each run and try: an engine that keeps the outcome of
-    equal calls has none of this one.
+    """Key of the plan, then a text that differs in each run and each try. With it no two calls are
+    equal, so an engine that caches results runs every job.
     """
 
     @property
@@ -60,33 +60,33 @@ class ShardJob(NamedTuple):
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Shards to write, made by `plan_jobs`; ``jobs`` has one job for each."""
+    """The shards to write, planned by `plan_jobs`. ``jobs`` has one job for each shard."""
 
     shards: str
-    """The folder of the shards, an absolute path, as each machine that writes sees it."""
+    """The folder of the shards: a URL, or an absolute path that is the same on every machine."""
     image_folder: str
-    """The folder of the images, in the same way."""
+    """The folder of the images: a URL, or an absolute path that is the same on every machine."""
     fingerprint: str
     """XXH3-128 of the annotations file."""
     recipe: dict[str, Any]
     """How images are stored; see `ShardIndex`."""
     categories: list[dict[str, Any]]
     images: int
-    """Of all shards, and so the two below."""
+    """Images of the whole dataset. ``annotations`` and ``crowds`` are of the whole dataset, too."""
     annotations: int
     crowds: int
     version: str
-    """Of the package: one version writes all shards."""
+    """Version of the package. All shards are written by the same version."""
     source: ShardSource
     """The files that the shards are made of."""
     planned_ns: int
-    """When it was planned, in nanoseconds since 1970."""
+    """When the plan was made, in nanoseconds since 1970."""
     count: int = 0
-    """How many shards are to be written; 0 where the folder is finished."""
+    """Number of shards to write; 0 if the folder is finished."""
 
     @property
     def key(self) -> str:
-        """Return what all plans of the same shards have in common."""
+        """Return a hash that is the same for all plans of the same shards."""
         return hash_bytes(json.dumps(_describe(self), sort_keys=True).encode())
 
     @property
@@ -96,16 +96,16 @@ class JobPlan:
 
     @property
     def jobs(self) -> list[ShardJob]:
-        """Return the jobs of a new run, one for each shard; any machine may do any of them."""
+        """Return the jobs of a new run, one for each shard. Any machine may run any job."""
         run = f"{self.key}-{token_hex(4)}"
         return [ShardJob(self.shards, number, run) for number in range(self.count)]
 
 
 class RunStop(Event):
-    """Whether a job is to give up: an event that is a file in the folder of the shards.
+    """An event that makes jobs give up. It is set when its file is in the folder of the shards.
 
     Args:
-        job: Any one of the run.
+        job: any job of the run.
     """
 
     def __init__(self, job: ShardJob) -> None:
@@ -114,10 +114,10 @@ class RunStop(Event):
         self._next_look_s = 0.0
 
     def is_set(self) -> bool:
-        """Return whether the run was stopped, as it was a second ago."""
+        """Return whether the run was stopped. The file is looked for once a second at most."""
         if monotonic() >= self._next_look_s:
             self._next_look_s = monotonic() + _LOOK_S
-            # The work itself meets a server that fails, too.
+            # If the server fails, the job meets the error in its own reads and writes.
             with suppress(ColabUtilsError):
                 if self._file.exists():
                     self.set()
@@ -127,7 +127,7 @@ class RunStop(Event):
 def make_plan(
     folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
 ) -> JobPlan:
-    """Return the plan of a dataset's shards, which is not saved yet."""
+    """Return the plan of a dataset's shards. Nothing is written."""
     return JobPlan(
         shards=str(folder.absolute()),
         image_folder=str(images.absolute()),
@@ -144,7 +144,7 @@ def make_plan(
 
 
 def describe_source(dataset: SpooledCoco) -> ShardSource:
-    """Return what tells that a JSON is the one that was read."""
+    """Return notes on the JSON that was read, by which it is recognised later."""
     fingerprint = dataset.images.fingerprint
     return ShardSource(fingerprint, dataset.stamp, dataset.annotations, dataset.crowds)
 
@@ -153,7 +153,7 @@ def read_plan(folder: Place) -> JobPlan | None:
     """Read the plan of a folder of shards; None if there is none.
 
     Raises:
-        ColabUtilsError: if it is not what was written.
+        ColabUtilsError: if the plan is damaged.
         DriveLostError: if Drive went away.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -162,9 +162,9 @@ def read_plan(folder: Place) -> JobPlan | None:
 
 
 def save_plan(plan: JobPlan, dataset: SpooledCoco) -> JobPlan:
-    """Write a plan, and the annotations of each of its shards; return it with their number.
+    """Write a plan and the annotations of each shard; return the plan with the number of shards.
 
-    Machines that do it at the same time write the same.
+    Several machines may do this at the same time, because they all write the same annotations.
     """
     parts = split_images(plan.recipe, plan.images)
     plan = replace(plan, count=len(parts))
@@ -197,7 +197,7 @@ def load_part(plan: JobPlan, number: int) -> CocoDataset:
     """Load the annotations of one shard.
 
     Raises:
-        ColabUtilsError: if they are missing or damaged.
+        ColabUtilsError: if the annotations are missing or damaged.
         DriveLostError: if Drive went away.
     """
     path = _name_part(plan, number)
@@ -223,7 +223,7 @@ def _explain_damage(path: Place, reason: object) -> ColabUtilsError:
 
 def _describe(plan: JobPlan) -> dict[str, Any]:
     content = asdict(plan)
-    # The folder may lie elsewhere later, and whoever plans the same shards makes the same files.
+    # The key is made without these, as they may differ between two plans of the same shards.
     for name in ("shards", "source", "planned_ns"):
         del content[name]
     return content

@@ -1,4 +1,4 @@
-"""One shard to write: found finished, or built in memory and written, by any process."""
+"""Write one shard, in any process: build it in memory and write it, unless it is finished."""
 
 import tarfile
 from collections import Counter
@@ -23,9 +23,9 @@ from colab_utils.shards.job_plan import RunStop, ShardJob, load_part, read_plan
 from colab_utils.shards.records import read_image, try_sample
 from colab_utils.streams import require_streams
 
-# More than the arrays of the largest shard.
+# The arrays of the largest shard take fewer bytes.
 _MOST_ARRAYS_BYTES = 1e10
-# What reading damaged arrays raises.
+# The errors that reading damaged arrays raises.
 _DAMAGE = (
     FileNotFoundError,
     AttributeError,
@@ -49,7 +49,7 @@ def name_shard(folder: Place, number: int) -> Place:
 
 
 class ShardPart(NamedTuple):
-    """The part of a dataset that becomes one shard: everything that a process needs."""
+    """The part of a dataset that becomes one shard, and what a process needs to write it."""
 
     path: Place
     """The tar to write."""
@@ -57,21 +57,21 @@ class ShardPart(NamedTuple):
     images: Place
     recipe: dict[str, Any]
     streams: int | str = "auto"
-    """Files that the process reads at the same time."""
+    """Number of files that the process reads at the same time."""
     drive: Place | None = None
-    """Folder that may hold the finished shard, to be copied."""
+    """Folder that may hold the finished shard. If it does, the shard is copied from there."""
     notes: Place | None = None
-    """Folder for the arrays of a shard without a usable image; None keeps none."""
+    """Folder that keeps the arrays of a shard without a usable image; None keeps none."""
 
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """What the processes of one run share."""
+    """The counter and the stop event that all processes of one run share."""
 
     images_done: Any = None
-    """Number of images that are done, as shared memory."""
+    """Number of images that are done, in shared memory."""
     stop: Any = None
-    """Event that tells every process to give up at its next image; another machine has a
+    """Event that makes every process give up at its next image. Processes of an executor have a
     `RunStop`.
     """
 
@@ -79,7 +79,7 @@ class WorkerProgress:
         """Count images that are done.
 
         Raises:
-            ColabUtilsError: the run was stopped.
+            ColabUtilsError: if the run was stopped.
         """
         if self.stop is not None and self.stop.is_set():
             raise ColabUtilsError(
@@ -90,7 +90,7 @@ class WorkerProgress:
                 self.images_done.value += images
 
 
-# Of the run that this process belongs to. Shared memory cannot be sent with a job.
+# The progress of this process's run. It is a global, as shared memory cannot be sent with a job.
 _progress = WorkerProgress()
 
 
@@ -101,19 +101,21 @@ def join_run(progress: WorkerProgress) -> None:
 
 
 def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> ShardIndex:
-    """Write one shard of a plan, on any machine that sees its folders; return an index of it alone.
+    """Write one shard of a plan; return an index that lists only this shard.
 
-    Its bytes depend on the data and the recipe alone, and each file is renamed when it is complete:
-    two machines may write the same shard at the same time, and a job that was killed is run again.
-    A shard that is there already is left as it is, unless an image that was bad has been repaired.
+    Any machine that sees the folders of the plan can write it. The bytes of a shard depend only on
+    the data and the recipe, and a file gets its name when it is complete. So two machines may write
+    the same shard at the same time, and a job that was killed can be run again. A shard that is
+    there already is left as it is, unless one of its bad images was repaired.
 
     Args:
         job: one of the ``jobs`` of `plan_jobs`.
-        streams: files that are read at the same time; "auto" measures.
+        streams: number of files that are read at the same time; "auto" measures how many Drive can
+            serve.
 
     Raises:
-        ColabUtilsError: if its folders are not seen here, the plan was made anew or by another
-            version of the package, or the shard cannot be written.
+        ColabUtilsError: if this machine does not see the folders, the shards were planned again,
+            another version of the package planned them, or the shard cannot be written.
         DriveLostError: if Drive went away.
 
     Example:
@@ -122,13 +124,16 @@ def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> Sh
     folder = open_place(job.shards)
     require_streams(streams)
     plan = Retries().write(folder, read_plan, folder)
-    is_current = plan is not None and plan.files == job.stop_file.parent
-    if plan is None or not is_current or plan.version != colab_utils.__version__:
+    if (
+        plan is None
+        or plan.files != job.stop_file.parent
+        or plan.version != colab_utils.__version__
+    ):
         raise ColabUtilsError(
             f"The plan of this job is not in {folder}: its shards are finished, or were planned "
-            "anew, with other settings, another path of the images, or another version of "
-            f"colab_utils (it is {colab_utils.__version__} here). Name the same ones on every "
-            "machine and plan again: it continues."
+            "again with other settings, another path of the images, or another version of "
+            f"colab_utils (this machine has {colab_utils.__version__}). Use the same settings, "
+            "path and version on every machine and plan again: it continues."
         )
     images = open_place(plan.image_folder)
     require_folder(images)
@@ -140,24 +145,24 @@ def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> Sh
         streams=streams,
         notes=plan.files,
     )
-    # A process of our own pool has a progress already.
+    # A process that `run_here` started has joined its run already.
     progress = _progress if _progress.stop else WorkerProgress(stop=RunStop(job))
     return write_part(part, progress)
 
 
 def run_part(part: ShardPart) -> ShardIndex:
-    """Write a part as a worker of this process's run; see `write_part`."""
+    """Write a part in a process that has joined a run; see `write_part`."""
     return write_part(part, _progress)
 
 
 def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
-    """Write one shard, or find it finished; return an index of it alone.
+    """Write one shard unless it is finished; return an index that lists only this shard.
 
-    The arrays come first, whose head holds the tar's checksum, then the tar. A shard whose images
-    are all bad has no files.
+    The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
+    images are all bad has no files.
 
     Raises:
-        ColabUtilsError: if it cannot be written.
+        ColabUtilsError: if the shard cannot be written.
         DriveLostError: if Drive went away.
     """
     folder = part.path.parent
@@ -170,9 +175,9 @@ def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
         return finished
     tar, arrays = _build_shard(part, progress)
     index = _parse_shard_index(arrays)
-    # Nothing is written after the run was stopped, and another one may have begun.
+    # If the run was stopped, this raises an error: another run may be writing already.
     progress.add(0)
-    # Arrays without a tar are no shard, but a tar without arrays could be anybody's.
+    # Arrays come first, since a tar without arrays could be a file of the user.
     if index.images:
         retries.write(folder, write_file, part.path.with_suffix(".arrays"), arrays)
         retries.write(folder, write_file, part.path, *tar)
@@ -182,7 +187,9 @@ def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
 
 
 def read_shard_index(arrays: Place) -> ShardIndex | None:
-    """Return the index of the one shard that an arrays file describes; None where it is damaged."""
+    """Return an index of the shard that an arrays file describes; None if the file is missing or
+    damaged.
+    """
     try:
         return _parse_shard_index(read_whole(arrays, most_bytes=_MOST_ARRAYS_BYTES))
     except _DAMAGE:
@@ -192,12 +199,13 @@ def read_shard_index(arrays: Place) -> ShardIndex | None:
 def find_shard(
     path: Place, fingerprint: str, recipe: dict[str, Any], notes: Place | None = None
 ) -> ShardIndex | None:
-    """Return the index of a shard as it lies there; None if it is missing, cut short, or another.
+    """Return an index of one finished shard; None if the shard is missing, cut short, or of other
+    data or settings.
 
     Args:
         path: the tar.
-        fingerprint: that of the annotations.
-        recipe: how its images are stored.
+        fingerprint: the fingerprint of the annotations.
+        recipe: how the images are stored.
         notes: see `ShardPart`.
     """
     arrays = path.with_suffix(".arrays")
@@ -213,7 +221,7 @@ def find_shard(
 
 
 def has_files(index: ShardIndex, folder: Place) -> bool:
-    """Return whether all files of an index are there, with their sizes."""
+    """Return whether all files that an index lists are there and have the right sizes."""
     if isinstance(folder, UrlPath) and len(index.shards) > 1:
         sizes = folder.list_sizes()
         return all(sizes.get(name) == size for name, size, _ in index.files())
@@ -221,7 +229,7 @@ def has_files(index: ShardIndex, folder: Place) -> bool:
 
 
 def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> bool:
-    """Return whether no image of a dataset that an index skipped was repaired since."""
+    """Return whether the images of a dataset that an index lists as skipped are all still bad."""
     names = {image.file_name for image in index.skipped}
     if not names:
         return True
@@ -240,7 +248,7 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
 
 
 def _find_finished(part: ShardPart) -> ShardIndex | None:
-    """Return the shard as an earlier run left it; None if it is to be written."""
+    """Return an index of the shard if an earlier run finished it; None if it has to be written."""
     index = find_shard(part.path, part.dataset.fingerprint, part.recipe, part.notes)
     if index is None or not are_still_bad(index, part.images, part.dataset):
         return None
@@ -248,9 +256,9 @@ def _find_finished(part: ShardPart) -> ShardIndex | None:
 
 
 def _copy_shard(part: ShardPart, drive: Place, retries: Retries) -> ShardIndex | None:
-    """Copy the finished shard of an earlier session; return None where there is none.
+    """Copy the finished shard of an earlier session; return an index of it.
 
-    A damaged one is written anew.
+    Return None if there is no such shard, or if it is damaged. Then the shard has to be written.
     """
     index = retries.run(partial(_find_finished, part._replace(path=drive / part.path.name)))
     if index is None:
@@ -267,8 +275,8 @@ def _copy_shard(part: ShardPart, drive: Place, retries: Retries) -> ShardIndex |
 
 
 def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
-    """Return the parts of a tar, and the content of its arrays file."""
-    # The parts are not joined: images that lie as pixels are megabytes to copy.
+    """Build a shard in memory; return the parts of its tar and the content of its arrays file."""
+    # Joining the parts would copy them, and images of raw pixels are megabytes each.
     tar: list[bytes] = []
     tar_bytes = 0
     builder = ArraysBuilder()
@@ -307,9 +315,9 @@ def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes]
 
 
 def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading, None, None]:
-    """Yield the images' files in their order, each asked for before it is needed.
+    """Yield the files of the images in order.
 
-    On Drive, reading is waiting.
+    Files are read before they are needed, because each file on Drive takes long to open.
     """
     retries = Retries(progress.stop)
     read = partial(read_image, part.images, part.dataset, retries=retries)
@@ -321,9 +329,9 @@ def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading,
 
 
 def _parse_shard_index(content: bytes) -> ShardIndex:
-    """Return the index of the one shard that an arrays file's content describes.
+    """Return an index of the shard that the content of an arrays file describes.
 
-    It is partial, as its run may not have ended.
+    The index is ``partial``, because other shards may be missing.
     """
     head, shard = describe_shard(content)
     return ShardIndex(

@@ -1,4 +1,4 @@
-"""The lock of a folder's one writer: of a folder of shards, or of a run's checkpoints."""
+"""A lock that lets only one process write into a folder of shards or of checkpoints."""
 
 import math
 import os
@@ -28,25 +28,26 @@ _OURS = (
     r"shard-\d+\.(?:tar|arrays)|(?:index|arriving|plan)\.json|writer\.txt|run-id|"
     r"(?:checkpoint|best)-\d{8,}\.pt"
 )
-# A name without a machine is one that an older version gave.
+# Older versions gave names without a machine.
 _PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8,24}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
-# Marks of the folders that this process holds.
+# The marks in the lock files of this process.
 _marks: set[str] = set()
-# So often a writer touches its lock, and after so long without it is gone.
+# A writer touches its lock file this often. After _SILENT_S seconds without a touch, it is gone.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
-# No file takes so long to write.
+# Writing a file never takes this long.
 _ABANDONED_S = 3600.0
 
 
 def remove_leftovers(folder: Place) -> None:
-    """Remove what killed processes of this machine wrote in part, and what others left long ago.
+    """Remove half-written files of processes that have ended.
 
-    Nobody can tell from here whether a process on another machine is running.
+    This machine cannot see whether a process of another machine runs. The files of such a process
+    are removed one hour after the last write.
     """
     for path in folder.glob(".*.part"):
         match = _PART.fullmatch(path.name)
-        # Another process may remove it meanwhile.
+        # Another process may remove the file at the same time.
         with suppress(FileNotFoundError):
             if match and not _is_written(path, match[1], int(match[2])):
                 path.unlink()
@@ -55,15 +56,15 @@ def remove_leftovers(folder: Place) -> None:
 @contextmanager
 def hold_folder(folder: Place) -> Iterator[None]:
     """Lock ``folder``: no other process writes into it while the block runs. The folder is made if
-    need be.
+    it does not exist.
 
-    What killed writers left half-written goes before the block, and what the block leaves so, after
-    it.
+    Before and after the block, the half-written files of killed processes are removed.
 
-    On this machine the lock is the system's, on a file in the folder for temporary files: it ends
-    with its process. Other machines see the file ``writer.txt``, which its writer touches every 30
-    seconds; when it has not for 100 seconds, its session has ended. (Drive shows another machine's
-    files with a delay, so two machines that start within seconds of each other can both get in.)
+    Among the processes of this machine, the lock is a file lock of the system, on a file in the
+    folder for temporary files. It ends with its process. Other machines see the file
+    ``writer.txt``, which the writer touches every 30 seconds. A writer that has not touched it for
+    100 seconds counts as ended. (Drive shows the files of another machine with a delay. Two
+    machines that start within seconds of each other can both get the lock.)
 
     Raises:
         ColabUtilsError: if another process writes there, or the folder cannot be written to.
@@ -90,7 +91,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
 
     def touch() -> None:
         while not ended.wait(_TOUCH_S):
-            # The work itself meets the error too.
+            # The block itself meets the same error.
             with suppress(OSError, ColabUtilsError):
                 path.touch()
 
@@ -101,7 +102,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
         if writer:
             raise ColabUtilsError(
                 f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it and "
-                "run the same: it continues. (On another machine it counts as gone after "
+                "run the same again: it continues. (On another machine it counts as gone after "
                 f"{_SILENT_S:.0f} seconds.)"
             )
         _marks.add(mark)
@@ -138,7 +139,7 @@ def lock_here(folder: Place) -> Iterator[bool]:
     with explain_write(temporary):
         file = open(temporary / f"colab_utils-{os.getuid()}-{place}.lock", "ab")  # noqa: SIM115
     with file:
-        # The workers of a killed process would go on holding it.
+        # Forked workers must not hold the lock after their parent was killed.
         register_after_fork(file, type(file).close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,11 +150,11 @@ def lock_here(folder: Place) -> Iterator[bool]:
 
 
 def find_writer(folder: Place, *, is_locked: bool = False) -> str:
-    """Return who writes into a folder: "process 12 on HOST"; "" where nobody does.
+    """Return who writes into a folder, such as "process 12 on HOST"; "" if nobody does.
 
     Args:
-        folder: The folder, which need not be there.
-        is_locked: Whether a process on this machine is known to write there.
+        folder: the folder, which need not exist.
+        is_locked: whether a process on this machine is known to write there.
     """
     path = folder / WRITER_NAME
     lines = ""
@@ -165,10 +166,10 @@ def find_writer(folder: Place, *, is_locked: bool = False) -> str:
     if host != _find_host():
         is_alive = True
     elif pid == str(os.getpid()):
-        # A Drive that was gone when this process ended its writing has kept the mark.
+        # The lock file of this process stays if Drive was gone when the process ended its writing.
         is_alive = mark in _marks
     else:
-        # The lock is found by the folder's path; the same folder may be mounted at two of them.
+        # The system's lock belongs to a path, and the same folder may be mounted at two paths.
         is_alive = pid.isdecimal() and _is_running(int(pid[:9]))
     if is_alive and silent_s < -_SILENT_S:
         is_alive = _is_touched(path)
@@ -177,10 +178,10 @@ def find_writer(folder: Place, *, is_locked: bool = False) -> str:
 
 
 def _is_touched(path: Place) -> bool:
-    """Watch a lock whose time lies in the future; return whether its writer lives."""
+    """Watch a lock file whose time is in the future; return whether its writer touches it."""
     warnings.warn(
-        f"{path} has a time in the future: the clocks of two machines differ. For "
-        f"{_SILENT_S:.0f} seconds it is watched, whether its writer lives.",
+        f"{path} has a time in the future: the clocks of two machines differ. Wait "
+        f"{_SILENT_S:.0f} seconds: it is watched to see whether another process writes there.",
         ColabUtilsWarning,
         stacklevel=2,
     )
@@ -190,9 +191,9 @@ def _is_touched(path: Place) -> bool:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether there is a process of this number that has not ended.
+    """Return whether a process of this number runs.
 
-    A zombie has ended: nobody has asked yet how.
+    A zombie has ended, but its parent has not yet asked for its exit status.
     """
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
@@ -201,12 +202,12 @@ def _is_running(pid: int) -> bool:
 
 
 def _is_written(path: Place, host: str | None, pid: int) -> bool:
-    """Return whether a process may be writing a temporary file."""
+    """Return whether a temporary file may still be written to, by the process in its name."""
     if host in (None, find_host()):
         return _is_running(pid)
     return time() - path.stat().st_mtime < _ABANDONED_S
 
 
 def _find_host() -> str:
-    """Return this machine, and this user."""
+    """Return a text that names this machine and this user."""
     return f"{find_host()} {os.getuid()}"

@@ -1,4 +1,4 @@
-"""Shards written in parts by any machines: plan them, write each anywhere, and finish."""
+"""Write shards on several machines: plan them, write each on any machine, then finish."""
 
 from functools import partial
 from time import perf_counter, time_ns
@@ -7,7 +7,6 @@ from typing import Any, Literal
 import colab_utils
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import FileStamp
 from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_number
@@ -39,7 +38,7 @@ from colab_utils.shards.write import (
 )
 from colab_utils.streams import require_streams
 
-# Shards that a message names.
+# How many missing shards a message lists.
 _NAMED = 100
 
 
@@ -53,25 +52,25 @@ def plan_jobs(
     max_size: int = 1333,
     storage: Storage = "shrink",
 ) -> JobPlan:
-    """Plan the shards that `write_shards` would write, so that any machines write them in parts.
+    """Plan the shards that `write_shards` would write, so that several machines can write them.
 
-    Every machine must see the folders at the same paths, or at the same URLs that fsspec knows.
-    Each job is two short texts and a number: send it wherever you like, and call `write_shard`
-    there. A job that was killed, or was done twice, does no harm. When all are done, `finish`
-    writes the index. The plan lies in the folder of the shards until then; a second call finds it
-    there.
+    Every machine must see the folders at the same paths, or at the same URLs that fsspec knows. A
+    job is a small tuple, two short texts and a number: send it to any machine, and call
+    `write_shard` there. A job that was killed can be run again. A job that is run twice does no
+    harm. When all jobs are done, `finish` writes the index. Until then, the plan lies in the folder
+    of the shards, where a second call of `plan_jobs` finds it.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        shards: the folder to write to; made if need be.
-        shard_mb: size to aim at for each shard, in MB.
+        shards: the folder to write to. It is made if it does not exist.
+        shard_mb: target size of a shard, in MB.
         min_size: the shorter side that training needs, in pixels.
         max_size: the longer side that training needs, in pixels.
-        storage: how images are stored, see `write_shards`.
+        storage: how images are stored; see `write_shards`.
 
     Returns:
-        The plan, whose ``jobs`` has one for each shard; none where the folder is finished.
+        The plan. Its ``jobs`` has one job for each shard, or none if the folder is finished.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, the disk is too small, or the folder
@@ -94,14 +93,16 @@ def plan_jobs(
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
-    is_ours = plan is not None and _has_settings(plan, images, recipe)
-    if plan is not None and is_ours and plan.source.json == stamp_annotations(annotations):
+    # A plan from another path or version is made again. One with other settings is refused below.
+    if plan is not None and not _has_settings(plan, images, recipe):
+        plan = None
+    if plan is not None and plan.source.json == stamp_annotations(annotations):
         return plan
     known = patience.write(folder, find_known, folder, images, annotations, recipe)
     if known is not None:
         return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
-    if plan is not None and is_ours and plan.fingerprint == dataset.images.fingerprint:
+    if plan is not None and plan.fingerprint == dataset.images.fingerprint:
         return plan
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is not None:
@@ -121,16 +122,18 @@ def write_part(
     max_bad: float = 0.01,
     **settings: Any,
 ) -> ShardReport:
-    """Write one part of the shards with processes of this machine, planned if need be.
+    """Write one part of the shards with processes of this machine. If there is no plan, make it.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        part: its number, from 1, and of how many; part 0 is the last one, too.
-        workers: processes; "auto" is one for each core.
-        streams: files that each process reads at the same time; "auto" measures.
+        part: the number of the part, from 1, and how many parts there are. Number 0 is the last
+            part, too.
+        workers: number of processes; "auto" is one for each core.
+        streams: number of files that each process reads at the same time; "auto" measures how many
+            Drive can serve.
         max_bad: the share of all images, and of all objects, that may be bad in this part.
-        **settings: those of `plan_jobs`.
+        **settings: the other arguments of `plan_jobs`.
 
     Raises:
         ColabUtilsError: as `plan_jobs` and `write_shards`.
@@ -145,21 +148,21 @@ def write_part(
     number, parts = part
     jobs = plan.jobs[(number - 1) % parts :: parts]
     run = partial(run_here, partial(write_shard, streams=streams), jobs, processes)
-    return _report_shards(join_index(plan, write_all(plan, run, max_bad)), started_s)
+    return make_report(join_index(plan, write_all(plan, run, max_bad)), started_s)
 
 
 def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
-    """Write the index of shards that were written in parts, from what lies there.
+    """Write the index of shards that several machines have written.
 
-    It waits for nobody, and may be called again.
+    This does not wait for shards that are still being written. It may be called again.
 
     Args:
         shards: the folder of the shards.
         max_bad: the share of bad images, and of bad objects, that is allowed.
 
     Raises:
-        ColabUtilsError: if shards are missing, which it names, or too much is bad, or there are no
-            shards.
+        ColabUtilsError: if shards are missing (the message lists them), too many images or objects
+            are bad, or the folder has no shards.
 
     Example:
         See `plan_jobs`.
@@ -170,15 +173,15 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
     if plan is None:
-        return _report_shards(read_index(folder, patience), started_s)
+        return make_report(read_index(folder, patience), started_s)
     with ThreadPool(COPY_STREAMS) as pool:
         indexes = list(pool.map(partial(_find, folder, plan), range(plan.count)))
     missing = [str(number) for number, index in enumerate(indexes) if index is None]
     if missing:
         raise ColabUtilsError(
             f"{len(missing):,} of {plan.count:,} shards are missing in {folder}: number "
-            f"{', '.join(missing[:_NAMED])}. Run their parts, or all parts, again: what is there "
-            "is left as it is. Then finish."
+            f"{', '.join(missing[:_NAMED])}. Run their parts, or all parts, again: finished shards "
+            "are left as they are. Then finish."
         )
     done = [index for index in indexes if index is not None]
     check_bad(plan, done, max_bad)
@@ -188,7 +191,7 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
 
 
 def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
-    """Return whether a plan is one of these images and settings, and of this version."""
+    """Return whether a plan has these images and settings, and this version made it."""
     return (
         plan.recipe.items() >= recipe.items()
         and plan.image_folder == str(images.absolute())
@@ -197,7 +200,7 @@ def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
 
 
 def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: ShardSource) -> JobPlan:
-    """Return the plan of a folder that is known to be finished."""
+    """Return the plan of a finished folder, which has no jobs."""
     return JobPlan(
         shards=str(folder.absolute()),
         image_folder=str(images.absolute()),
@@ -216,10 +219,3 @@ def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: Shard
 def _find(folder: Place, plan: JobPlan, number: int) -> ShardIndex | None:
     path = name_shard(folder, number)
     return Retries().run(partial(find_shard, path, plan.fingerprint, plan.recipe, plan.files))
-
-
-def _report_shards(index: ShardIndex, started_s: float) -> ShardReport:
-    """Return the report of shards alone, which do not tell what else the annotations have."""
-    annotations = sum(shard.annotations for shard in index.shards)
-    source = ShardSource(index.fingerprint, FileStamp("", -1, 0), annotations, crowds=0)
-    return make_report(index, started_s, source)

@@ -1,4 +1,4 @@
-"""What shards of a dataset will cost, tried on a few of its images; and the settings of a run."""
+"""The settings of shards, and what the shards of a dataset will cost, measured on a few images."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,27 +26,28 @@ from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.stored_images import Storage
 from colab_utils.units import format_bytes
 
-# The size that the first shard aims at, in MB, and the seed of the images' order.
+# Target size of the first shard.
 _FIRST_SHARD_MB = 4
+# Seed of the order of the images.
 _ORDER_SEED = 0
-# Images from which the images of a shard, and a plan, are worked out.
+# A few images are measured, and stand for the whole dataset.
 _TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
 _RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
 
 Annotations = str | Place | SpooledCoco
-"""A COCO JSON, or what `open_annotations` made of it: who needs it twice reads it once."""
+"""A COCO JSON, or the result of `open_annotations`. With the result, the JSON is not read again."""
 
 
 def count_processes(workers: int | Literal["auto"]) -> int:
-    """Return the number of processes that write: one for each core, unless you choose."""
+    """Return the number of processes that write. "auto" is one for each core."""
     if workers == "auto":
         return count_cores()
     return require_count("workers", workers, most=_MOST_WORKERS)
 
 
 def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
-    """Return the recipe of these settings, each of a type that JSON knows.
+    """Check settings; return them as a recipe, which JSON can hold.
 
     Raises:
         ColabUtilsError: if a setting is out of range.
@@ -60,15 +61,15 @@ def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
 
 
 def complete_recipe(recipe: dict[str, Any], image_bytes: float) -> dict[str, Any]:
-    """Add to the recipe of new shards what divides the images among them.
+    """Return a recipe of new shards with the settings that divide the images among the shards.
 
-    The first shards are small, so that training can begin on them: each aims at twice the size of
-    the one before, up to ``shard_mb``. The images come in a random order, as many exports are
+    The first shards are small, so that training can begin early. Each is about twice as large as
+    the one before, up to ``shard_mb``. The order of the images is random, because many datasets are
     sorted by class.
 
     Args:
-        recipe: as `make_recipe` gives it.
-        image_bytes: what an image takes in a shard, on average.
+        recipe: the result of `make_recipe`.
+        image_bytes: bytes that an image takes in a shard, on average.
     """
     shard_mb = recipe["shard_mb"]
     ramp_mb = []
@@ -86,9 +87,9 @@ def complete_recipe(recipe: dict[str, Any], image_bytes: float) -> dict[str, Any
 
 
 def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]:
-    """Return the images of each shard, by their places in the annotations file: int64 each.
+    """Return the images of each shard: int64 [I], the places of the images in the annotations file.
 
-    Recipes of older versions have no ramp, no seed, or neither.
+    Recipes of older versions may have no ``ramp_mb`` and no ``seed``.
 
     Example:
         >>> recipe = {"shard_mb": 16, "images_per_shard": 4, "ramp_mb": [4, 8]}
@@ -97,7 +98,7 @@ def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]
     """
     order = np.arange(images)
     if "seed" in recipe:
-        # No version of numpy changes what this generator draws.
+        # RandomState draws the same numbers in every version of numpy.
         order = np.random.RandomState(recipe["seed"]).permutation(images)
     full = recipe["images_per_shard"]
     ramp = [max(1, round(full * mb / recipe["shard_mb"])) for mb in recipe.get("ramp_mb", ())]
@@ -106,22 +107,20 @@ def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]
 
 
 def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
-    """Return the order in which shards come: the small first ones, then the others at random."""
+    """Return an order of the shards: the small first ones, then the others at random."""
     ramp = min(shards, len(recipe.get("ramp_mb", ())))
     others = ramp + np.random.default_rng(seed).permutation(shards - ramp)
     return [*range(ramp), *others.tolist()]
 
 
 def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCoco:
-    """Open the annotations, checked for all that cannot be skipped image by image.
+    """Open the annotations, and check them for faults that skipping an image cannot mend.
 
-    Those that are open already are returned as they are.
-
-    Where Drive fails it is tried again.
+    Annotations that are open already are returned as they are. If Drive fails, it is tried again.
 
     Raises:
-        ColabUtilsError: if there is no image folder, or the annotations are not COCO, are empty, or
-            refer to what is not there.
+        ColabUtilsError: if there is no image folder, or the annotations are not COCO, list no
+            image, or refer to an image or a category that they do not list.
     """
     if isinstance(annotations, SpooledCoco):
         return annotations
@@ -132,7 +131,7 @@ def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCo
 
 
 def stamp_annotations(annotations: Annotations) -> FileStamp:
-    """Return what tells that a JSON is the one that it was."""
+    """Return the stamp of the JSON, which differs if the file was changed in the meantime."""
     if isinstance(annotations, SpooledCoco):
         return annotations.stamp
     return stamp_file(open_place(annotations))
@@ -140,17 +139,17 @@ def stamp_annotations(annotations: Annotations) -> FileStamp:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What :func:`plan_shards` picked, and what it costs on this machine."""
+    """The storage that :func:`plan_shards` picked, and what it costs on this machine."""
 
     storage: Storage
     reason: str
     bytes: int
-    """Of the complete dataset, in the shards and their arrays."""
+    """Size of the shards and their arrays, for the complete dataset."""
     write_s: float
     """Seconds to write the complete dataset."""
     images: int
     sampled_images: int
-    """Those that it was measured on."""
+    """Images that were measured."""
 
     def __str__(self) -> str:
         cost = f"{format_bytes(self.bytes)} and {self.write_s / 60:.1f} minutes to write"
@@ -167,18 +166,18 @@ def plan_shards(
     max_size: int = 1333,
     workers: int | Literal["auto"] = "auto",
 ) -> ShardPlan:
-    """Pick a storage for `write_shards`, and try it on a few images; nothing is written.
+    """Pick a storage for `write_shards`, and measure it on a few images. Nothing is written.
 
-    Where no image is larger than training needs, every file keeps its bytes; else the larger ones
-    are shrunk. Raw pixels are taken only where you ask for them.
+    If no image is larger than training needs, "keep" is picked: every file keeps its bytes. Else
+    "shrink" is picked. "pixels" is measured only if you name it.
 
     Args:
         images: the image folder.
-        annotations: COCO instance JSON, or what `open_annotations` made of it.
-        storage: "auto" picks; any other is taken.
+        annotations: COCO instance JSON, or the result of `open_annotations`.
+        storage: the storage to measure (see `write_shards`); "auto" picks it.
         min_size: the shorter side that training needs, in pixels.
         max_size: the longer side that training needs, in pixels.
-        workers: processes that will write; "auto" is one for each core.
+        workers: number of processes that will write; "auto" is one for each core.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, no image is usable, or a setting is
@@ -202,7 +201,7 @@ def plan_shards(
         recipe["storage"], reason = _pick_storage(dataset.images, min_size, max_size)
     images = open_place(images)
     sample = select_sample(dataset)
-    # This loads the libraries, before anything is timed.
+    # The first image loads the libraries, which must not be timed.
     with suppress(ColabUtilsError):
         try_images(images, sample.subset(0, 1), recipe)
     with fork_pool(processes) as pool:
@@ -219,7 +218,10 @@ def plan_shards(
 
 
 def _pick_storage(dataset: CocoDataset, min_size: int, max_size: int) -> tuple[Storage, str]:
-    """Return a storage and its reason, by the sizes that the annotations give (0: none)."""
+    """Return a storage and the reason for it, by the sizes in the annotations.
+
+    An image counts as larger than training needs if the annotations give no size (0).
+    """
     shorter = dataset.sizes.min(1)
     longer = dataset.sizes.max(1)
     is_larger = (shorter > min_size) | (longer > max_size) | (shorter == 0)
@@ -248,29 +250,29 @@ def select_sample(dataset: SpooledCoco) -> CocoDataset:
 def try_images(
     images: Place, sample: CocoDataset, recipe: dict[str, Any], run: Any = map
 ) -> list[ImageCost]:
-    """Return what each image of a sample costs; bad ones are left out.
+    """Return what each image of a sample costs. Bad images are left out.
 
     Raises:
-        ColabUtilsError: if all are bad.
+        ColabUtilsError: if all images of the sample are bad.
     """
     parts = [sample.subset(i, i + 1) for i in range(len(sample))]
     started_s = perf_counter()
     contents = _read_at_once(images, parts)
-    # Files are read ahead, while others are worked on.
+    # Several files are read at once, as a writer reads them, so each takes its share of the time.
     read_s = (perf_counter() - started_s) / len(parts)
     outcomes = list(run(partial(_try_image, recipe, read_s), parts, contents))
     costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
     if not costs:
         example = outcomes[0]
         raise ColabUtilsError(
-            f"No image that was looked at in {images} can be used, such as {example.file_name}: "
+            f"No image that was tried in {images} can be used; the first is {example.file_name}: "
             f"{example.reason}. Name the right image folder, or see `check`."
         )
     return costs
 
 
 def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
-    """Return the content of each dataset's only image, or why it cannot be read."""
+    """Read the only image of each dataset, all at the same time; return its bytes or its error."""
 
     def read(place: int) -> bytes:
         return read_image(images, parts[place], 0, retries)
@@ -292,7 +294,7 @@ def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | Colab
 def _try_image(
     recipe: dict[str, Any], read_s: float, part: CocoDataset, content: bytes | ColabUtilsError
 ) -> ImageCost | SkippedImage:
-    """Return the cost of a dataset's only image, or why it is bad."""
+    """Return the cost of the only image of a dataset, or a `SkippedImage` if it is bad."""
 
     def read() -> bytes:
         if isinstance(content, ColabUtilsError):

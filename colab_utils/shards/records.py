@@ -1,4 +1,4 @@
-"""One image of a shard: its record, and the members of the tar that hold both."""
+"""The record of one image, and the two members of the tar that hold the image and its record."""
 
 import json
 import tarfile
@@ -18,11 +18,11 @@ from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.stored_images import StoredImage, store_image
 
 MISSING = "the file is missing"
-"""Why an image was left out whose file was not found."""
+"""The reason for leaving out an image whose file was not found."""
 
 
 class Member(NamedTuple):
-    """One file in a tar, in the parts that follow one another there."""
+    """One file in a tar: its three parts, in order."""
 
     header: bytes
     data: bytes
@@ -33,12 +33,12 @@ class Sample(NamedTuple):
     """One image as it goes into a shard."""
 
     record: dict[str, Any]
-    """As `make_record` gives it."""
+    """The result of `make_record`."""
     members: list[Member]
     """Files of the tar: the image, and its record."""
     faults: Counter[str]
-    """Objects that may be trained wrongly, or not at all, by their kind: see `count_faults`; and
-    images that may be turned.
+    """How many objects may be trained wrongly, or not at all, for each kind of fault (see
+    `count_faults`). An image whose rotation is unclear is counted, too.
     """
 
 
@@ -48,11 +48,12 @@ def make_record(
     stored: StoredImage,
     faults: Counter[str] | None = None,
 ) -> dict[str, Any]:
-    """Make the content of ``KEY.json``: COCO form at the stored size, masks as compressed RLE.
+    """Make the record of an image, which becomes ``KEY.json``. It has the form of COCO, at the size
+    of the stored image.
 
-    The counts of RLE are bytes. Masks are rasterised at the original size and then resized, as
-    torchvision's transform does. What `count_faults` finds is added to ``faults``, and annotations
-    of nothing, which are left out.
+    Masks are compressed RLE, whose counts are bytes. They are rasterised at the original size and
+    then resized, as torchvision's transform does. Empty annotations are left out. The results of
+    `count_faults` and the number of empty annotations are added to ``faults``.
 
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
@@ -101,7 +102,7 @@ def dump_record(record: dict[str, Any]) -> bytes:
 
 
 def load_record(data: bytes) -> dict[str, Any]:
-    """Read the bytes of ``KEY.json`` back into a record, as `make_record` gives it."""
+    """Return the record that the bytes of ``KEY.json`` hold, in the form of `make_record`."""
     record: dict[str, Any] = json.loads(data)
     for annotation in record["annotations"]:
         rle = annotation["segmentation"]
@@ -129,16 +130,16 @@ def read_image(
 def try_sample(
     read: Callable[[], bytes], dataset: CocoDataset, i: int, recipe: dict[str, Any]
 ) -> Sample | SkippedImage:
-    """Make one image's sample; a `SkippedImage` if the image or an annotation is bad.
+    """Make the sample of one image; return a `SkippedImage` if the image or an annotation is bad.
 
     Args:
-        read: gives the bytes of the image's file.
+        read: returns the bytes of the image's file.
         dataset: the annotations.
-        i: which of their images.
-        recipe: how to store it.
+        i: the place of the image in the annotations.
+        recipe: how to store the image.
 
     Raises:
-        DriveLostError: if Drive went away, which tells nothing about the image.
+        DriveLostError: if Drive went away. The image may be sound.
     """
     image = dataset.image(i)
     faults = Counter[str]()

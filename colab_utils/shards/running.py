@@ -1,4 +1,4 @@
-"""Jobs on processes of this machine, or on anybody's executor: a few at a time, lost ones again."""
+"""Run jobs on processes of this machine or on an executor: a few at a time, and lost ones again."""
 
 import multiprocessing
 from collections import Counter
@@ -15,16 +15,16 @@ from colab_utils.shards.index import ShardIndex
 from colab_utils.shards.job_plan import JobPlan, ShardJob
 from colab_utils.shards.jobs import WorkerProgress, join_run
 
-# Jobs that a worker has before it, so that it never waits for the next one.
+# Jobs that are submitted for each worker, so that no worker waits for its next job.
 _AHEAD = 4
-# The same for all workers together, where nobody says how many there are.
+# Jobs that are submitted for all workers, if their number is not known.
 _MOST_AHEAD = 256
-# So long jobs at work may take to give up: network folders show a new file late.
+# Seconds that running jobs have to give up. A network folder shows the stop file late.
 _STOP_S = 60.0
 
 Runs = Generator[tuple[list[ShardIndex], int], None, None]
-"""Gives shards that were finished since the last time, and how many images are done in all, as far
-as that is known.
+"""Yields the shards that were finished since the last time, and the number of images that are done
+in all (0 if that is not known).
 """
 
 
@@ -32,7 +32,7 @@ def run_here(run: Callable[[Any], ShardIndex], jobs: Iterable[Any], processes: i
     """Run every job on processes of this machine.
 
     Raises:
-        ColabUtilsError: a job failed, or the system ended a process.
+        ColabUtilsError: if a job failed, or the system ended a process.
     """
     context = multiprocessing.get_context("fork")
     with explain_shared_memory():
@@ -44,7 +44,7 @@ def run_here(run: Callable[[Any], ShardIndex], jobs: Iterable[Any], processes: i
     with fork_pool(len(first) or 1, join_run, progress) as pool:
         all_jobs = chain(first, source)
         for finished in _run(pool, run, all_jobs, processes * _AHEAD, progress.stop.set):
-            # It is read without its lock, which a worker that was killed may hold.
+            # The counter is read without its lock, because a killed worker may hold the lock.
             yield finished, images_done.get_obj().value
 
 
@@ -59,7 +59,7 @@ def run_elsewhere(
     """Run every job of a plan on an executor.
 
     Raises:
-        ColabUtilsError: a job failed, or its worker was lost more than ``retries`` times.
+        ColabUtilsError: if a job failed, or its worker was lost more than ``retries`` times.
     """
     jobs = plan.jobs
     ahead = _MOST_AHEAD if workers is None else workers * _AHEAD
@@ -75,11 +75,17 @@ def _run(
     stop: Callable[[], object],
     retries: int | None = None,
 ) -> Generator[list[ShardIndex], None, None]:
-    """Yield what was finished, several times a second, with so many jobs under way.
+    """Yield the shards that were finished, several times a second.
 
-    After an error ``stop`` is called, and what is at work is waited for: a job that waits on an
-    engine cannot be told from one at work, so that none is cancelled. ``retries`` of None are those
-    of a pool of our own, which explains a lost worker itself.
+    Args:
+        executor: the pool or the engine that runs the jobs.
+        run: writes the shard of a job.
+        jobs: the jobs.
+        ahead: number of jobs that are submitted at the same time.
+        stop: called after an error. Running jobs are then waited for. No job is cancelled, because
+            a job that still waits in the engine looks like one that runs.
+        retries: how often a job is submitted again after its worker was lost. None is for
+            `fork_pool`, which explains a lost worker itself.
     """
     waiting = iter(jobs)
     running: dict[Future[ShardIndex], Any] = {}
@@ -98,12 +104,12 @@ def _run(
                 if index is not None:
                     finished.append(index)
                     continue
-                # No engine has an answer to it yet.
+                # An engine that caches results has none for this new text.
                 job = job._replace(run=f"{job.run}-{losses[job.number]}")
                 running[_submit(executor, run, job, retries)] = job
             yield finished
     except BaseException:
-        # What went wrong before is what the user has to know.
+        # The user has to see the first error, not one that follows from it.
         with suppress(OSError, ColabUtilsError):
             stop()
         until_s = monotonic() + _STOP_S
@@ -127,7 +133,7 @@ def _submit(
 def _take(
     future: Future[ShardIndex], job: Any, losses: Counter[int], retries: int | None
 ) -> ShardIndex | None:
-    """Return the index of a shard; None where its worker was lost and it is to be tried again."""
+    """Return the index of a shard; None if its worker was lost and the job is to be run again."""
     try:
         return future.result()
     except ColabUtilsError:
@@ -136,7 +142,7 @@ def _take(
         if retries is None:
             raise
         losses[job.number] += 1
-        # An engine that cancels a job has lost its coordinator, and would keep silent.
+        # An engine that cancels a job has lost its coordinator, so it would not answer again.
         if losses[job.number] > retries or isinstance(error, CancelledError):
             raise _explain_loss(job, error) from error
         return None
@@ -145,7 +151,7 @@ def _take(
 def _explain_loss(job: ShardJob, error: Exception) -> ColabUtilsError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return ColabUtilsError(
-        f"shard-{job.number:06d} was not written: the executor lost it, or takes nothing more "
-        f"({reason:.200}). See to its workers and run the same again: it continues after what is "
-        "finished."
+        f"shard-{job.number:06d} was not written: the executor lost it, or takes no more jobs "
+        f"({reason:.200}). Check the workers and run the same again: it continues after the "
+        "finished shards."
     )

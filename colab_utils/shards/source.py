@@ -1,5 +1,5 @@
-"""Notes on the files that shards were made of. By them a finished folder is known without reading
-the JSON and the bad images again.
+"""Notes on the files that shards were made of. With them, a finished folder is recognised without
+reading the JSON and the bad images again.
 
 The notes lie in a file beside the index, not in the index, because they hold the times of files.
 The index depends on the data alone, and a copy of the data has other times. Where the notes are
@@ -7,7 +7,6 @@ missing or damaged, the data are read.
 """
 
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,7 +28,7 @@ _STREAMS = 32
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Sizes and times of the files that shards were made of, at that time."""
+    """Sizes and times that the JSON and the bad images had when the shards were written."""
 
     fingerprint: str
     """XXH3-128 of the JSON."""
@@ -49,8 +48,8 @@ def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
 
     Args:
         folder: the folder of the shards.
-        fingerprint: the one in the index. Notes with another one are of earlier shards, and are not
-            returned.
+        fingerprint: the fingerprint in the index. Notes with another fingerprint belong to earlier
+            shards, and are not returned.
     """
     with suppress(OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         source = parse_source(json.loads(read_file(folder / SOURCE_NAME)))
@@ -62,7 +61,7 @@ def parse_source(content: dict[str, Any]) -> ShardSource:
     """Return the notes from their JSON.
 
     Raises:
-        AttributeError, KeyError, TypeError: the JSON is not what `keep_source` writes.
+        AttributeError, KeyError, TypeError: if the JSON is not what `keep_source` writes.
     """
     skipped = {name: FileStamp(*stamp) for name, stamp in content["skipped"].items()}
     return ShardSource(**{**content, "json": FileStamp(*content["json"]), "skipped": skipped})
@@ -73,12 +72,12 @@ def keep_source(
 ) -> None:
     """Write notes on the shards of a folder, if the folder can be written to.
 
-    Nothing is written if all images are in the shards and the JSON is small: to read it takes less
-    than a second.
+    Nothing is written if all images are in the shards and the JSON is small, because reading it
+    again takes less than a second.
 
     Args:
         folder: the folder of the shards.
-        index: what it holds.
+        index: the index of this folder.
         images: the image folder.
         source: the notes on the JSON.
         before_ns: the time before the first image was read, in nanoseconds since 1970. A file that
@@ -87,10 +86,8 @@ def keep_source(
     if not index.skipped and source.json.bytes < _SMALL_BYTES:
         return
     stamps = stamp_images(images, [image.file_name for image in index.skipped])
-    for name, stamp in list(stamps.items()):
-        if stamp.modified_ns >= before_ns:
-            del stamps[name]
-    kept = replace(source, skipped=stamps)
+    unchanged = {name: stamp for name, stamp in stamps.items() if stamp.modified_ns < before_ns}
+    kept = replace(source, skipped=unchanged)
     if read_source(folder, index.fingerprint) == kept:
         return
     with suppress(OSError, UnavailableError):
@@ -108,13 +105,12 @@ def list_changed(index: ShardIndex, source: ShardSource | None, images: Place) -
     }
 
 
-def stamp_images(images: Place, names: Iterable[str]) -> dict[str, FileStamp]:
+def stamp_images(images: Place, names: list[str]) -> dict[str, FileStamp]:
     """Return the size and time of the file of each name. A name without a file is left out.
 
     Raises:
-        DriveLostError: Drive went away.
+        DriveLostError: if Drive went away.
     """
-    names = list(names)
     with ThreadPool(_STREAMS) as pool:
         stamps = zip(names, pool.map(partial(_stamp_image, images), names), strict=True)
         return {name: stamp for name, stamp in stamps if stamp is not None}

@@ -1,4 +1,4 @@
-"""Images as a shard stores them: kept as they are where possible, shrunk once where too large."""
+"""Images as a shard stores them: their bytes are kept where possible, and large ones shrunk."""
 
 import io
 from typing import Literal, NamedTuple
@@ -16,8 +16,8 @@ from colab_utils.data.decoding import (
 from colab_utils.data.sizes import plan_size
 
 Storage = Literal["keep", "shrink", "pixels"]
-"""How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw
-pixels.
+"""How a shard stores images: "keep" keeps their size, "shrink" shrinks the larger ones once, and
+"pixels" shrinks, too, and stores raw pixels.
 """
 
 _JPEG_QUALITY = 95
@@ -26,43 +26,43 @@ _KEPT_KINDS = ("JPEG", "MPO", "PNG")
 
 _KEPT_MODES = ("RGB", "L")
 
-# The byte of a PNG that holds its bits a channel.
+# Offset of the byte of a PNG that holds its bits a channel.
 _PNG_DEPTH = 24
 
 
 class StoredImage(NamedTuple):
-    """An image as it goes into a shard; sizes are height and width in pixels."""
+    """An image as a shard stores it. Sizes are height and width in pixels."""
 
     extension: str
     data: bytes
     size: tuple[int, int]
     original: tuple[int, int]
     is_unclear: bool = False
-    """Whether EXIF turns the image, and the annotations do not say whether they are of it turned.
-    """
+    """Whether EXIF turns the image, and it is not known if the annotations are for it turned."""
 
 
 @guard_pillow()
 def store_image(
     data: bytes, size: tuple[int, int], *, min_size: int, max_size: int, storage: Storage = "shrink"
 ) -> StoredImage:
-    """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store
-    its pixels.
+    """Decode an image to be sure that it is complete, then keep its bytes, shrink it, or store its
+    pixels.
 
-    JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become 8-bit RGB PNG; what is
-    larger than training needs is shrunk with an antialiased filter (to JPEG, or PNG if it was PNG).
+    JPEG and 8-bit PNG, RGB or grey, keep their bytes. Other kinds, and images that EXIF turns,
+    become 8-bit RGB PNG. An image that is larger than training needs is shrunk with an antialiased
+    filter. JPEG and WebP then become JPEG, and other kinds PNG.
 
     Args:
         data: the file's bytes.
-        size: height and width that the annotations give; 0 where they give none.
+        size: height and width in the annotations; 0 if they give none.
         min_size: shorter side that training needs, in pixels.
         max_size: longer side that training needs, in pixels.
-        storage: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as
-            ``.npy``.
+        storage: "shrink" shrinks larger images; "keep" shrinks nothing; "pixels" shrinks, then
+            stores uint8 [H, W, 3] as ``.npy``.
 
     Raises:
-        ColabUtilsError: if the data is not a complete image, or its size is not what the
-            annotations say.
+        ColabUtilsError: if the data is not a complete image, or its size is not the size in the
+            annotations.
     """
     image = open_image(data)
     kind = image.format or ""
@@ -73,7 +73,7 @@ def store_image(
     stored = original
     if storage != "keep":
         stored = plan_size(*original, min_size=min_size, max_size=max_size)
-    # Pillow reads 16 bits a channel as 8, torchvision does not.
+    # Pillow reduces 16 bits a channel to 8, but torchvision does not.
     is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
     is_kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not is_deep
     if is_kept and stored == original and storage != "pixels":
@@ -89,7 +89,7 @@ def store_image(
 
 def _encode(image: Image.Image, extension: str) -> bytes:
     file = io.BytesIO()
-    # Pillow would write what the original file held beside its pixels.
+    # Else Pillow would write the metadata of the original file, too.
     image.info = {}
     if extension == "npy":
         np.save(file, np.asarray(image))

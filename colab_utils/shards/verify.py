@@ -37,11 +37,12 @@ class VerifyReport:
 def verify_shards(folder: str | Place) -> VerifyReport:
     """Read every file of a folder of shards and compare its size and checksum with the index.
 
-    The folder may lie at a URL that fsspec knows, such as ``s3://bucket/shards``.
+    The folder may be a URL that fsspec knows, such as ``s3://bucket/shards``.
 
     Raises:
-        ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
-        DriveLostError: if Drive went away and did not come back; nothing was changed.
+        ColabUtilsError: if there is no folder or no index, or the index was changed or is of
+            another version.
+        DriveLostError: if Drive went away and did not come back. Nothing was changed.
 
     Example:
         >>> verify_shards("no/such/folder")
@@ -69,15 +70,17 @@ def verify_shards(folder: str | Place) -> VerifyReport:
 def find_fault(
     folder: Place, files: Iterable[tuple[str, int, str]], retries: Retries | None = None
 ) -> str:
-    """Name the first of these files that is not what was written, and why; "" if there is none."""
+    """Return what is wrong with the first file that is missing or was changed; "" if none is."""
     for name, size, checksum in files:
         path = folder / name
         try:
             with guard_drive(path):
                 if not has_size(path, size):
                     count = path.stat().st_size
-                    difference = f"{count:,} bytes where {size:,} were written"
-                    return f"{name} has {difference}: it was cut short or changed"
+                    return (
+                        f"{name} has {count:,} bytes where {size:,} were written: it was cut short "
+                        "or changed"
+                    )
             if hash_file(path, retries)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
         except FileNotFoundError:

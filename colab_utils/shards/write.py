@@ -1,6 +1,7 @@
-"""Write COCO data as shards: several processes, each writes one shard at a time; the index is last.
+"""Write COCO data as shards.
 
-A run that is interrupted leaves only finished shards; the same call continues after the last one.
+Several processes write, each one shard at a time. The index of the folder is written last. An
+interrupted run leaves only finished shards. The same call then writes the other ones.
 """
 
 from collections import Counter
@@ -76,12 +77,12 @@ class ShardReport:
     storage: Storage = "shrink"
     """How the images are stored; see :func:`write_shards`."""
     annotations: int = 0
-    """Of all images."""
+    """Annotations of all images."""
     crowds: int = 0
-    """Of them, with ``iscrowd``: the shards keep these, and training leaves them out."""
+    """Annotations with ``iscrowd``. The shards keep them, but training leaves them out."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Objects that are trained wrongly, or not at all, and empty annotations, by the kind of defect
-    that `check_dataset` names.
+    """How often each kind of defect occurs. The kinds are those of `check_dataset`. Training would
+    use a defective object wrongly, or not at all.
     """
 
     def __str__(self) -> str:
@@ -113,37 +114,42 @@ def write_shards(
     retries: int = 2,
     max_bad: float = 0.01,
 ) -> ShardReport:
-    """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat
-    arrays.
+    """Write a COCO dataset as shards. A shard is an uncompressed tar that WebDataset reads, and a
+    file of flat arrays.
 
-    Each of the three places is a path, or a URL that fsspec knows, such as ``s3://bucket/shards``.
+    ``images``, ``annotations`` and ``shards`` are paths, or URLs that fsspec knows, such as
+    ``s3://bucket/shards``.
 
-    Images keep their bytes, unless they are larger than training needs: those are shrunk once. A
-    bad image (missing, cut short, not an image, or with an annotation that has no usable mask) is
-    skipped and reported. The images come in a random order, the same for all who write them, as
-    many annotations are sorted by class: ``image_id`` tells which image is which. What each
-    ``storage`` costs on this machine, `plan_shards` measures.
+    Images keep their bytes where possible. An image that is larger than training needs is shrunk
+    once. A bad image is skipped and reported: its file is missing, cut short or not an image, or
+    one of its annotations has no usable mask. The images are stored in a random order, because many
+    annotation files are sorted by class. The order is the same in every run. ``image_id`` tells
+    which image is which. To see what a ``storage`` costs on this machine, call `plan_shards`.
 
     Args:
         images: the image folder.
-        annotations: COCO instance JSON, or what `open_annotations` made of it.
-        shards: the folder to write to; made if need be. A finished folder of the same data is left
-            as it is.
-        shard_mb: size to aim at for each shard, in MB. The first ones are smaller, 4, 8, 16 and so
-            on, so that training can begin before all are there.
+        annotations: COCO instance JSON, or the result of `open_annotations`.
+        shards: the folder to write to. It is made if it does not exist. A finished folder of the
+            same data is left as it is.
+        shard_mb: target size of a shard, in MB. The first shards are smaller (4, 8, 16 MB and so
+            on), so that training can begin while the other shards are copied.
         min_size: the shorter side that training needs, in pixels (torchvision's ``min_size``).
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
-        storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels
-            (``KEY.npy``, uint8 [H, W, 3]), which cost no decoding and many times the space.
-        workers: processes, each with a shard in memory; "auto" is one for each core. With an
-            executor, how many it has: four shards for each are handed over at a time ("auto": 256).
-        streams: files that each process reads at the same time, ahead of the image that it works
-            on; "auto" finds how many Drive answers.
-        executor: any ``concurrent.futures`` executor to use in place of processes here, such as
-            that of a cluster whose machines see the folders at the same paths.
+        storage: "shrink" shrinks images that are larger than training needs. "keep" shrinks
+            nothing. "pixels" shrinks, too, and stores raw pixels (``KEY.npy``, uint8 [H, W, 3]).
+            Raw pixels need no decoding, but many times the space.
+        workers: number of processes. Each holds one shard in memory. "auto" is one for each core.
+            With an executor, it is the number of its workers: four shards for each worker are
+            submitted at a time. With an executor and "auto", 256 are submitted at a time.
+        streams: number of files that each process reads at the same time, ahead of the image that
+            it works on. "auto" measures how many Drive can serve.
+        executor: any ``concurrent.futures`` executor, such as that of a cluster. Its workers write
+            the shards in place of processes on this machine. They must see the folders at the same
+            paths.
         retries: how often a shard is handed to the executor again after its worker was lost.
-        max_bad: the share of bad images above which it stops, 0 to 1; and that of bad objects,
-            which would be trained wrongly or not at all, such as polygons in shares of the image.
+        max_bad: the share of bad images that is allowed, 0 to 1. The same share holds for bad
+            objects, which would be trained wrongly or not at all, such as polygons whose points are
+            shares of the image size. The run stops if there are more.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, too many images or objects are bad,
@@ -170,8 +176,8 @@ def write_shards(
     require_streams(streams)
     if executor is not None and not isinstance(executor, Executor):
         raise ColabUtilsError(
-            f"executor is a {type(executor).__name__}, which is no concurrent.futures executor. Of "
-            "Dask, pass client.get_executor(); for Ray, see the README."
+            f"executor is a {type(executor).__name__}, not a concurrent.futures executor. With "
+            "Dask, pass client.get_executor(). With Ray, see the README."
         )
     patience = Retries()
     known = patience.write(folder, find_known, folder, images, annotations, recipe)
@@ -202,8 +208,18 @@ def write_shards(
     return make_report(index, started_s, describe_source(dataset))
 
 
-def make_report(index: ShardIndex, started_s: float, source: ShardSource) -> ShardReport:
-    """Return the report of the shards of an index."""
+def make_report(
+    index: ShardIndex, started_s: float, source: ShardSource | None = None
+) -> ShardReport:
+    """Return the report of the shards of an index.
+
+    Without ``source``, only the annotations in the shards are counted, and no crowds.
+    """
+    annotations = sum(shard.annotations for shard in index.shards)
+    crowds = 0
+    if source is not None:
+        annotations = source.annotations
+        crowds = source.crowds
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
@@ -211,17 +227,17 @@ def make_report(index: ShardIndex, started_s: float, source: ShardSource) -> Sha
         bytes=index.bytes,
         seconds=perf_counter() - started_s,
         storage=index.recipe["storage"],
-        annotations=source.annotations,
-        crowds=source.crowds,
+        annotations=annotations,
+        crowds=crowds,
         faults=index.faults,
     )
 
 
 def find_recipe(folder: str | Place) -> dict[str, Any] | None:
-    """Return how the shards of a folder were made, finished or not; None if it holds none.
+    """Return the recipe of the shards in a folder, finished or not; None if there are no shards.
 
     Raises:
-        ColabUtilsError: if the folder holds something else.
+        ColabUtilsError: if the folder holds tars that no index describes.
 
     Example:
         >>> find_recipe("no/such/folder") is None
@@ -232,7 +248,10 @@ def find_recipe(folder: str | Place) -> dict[str, Any] | None:
 
 
 def find_index(folder: str | Place) -> ShardIndex | None:
-    """Return what the shards of a folder are of, finished or not; None if it holds none.
+    """Return the index of the shards in a folder; None if there are no shards.
+
+    If the shards are not finished, the index is ``partial``. Its fingerprint and recipe are those
+    of all shards, but it does not list all of them.
 
     Raises:
         ColabUtilsError: as `find_recipe`.
@@ -242,13 +261,13 @@ def find_index(folder: str | Place) -> ShardIndex | None:
 
 
 def _find_run(folder: Place) -> ShardIndex | None:
-    """Return the index of the shards in a folder; of unfinished ones that of the first."""
+    """Return the same as `find_index`, but do not try again if Drive fails."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
     plan = read_plan(folder)
     if plan is not None:
         return ShardIndex(plan.fingerprint, plan.recipe, (), (), partial=True)
-    # Each shard knows its run.
+    # The arrays of each shard hold the fingerprint and the recipe of all shards.
     arrays: list[Place] = [*folder.glob("shard-*.arrays")]
     for path in sorted(arrays, key=str):
         index = read_shard_index(path)
@@ -260,7 +279,7 @@ def _find_run(folder: Place) -> ShardIndex | None:
 
 
 def _find_own_run(folder: Place, dataset: SpooledCoco, recipe: dict[str, Any]) -> ShardIndex | None:
-    """Like `_find_run`, and refuse shards of other data or settings."""
+    """Return the same as `_find_run`, but refuse shards of other data or settings."""
     index = _find_run(folder)
     if index is None:
         return None
@@ -278,10 +297,12 @@ def _find_own_run(folder: Place, dataset: SpooledCoco, recipe: dict[str, Any]) -
 
 
 def find_common_recipe(folders: Iterable[Place], dataset: SpooledCoco) -> dict[str, Any]:
-    """Return the recipe of the shards of a dataset in these folders; an empty one without shards.
+    """Return the recipe that the shards of a dataset have in all these folders; {} if there are no
+    shards.
 
     Raises:
-        ColabUtilsError: if a folder holds something else, or shards of another recipe.
+        ColabUtilsError: if a folder holds shards of other data, or of another recipe than the
+            folders before it.
     """
     recipe: dict[str, Any] = {}
     for folder in folders:
@@ -294,11 +315,10 @@ def find_common_recipe(folders: Iterable[Place], dataset: SpooledCoco) -> dict[s
 def find_known(
     folder: Place, images: Place, annotations: Annotations, recipe: dict[str, Any]
 ) -> tuple[ShardIndex, ShardSource] | None:
-    """Return the index and the source where nothing is to be done, as far as that is seen without
-    reading a file of the dataset.
+    """Return the index and the source of a folder that is finished; None if that is not known.
 
-    The JSON and the images that were bad are those that they were: their names, their sizes and
-    the times when they were changed are kept. None where that is not so, or not known.
+    No file of the dataset is read. The JSON and the bad images must have the sizes and the times of
+    change that were noted when the shards were written (see `ShardSource`).
     """
     if not (folder / INDEX_NAME).exists() or (folder / WRITER_NAME).exists():
         return None
@@ -317,9 +337,10 @@ def find_known(
 def find_finished(
     folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
 ) -> ShardIndex | None:
-    """Return the index where nothing is to be done.
+    """Return the index of a folder that is finished; None if something is left to do.
 
-    No file is lost, no bad image was repaired, and no writer is left.
+    A folder is finished if all its files are there, no bad image was repaired since, and no writer
+    has locked it.
     """
     began_ns = time_ns()
     index = _find_own_run(folder, dataset, recipe)
@@ -341,9 +362,10 @@ def find_finished(
 def begin_folder(
     folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
 ) -> dict[str, Any]:
-    """Mark the folder as unfinished; return the recipe with what divides the images.
+    """Mark the folder as unfinished; return the recipe with the entries of `complete_recipe`.
 
-    Looks for shards again: another writer may have finished since, with other data.
+    The folder is searched for shards again, because another writer may have finished shards of
+    other data in the meantime.
     """
     index = _find_own_run(folder, dataset, recipe)
     if index is not None:
@@ -367,9 +389,9 @@ def cut_parts(
     streams: int | str,
     drive: Place | None = None,
 ) -> Iterator[ShardPart]:
-    """Yield the part of each shard.
+    """Yield the part of the dataset that each shard holds.
 
-    Finished shards of an earlier session are copied from ``drive``.
+    If ``drive`` holds finished shards of an earlier session, they are copied from there.
     """
     parts = split_images(recipe, len(dataset))
     for number, part in enumerate(dataset.cut(parts)):
@@ -385,13 +407,14 @@ def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[Sh
     """Write shards of a plan; return an index of each.
 
     Args:
-        plan: what the shards are of.
-        run: runs their jobs; again, where Drive did not show images that are there.
+        plan: the plan of all shards.
+        run: starts the jobs that write the shards. It is called a second time if Drive did not show
+            some images at first.
         max_bad: the share of bad images, and of bad objects, that is allowed.
 
     Raises:
-        ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or a
-            process was ended.
+        ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
+            system ended a process.
     """
     done = _watch(plan, run(), max_bad)
     missing = [
@@ -400,29 +423,29 @@ def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[Sh
         if image.reason == MISSING
     ]
     if Retries().find_again(missing):
-        # Their shards are written again, and the others are found finished.
+        # Only the shards of these images are written again: the others are finished.
         done = _watch(plan, run(), max_bad)
     check_bad(plan, done, max_bad)
     return done
 
 
 def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
-    """Return an index of each shard that is written, with a progress bar meanwhile."""
+    """Show a progress bar while shards are written; return an index of each."""
     done: list[ShardIndex] = []
-    # What Drive does not show is looked for again at the end.
+    # Drive may show a file late, so missing images are looked for again at the end.
     is_patient = is_on_drive(open_place(plan.image_folder))
     with show_progress("preprocess", total=plan.images, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
             count = sum(index.images + len(index.skipped) for index in done)
-            # Processes here count images of unfinished shards, too.
+            # Processes of this machine also count the images of unfinished shards.
             bar.update(max(count, images_done) - bar.n)
             check_bad(plan, done, max_bad, is_patient=is_patient)
     return done
 
 
 def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
-    """Write the index of a folder whose shards are all there, and remove the plan."""
+    """Write the index of a folder whose shards are all written, and remove its plan."""
     patience = Retries()
     index = join_index(plan, done)
     patience.write(folder, write_index, folder, index)
@@ -432,7 +455,7 @@ def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> S
 
 
 def join_index(plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
-    """Return the index of a folder, from those of all its shards."""
+    """Join the indexes of single shards into the index of their folder."""
     done = sorted(done, key=lambda part: part.shards[0].name)
     return ShardIndex(
         fingerprint=plan.fingerprint,
@@ -451,16 +474,16 @@ def check_bad(
     *,
     is_patient: bool = False,
 ) -> None:
-    """Refuse more bad images or objects in finished shards than are allowed.
+    """Check that finished shards have no more bad images or objects than are allowed.
 
     Args:
-        plan: what all shards are of.
-        done: indexes of the shards that are finished.
-        max_bad: the share that is allowed.
-        is_patient: whether images that are missing do not count yet.
+        plan: the plan of all shards.
+        done: the indexes of the finished shards.
+        max_bad: the share of all images, and of all objects, that may be bad.
+        is_patient: whether missing images do not count yet.
 
     Raises:
-        ColabUtilsError: there are more.
+        ColabUtilsError: if there are more.
     """
     skipped = _join_skipped(done)
     if is_patient:
@@ -470,7 +493,7 @@ def check_bad(
 
 
 def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:
-    """Refuse more bad images than are allowed."""
+    """Raise an error if more images are bad than are allowed."""
     allowed = count_allowed(total, max_bad)
     if len(bad) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
@@ -486,7 +509,4 @@ def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:
 
 
 def _sum_faults(indexes: Iterable[ShardIndex]) -> Counter[str]:
-    faults = Counter[str]()
-    for index in indexes:
-        faults.update(index.faults)
-    return faults
+    return sum((Counter(index.faults) for index in indexes), Counter[str]())

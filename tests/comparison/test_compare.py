@@ -596,13 +596,13 @@ def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
 def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prepare):
     (tmp_path / "empty.json").write_text('{"images": [], "annotations": [], "categories": []}')
     with pytest.raises(
-        ColabUtilsError, match=r"No image in .* can be used\. .*empty.json names none"
+        ColabUtilsError, match=r"No image in .* can be used\. .*empty.json lists none"
     ):
         prepare(annotations=tmp_path / "empty.json")
     # The folder belongs to another dataset.
     (tmp_path / "images").mkdir()
     with pytest.raises(
-        ColabUtilsError, match=r"No image in .* can be used\. The first: .*Run check"
+        ColabUtilsError, match=r"No image in .* can be used\. The first error: .*Run check"
     ):
         prepare(images=tmp_path / "images")
 

@@ -212,7 +212,7 @@ def test_arrays_cut_short_are_refused(small_shard, tmp_path, share):
     whole = (folder / "a.arrays").read_bytes()
     path = tmp_path / "cut.arrays"
     path.write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(ColabUtilsError, match="Run verify on the shards"):
+    with pytest.raises(ColabUtilsError, match=r"Run verify on the shards\. .* delete them"):
         load_arrays(path, info)
 
 

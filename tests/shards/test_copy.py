@@ -292,7 +292,7 @@ def test_a_copy_of_a_part_is_a_part_until_all_is_copied(source, tmp_path):
     ],
 )
 def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
-    with pytest.raises(ColabUtilsError, match=r"the first one takes 4e-06 GB"):
+    with pytest.raises(ColabUtilsError, match=r"the first shard takes 4e-06 GB"):
         copy_shards(source, tmp_path / "ssd", limit_gb=limit_gb)
     assert not (tmp_path / "ssd").exists()
 
@@ -314,7 +314,7 @@ def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeyp
 def test_a_damaged_source_is_named_after_a_second_try(source, tmp_path, opened):
     (source / "shard-000001.tar").write_bytes(b"?" * 3001)
     with pytest.raises(
-        ColabUtilsError, match=r"shard-000001\.tar.*damaged: its checksum was wrong twice.*verify"
+        ColabUtilsError, match=r"shard-000001\.tar.*damaged: its checksum was wrong twice.*delete"
     ):
         copy_shards(source, tmp_path / "ssd")
     assert opened["shard-000001.tar"] == 2
@@ -579,7 +579,7 @@ def test_a_damaged_source_that_is_copied_in_parts_is_named(source, tmp_path, siz
     (source / "shard-000001.tar").write_bytes((content + content)[:size])
     with pytest.raises(
         ColabUtilsError,
-        match=r"shard-000001\.tar.* is damaged: its checksum was wrong twice.*verify",
+        match=r"shard-000001\.tar.* is damaged: its checksum was wrong twice.*delete",
     ):
         copy_shards(source, tmp_path / "ssd")
     assert not {INDEX_NAME, "shard-000001.tar"} & set(names(tmp_path / "ssd"))

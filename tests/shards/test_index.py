@@ -79,7 +79,7 @@ CHANGED = "was changed since it was written"
             "Update colab_utils, or run preprocess again, into another folder",
         ),
         ({"format_version": None}, "the format version None"),
-        ({"format": "somebody else's"}, "is none of colab_utils"),
+        ({"format": "somebody else's"}, "is not an index of colab_utils"),
     ],
 )
 def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, message):

@@ -272,8 +272,8 @@ def test_a_plan_of_other_settings_or_data_is_refused_before_any_shard(dataset, f
 
 @pytest.mark.parametrize("change", ["images", "version"])
 def test_a_job_of_another_plan_writes_nothing(dataset, folder, tmp_path, monkeypatch, change):
-    """The folder was planned anew meanwhile: from another path of the images, or by another version
-    of the package.
+    """The folder was planned again: from another path of the images, or by another version of the
+    package.
     """
     old = plan(dataset, folder)
     if change == "images":
@@ -281,10 +281,10 @@ def test_a_job_of_another_plan_writes_nothing(dataset, folder, tmp_path, monkeyp
         new = plan((tmp_path / "elsewhere", dataset[1]), folder)
     else:
         monkeypatch.setattr("colab_utils.__version__", "9.9")
-        with pytest.raises(ColabUtilsError, match=r"\(it is 9\.9 here\)"):
+        with pytest.raises(ColabUtilsError, match=r"\(this machine has 9\.9\)"):
             write_shard(old.jobs[0])
         new = plan(dataset, folder)
-    with pytest.raises(ColabUtilsError, match="planned anew, with other settings"):
+    with pytest.raises(ColabUtilsError, match="planned again with other settings"):
         write_shard(old.jobs[0])
     assert not list(folder.glob("shard-*"))
     for job in new.jobs:

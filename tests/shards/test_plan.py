@@ -102,7 +102,7 @@ def test_bad_images_are_left_out(tiny_dataset, tmp_path):
     for name in names:
         (tmp_path / "images" / name).unlink()
     with pytest.raises(
-        ColabUtilsError, match=r"No image that was looked at .* such as .*: the file is missing"
+        ColabUtilsError, match=r"No image that was tried .* the first is .*: the file is missing"
     ):
         plan_shards(tmp_path / "images", tiny_dataset.annotations, workers=1)
 

@@ -593,7 +593,7 @@ def test_the_wrong_image_folder_leaves_nothing(
 ):
     """A first try with another folder must not decide how many images a shard gets."""
     (tmp_path / "wrong").mkdir()
-    with pytest.raises(ColabUtilsError, match=r"No image that was looked at .*the file is missing"):
+    with pytest.raises(ColabUtilsError, match=r"No image that was tried .*the file is missing"):
         run((tmp_path / "wrong", tiny_dataset.annotations), folder, max_bad=max_bad)
     assert not folder.exists()
     run((tiny_dataset.images, tiny_dataset.annotations), folder)
@@ -612,14 +612,28 @@ def test_a_lost_or_cut_shard_is_made_again(tiny_dataset, undisturbed, folder, na
     assert snapshot(folder) == snapshot(undisturbed)
 
 
+@pytest.mark.parametrize("name", ["shard-000001.tar", "shard-000001.arrays"])
+def test_a_changed_file_is_made_again_once_it_is_deleted(tiny_dataset, undisturbed, folder, name):
+    """As the errors for damaged shards say. Its size is right, so that it looks finished."""
+    shutil.copytree(undisturbed, folder)
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    (bad,) = verify_shards(folder).bad
+    assert bad.reason.startswith(f"{name} has another checksum")
+    (folder / name).unlink()
+    run((tiny_dataset.images, tiny_dataset.annotations), folder)
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
 @pytest.mark.parametrize("damage", ["unlink", "empty"])
 def test_a_lost_index_is_written_again(tiny_dataset, undisturbed, folder, damage):
-    """As the error for a damaged index says: delete it and run preprocess again."""
+    """As the error for a damaged index says: delete index.json and run preprocess again."""
     shutil.copytree(undisturbed, folder)
     data = tiny_dataset.images, tiny_dataset.annotations
     if damage == "empty":
         (folder / "index.json").write_bytes(b"")
-        with pytest.raises(ColabUtilsError, match="delete it and run preprocess again"):
+        with pytest.raises(ColabUtilsError, match=r"delete index\.json and run preprocess again"):
             run(data, folder)
     (folder / "index.json").unlink()
     times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -660,7 +674,7 @@ def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_
         "other settings": "made with other settings",
         "newer": "the format version 3",
         "no index": "shards without an index",
-        "somebody's index": "is none of colab_utils",
+        "somebody's index": "is not an index of colab_utils",
         "another dataset": "another dataset",
         "another dataset without an index": "another dataset",
     }
@@ -947,7 +961,7 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
     assert find_recipe(folder)["storage"] == "pixels"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text("{}")
-    with pytest.raises(ColabUtilsError, match="is none of colab_utils"):
+    with pytest.raises(ColabUtilsError, match="is not an index of colab_utils"):
         find_recipe(tmp_path / "other")
 
 
