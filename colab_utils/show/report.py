@@ -1,5 +1,5 @@
-"""Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, a
-run, a dataset.
+"""Pages that need no network: the receipt of a comparison, the summary of a loop, and the check of
+a dataset.
 """
 
 import json
@@ -45,19 +45,21 @@ _TITLES = {
 def write_receipt(
     comparison: "Comparison", folder: str | Path, *, questions: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write ``index.html`` and ``comparison.json`` into ``folder`` (made if need be); returns the
-    page.
+    """Write the receipt of a comparison: a page and its numbers as JSON.
 
-    The page holds its style, its charts and every number; all text is escaped.
+    The page contains its style, its charts and all numbers. All text in it is escaped.
 
     Args:
-        comparison: from `compare`.
-        folder: of the receipt.
-        questions: a learner's answers (`collect_answers`), which ``comparison.json`` carries to the
-            class sheet; the page does not show them.
+        comparison: Result of `compare`.
+        folder: Folder for ``index.html`` and ``comparison.json``. It is made if it does not exist.
+        questions: A learner's answers from `collect_answers`. ``comparison.json`` carries them to
+            the class sheet, and the page does not show them. Default: None.
+
+    Returns:
+        Path of the page.
 
     Raises:
-        ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
+        ColabUtilsError: The folder cannot be written, or its ``index.html`` is not a receipt.
     """
     folder = require_local_path(folder)
     content = json.loads(json.dumps(asdict(comparison)))
@@ -79,15 +81,19 @@ def write_receipt(
 
 
 def write_summary(summary: "Summary", path: str | Path) -> Path:
-    """Write the summary of a watched loop as one HTML page: steps and white gaps, causes, the
-    slowest batches.
+    """Write the summary of a watched loop as one HTML page.
+
+    The page shows the steps and the gaps between them, the causes, and the slowest batches.
 
     Args:
-        summary: from ``watch(loader).summary()``.
-        path: of the page; an earlier summary there is replaced.
+        summary: Result of ``watch(loader).summary()``.
+        path: Path of the page. An earlier summary at this path is replaced.
+
+    Returns:
+        Path of the page.
 
     Raises:
-        ColabUtilsError: the page cannot be written, or another file is there.
+        ColabUtilsError: The page cannot be written, or ``path`` is another file.
     """
     worst = [
         {
@@ -117,19 +123,25 @@ def write_check(
     *,
     repaired: str | Path = "",
 ) -> Path:
-    """Write the report of a dataset as one HTML page: what to do, what is wrong, the worst images,
-    the data in numbers.
+    """Write the report of a dataset as one HTML page.
+
+    The page says what to do and what is wrong, draws the worst images, and shows statistics of the
+    data.
 
     Args:
-        report: from `check_dataset`, or from ``repair_annotations``.
-        images: the image folder.
-        annotations: the COCO JSON that was checked, or what `read_coco` gave; of a repair, the
-            original.
-        path: of the page; an earlier page there is replaced.
-        repaired: of a repair, the new JSON: images are drawn before and after.
+        report: Result of `check_dataset` or of ``repair_annotations``.
+        images: Image folder.
+        annotations: COCO JSON that was checked, or the result of `read_coco`. For a repair, this is
+            the original JSON.
+        path: Path of the page. An earlier report at this path is replaced.
+        repaired: The new JSON of a repair. Images are then drawn before and after the repair.
+            Default: "", no repair.
+
+    Returns:
+        Path of the page.
 
     Raises:
-        ColabUtilsError: the page cannot be written, or another file is there.
+        ColabUtilsError: The page cannot be written, or ``path`` is another file.
     """
     page = require_local_path(path)
     before = read_coco(annotations)
@@ -146,7 +158,7 @@ def write_check(
     pairs = list[tuple[str, CocoDataset, int]]()
     for i, number in enumerate(before.image_ids.tolist()):
         name = escape(before.file_name(i))
-        # Repeated ids become other ids.
+        # An image whose id was repeated has a new id after the repair, and cannot be paired.
         if name in changed and number in places and number not in before.repeated_ids:
             heading = textwrap.shorten(name, 30)
             pairs.append((f"{heading}, before", before, i))
@@ -199,10 +211,10 @@ def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
 
 
 def check_receipt_folder(folder: str | Path) -> None:
-    """Refuse a folder where a receipt would overwrite somebody's page.
+    """Raise an error if a receipt in this folder would overwrite another page.
 
     Raises:
-        ColabUtilsError: ``index.html`` is there and is no receipt.
+        ColabUtilsError: The folder has an ``index.html`` that is not a receipt.
     """
     _refuse_other(require_local_path(folder) / "index.html", "receipt")
 
@@ -228,8 +240,9 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
 
 
 def tabulate_comparison(content: Mapping[str, Any]) -> Table:
-    """Tabulate what each strategy reached and what it costs: CPU milliseconds of an image, and
-    hours of COCO's 118,287 images.
+    """Make a table of the speed and the cost of each strategy.
+
+    The costs are CPU milliseconds an image, and hours for COCO's 118,287 images.
     """
     hours = COCO_IMAGES / 3.6e6
     columns = {
@@ -260,8 +273,10 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
 
 
 def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
-    """Return a chart as HTML under its title, which a page breaks where it must. On a narrow
-    screen, the chart scrolls.
+    """Return a chart as HTML, with its title as a heading above it.
+
+    On a narrow screen, the heading wraps and the chart scrolls. An empty ``heading`` leaves the
+    title out.
     """
     finding = figure.get_suptitle().replace("\n", " ")
     title = Markup("<{0}>{1}</{0}>").format(heading, finding) if heading else ""
@@ -269,8 +284,8 @@ def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
 
 
 def show_notes(content: Mapping[str, Any]) -> Markup:
-    """Return what to know about a comparison's figures, as HTML: what was slowed or emulated, and
-    the machine.
+    """Return notes on the figures of a comparison as HTML: the machine, and what was slowed or
+    emulated.
     """
     return render(
         "notes",
