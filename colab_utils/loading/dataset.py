@@ -67,8 +67,8 @@ class CocoFolder(CocoSamples):
 
     For each sample, the image is read and decoded, and its polygons are turned into dense masks, as
     in torchvision's ``references/detection`` (``CocoDetection`` with ``ConvertCocoPolysToMask``).
-    Three things differ from torchvision's code: the annotations are kept in flat arrays, failed
-    reads from Drive are tried again after growing waits, and no file outside the folder is opened.
+    Unlike torchvision's code, this dataset keeps the annotations in flat arrays, tries failed reads
+    from Drive again after growing waits, and opens no file outside the folder.
 
     The images are in the order of the JSON. ``ShardDataset`` describes the attributes
     ``num_classes``, ``class_names``, ``category_ids``, ``image_ids`` and ``fingerprint``.
@@ -306,7 +306,7 @@ class ShardDataset(CocoSamples):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
 
-    # The groups whose shards this machine copies; None if it copies all shards.
+    # The groups of shards that this machine copies (see `CopiedGroups`); None if it copies all.
     groups: CopiedGroups | None = None
 
     def __init__(

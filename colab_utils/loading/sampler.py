@@ -41,8 +41,8 @@ class LoaderState:
     joined: list[list[int]]
     """The windows of the epoch (see `BatchSampler.windows`), if it began while shards arrived."""
     left: list[int]
-    """Images of the epoch that remained when the batch size changed. Only older versions wrote
-    this list.
+    """Images of the epoch that remained when the batch size changed. The list is empty, except in
+    states of older versions and in states that continue them.
     """
     groups: int = 0
     """Groups of shards that each batch is made of; 0 without groups."""
@@ -127,7 +127,8 @@ class BatchSampler(Sampler[list[int]]):
         size: Images of the dataset.
         batch_size: Images in a batch.
         seed: Seed of the order; None keeps the order of the dataset.
-        sizes: int32 [I, 2]: height and width of each image in pixels; None does not group.
+        sizes: int32 [I, 2]: height and width of each image in pixels. None mixes wide
+            and tall images.
         shard_of: int64 [I]: number of each image's shard, for ``windows``.
         sampler: Sampler that decides the images of an epoch and their order instead. Its
             ``set_epoch`` is called if it has one. Its random numbers depend on ``seed`` and the
@@ -140,7 +141,7 @@ class BatchSampler(Sampler[list[int]]):
         epoch: Number of the epoch that the next pass runs.
         left: int64: indices of this epoch's images. After a change of the batch size, they are
             the images that were not delivered yet.
-        first_left: ``left`` of the `LoaderState` that was resumed; empty except for older versions.
+        first_left: The list ``left`` of the `LoaderState` that was resumed.
         earlier: The batches that were delivered with other batch sizes, as in `LoaderState`.
         windows: Lists of shard numbers. The epoch trains on one list after another, and shuffles
             the images of each together with those left over from the list before (see
@@ -230,7 +231,9 @@ class BatchSampler(Sampler[list[int]]):
         return np.bincount(dealt.group_of[self.left], minlength=dealt.groups)
 
     def _mix_groups(self, dealt: DealtImages) -> Iterator[list[int]]:
-        """Yield batches with as many images of each group, of one orientation as far as possible.
+        """Yield batches with the same number of images of each group.
+
+        A batch has images of one orientation, as far as possible.
 
         A group that is smaller than the largest one gives fewer images to some batches.
         """

@@ -293,7 +293,7 @@ def _name_types(sample: Any) -> str:
 
 
 class BadSampleError(Exception):
-    """The error of a sample, and the sample's place in its batch. It never leaves the loader."""
+    """The error of a sample, and the sample's place in its batch. Only the loader handles it."""
 
 
 @contextmanager

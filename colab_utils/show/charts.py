@@ -42,8 +42,8 @@ def plot_first_seconds(
     Args:
         rows: Dict from the name of a row to the start and end of each of its steps, in seconds
             since the first batch was requested. The first row is on top.
-        seconds: Seconds to draw. None draws as many as the longest row of steps has. The share
-            beside a row is the share of its drawn time. Default: None.
+        seconds: Seconds to draw. None draws until the last step ends. The waiting share beside a
+            row is a share of the drawn time of this row. Default: None.
         title: Title of the chart. "" makes a title that says how long the step waits in the first
             row and in the last one. Default: "".
         unit: Text under the axis. It may also say that the step is emulated. Default: "seconds".

@@ -40,8 +40,9 @@ Content = Mapping[str, Any]
 def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
     """Draw the images per second of each strategy, and how long its step waits.
 
-    A line marks the speed of the step alone. The five strategies of the course build on each other,
-    so their names begin with "+". A strategy that is not timed yet has no bar.
+    A line marks the speed of the step alone. A strategy that is not timed yet has no bar. In the
+    course, each of the five strategies builds on the one before: all names but the first begin with
+    "+".
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
@@ -249,8 +250,8 @@ def _find_noise(*rows: Content) -> float:
 def find_gain(content: Content) -> tuple[Content, Content]:
     """Return the first strategy that delivers the same samples, and the best one.
 
-    Several strategies may tie with the fastest one. The best is then `make_loader` if it is among
-    them, else the last of them.
+    Several strategies may tie with the fastest one. Of those that are also faster than the first,
+    `make_loader` is then the best. If it is not among them, the last of them is the best.
     """
     rows = content["fair"]
     now = next(iter(rows.values()))
@@ -268,7 +269,8 @@ def read_comparison(comparison: "Comparison | Content") -> Content:
 
     ``rows`` has all strategies, each with a ``label`` for charts. ``timed`` has those that were
     timed. ``fair`` has the timed ones that deliver the same samples, or all timed ones if none
-    does. In the course, each strategy builds on the one before, so its label begins with "+".
+    does. In the course, each strategy builds on the one before: all labels but the first begin
+    with "+".
     """
     content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
     rows = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}

@@ -1,5 +1,5 @@
-"""What moves in a notebook: an animation of a simulated loader, sliders for its settings, and the
-curves of a training run.
+"""Views that change in a notebook: an animation of a simulated loader, sliders for its settings,
+and the curves of a training run.
 """
 
 import math
@@ -100,7 +100,7 @@ def explore_simulation(
 ) -> Any:
     """Show a slider for each argument of `simulate`, with a chart and how long the step waits.
 
-    A move of a slider redraws the chart. The sliders start at the arguments.
+    Moving a slider redraws the chart. The sliders start at the values of the arguments.
 
     Args:
         workers: Worker processes. Default: 2.

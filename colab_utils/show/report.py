@@ -93,7 +93,7 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
         Path of the page.
 
     Raises:
-        ColabUtilsError: The page cannot be written, or ``path`` is another file.
+        ColabUtilsError: The page cannot be written, or ``path`` is a file that is not a summary.
     """
     worst = [
         {
@@ -141,7 +141,7 @@ def write_check(
         Path of the page.
 
     Raises:
-        ColabUtilsError: The page cannot be written, or ``path`` is another file.
+        ColabUtilsError: The page cannot be written, or ``path`` is a file that is not a report.
     """
     page = require_local_path(path)
     before = read_coco(annotations)
