@@ -367,7 +367,6 @@ class ShardDataset(CocoSamples):
         self.sizes = self._tables["sizes"]
         self._image_spans = self._tables["image_spans"]
         self._record_spans = self._tables["record_spans"]
-        self._checks = self._tables["checks"]
         self._first = np.cumsum(counts) - counts
         # `_bit_starts` says where the bits of each image start among the bits of its shard. `_bits`
         # has one entry for each shard: the offset of its bits in its arrays file, or the bits
@@ -500,7 +499,7 @@ class ShardDataset(CocoSamples):
 
         An image with a flipped bit may still decode.
         """
-        if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
+        if int(hash_bytes(*data), 16) != int(self._tables["checks"][index, part]):
             name = ("bytes", "masks", "record")[part]
             raise self._explain_damage(index, f"its {name} do not match their checksum")
 

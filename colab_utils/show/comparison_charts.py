@@ -212,26 +212,24 @@ def describe_gain(comparison: "Comparison | Content") -> str:
         ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
-    return _warn_of_busy(content, _describe_gain(*find_gain(content)))
+    now, best = find_gain(content)
+    finding = f"The step waits {now['wait_share']:.0%}"
+    if _is_faster(best, now):
+        gain = format_figure(best["images_per_second"] / now["images_per_second"])
+        finding += (
+            f" → {best['wait_share']:.0%} of the time, and trains {gain} times as many images/s as "
+            f"the {now['title']}"
+        )
+    else:
+        finding += f" of the time with the {now['title']}"
+        if now is not best:
+            finding += f": no way is {_find_noise(best, now):.0%} faster"
+    return _warn_of_busy(content, finding)
 
 
 def _warn_of_busy(content: Content, title: str) -> str:
     """Return the title, after a warning if the machine was busy with other work."""
     return f"{content.get('busy', '')} {title}".strip()
-
-
-def _describe_gain(now: Content, best: Content) -> str:
-    waits = f"The step waits {now['wait_share']:.0%}"
-    if not _is_faster(best, now):
-        finding = f"{waits} of the time with the {now['title']}"
-        if now is best:
-            return finding
-        return f"{finding}: no way is {_find_noise(best, now):.0%} faster"
-    gain = format_figure(best["images_per_second"] / now["images_per_second"])
-    return (
-        f"{waits} → {best['wait_share']:.0%} of the time, and trains {gain} times as many images/s "
-        f"as the {now['title']}"
-    )
 
 
 def _is_faster(row: Content, other: Content) -> bool:

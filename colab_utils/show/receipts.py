@@ -62,8 +62,10 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
     Raises:
         ColabUtilsError: No file is given, or a file is not a receipt.
     """
+    if not receipts:
+        raise ColabUtilsError("There are no receipts. Name at least one comparison.json.")
     lines = []
-    for receipt in receipts or ("no file",):
+    for receipt in receipts:
         path = require_local_path(receipt).absolute()
         name = path.parent.name if path.stem == "comparison" else path.stem
         try:

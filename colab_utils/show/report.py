@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
     from colab_utils.diagnosis.summary import Summary
 
+# A heading, a dataset, and the index of an image in it.
+_Panel = tuple[str, CocoDataset, int]
 _TITLES = {
     "receipt": "Receipt: ways of loading, side by side",
     "summary": "Summary: where the time of a loop went",
@@ -146,23 +148,8 @@ def write_check(
     page = require_local_path(path)
     before = read_coco(annotations)
     after = read_coco(repaired) if repaired else before
-    places = {number: i for i, number in enumerate(after.image_ids.tolist())}
-    worst = list[tuple[str, CocoDataset, int]]()
-    for number, kinds in report.worst.items():
-        i = places.get(number)
-        if i is not None:
-            name = textwrap.shorten(escape(after.file_name(i)), 40)
-            faults = textwrap.shorten(", ".join(kinds), 40)
-            worst.append((f"{name}\n{faults}", after, i))
-    changed = {name for repair in report.repairs for name in repair.examples}
-    pairs = list[tuple[str, CocoDataset, int]]()
-    for i, number in enumerate(before.image_ids.tolist()):
-        name = escape(before.file_name(i))
-        # An image whose id was repeated has a new id after the repair, and cannot be paired.
-        if name in changed and number in places and number not in before.repeated_ids:
-            heading = textwrap.shorten(name, 30)
-            pairs.append((f"{heading}, before", before, i))
-            pairs.append((f"{heading}, after", after, places[number]))
+    pairs = _list_repaired(report, before, after)
+    worst = _list_worst(report, after)
     figures = []
     if pairs:
         title = "Before and after the repair"
@@ -191,6 +178,38 @@ def write_check(
     return _write_page(
         page, "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems
     )
+
+
+def _index_ids(dataset: CocoDataset) -> dict[int, int]:
+    return {number: i for i, number in enumerate(dataset.image_ids.tolist())}
+
+
+def _list_worst(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
+    """Return the worst images of a report that the dataset has, with their faults as headings."""
+    places = _index_ids(dataset)
+    panels = []
+    for number, kinds in report.worst.items():
+        i = places.get(number)
+        if i is not None:
+            name = textwrap.shorten(escape(dataset.file_name(i)), 40)
+            faults = textwrap.shorten(", ".join(kinds), 40)
+            panels.append((f"{name}\n{faults}", dataset, i))
+    return panels
+
+
+def _list_repaired(report: DatasetReport, before: CocoDataset, after: CocoDataset) -> list[_Panel]:
+    """Return the images that a repair changed, each before and after the repair."""
+    places = _index_ids(after)
+    changed = {name for repair in report.repairs for name in repair.examples}
+    panels = []
+    for i, number in enumerate(before.image_ids.tolist()):
+        name = escape(before.file_name(i))
+        # An image whose id was repeated has a new id after the repair, and cannot be paired.
+        if name in changed and number in places and number not in before.repeated_ids:
+            heading = textwrap.shorten(name, 30)
+            panels.append((f"{heading}, before", before, i))
+            panels.append((f"{heading}, after", after, places[number]))
+    return panels
 
 
 def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
