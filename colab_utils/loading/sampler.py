@@ -67,13 +67,9 @@ class LoaderState:
         """
         is_sound = False
         # These errors mean that a value has the wrong type, such as None in place of a list.
-        with suppress(AttributeError, TypeError, ValueError):
-            values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
-            # States of older versions have no groups.
-            values["groups"] = state.get("groups", 0)
-            # States of older versions lack these lists.
-            for name in ("moved", "earlier"):
-                values[name] = state.get(name, [])
+        with suppress(TypeError, ValueError):
+            # States of older versions lack the parts that have defaults.
+            values = {part.name: state[part.name] for part in fields(cls) if part.name in state}
             parsed = cls(**values)
             is_sound = parsed._is_sound(images, shards)
         if not is_sound:
@@ -85,12 +81,9 @@ class LoaderState:
 
     def _is_sound(self, images: int, shards: int) -> bool:
         joined = [*chain(*self.joined)]
-        parts = [[self.batch_size, self.epoch, self.batch, self.groups]]
-        parts += [joined, self.left, self.moved]
-        numbers = [*chain(*parts, *self.earlier)]
+        settings = (self.batch_size, self.epoch, self.batch, self.groups)
+        numbers = chain(settings, joined, self.left, self.moved, *self.earlier)
         if not all(type(number) is int and number >= 0 for number in numbers):
-            return False
-        if self.groups and self.batch_size % self.groups:
             return False
         for batch_size, reached, *moved in (*self.earlier, self.describe_delivered()):
             if not batch_size or len({*moved}) < len(moved) or max(moved, default=-1) >= reached:
