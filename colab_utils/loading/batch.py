@@ -1,6 +1,6 @@
 """Batches as flat tensors in one buffer.
 
-A worker writes the buffer. Float images and dense masks are made from it on the device.
+A worker writes the buffer. The loader makes float images and dense masks from it on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,29 +42,30 @@ class PackedBatch:
     sizes: Tensor
     """int32 [B, 2]: height and width of each image in pixels."""
     image_ids: Tensor
-    """int64 [B]."""
+    """int64 [B]: id of each image."""
     counts: Tensor
     """int64 [B]: objects of each image."""
     boxes: Tensor
     """float32 [T, 4]: x0, y0, x1, y1 in pixels."""
     labels: Tensor
-    """int64 [T]."""
+    """int64 [T]: label of each object."""
     areas: Tensor
-    """float32 [T], in square pixels."""
+    """float32 [T]: area of each object in square pixels."""
     iscrowd: Tensor
-    """int64 [T]."""
+    """int64 [T]: 1 if the object is a crowd, else 0."""
     masks: MaskBits
+    """The packed masks of all objects."""
     dense: Tensor | None = None
     """uint8 [bytes]: the dense masks of all objects, if a worker has expanded them; else None."""
 
-    # Without this, Python would iterate over a batch by index.
+    # A batch cannot be iterated over. Without this line, Python would try it by `__getitem__`.
     __iter__ = None
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, part: slice) -> "PackedBatch":
-        """Return a slice of the images with their objects, as views and without dense masks."""
+        """Return a slice of the images with their objects, as views. Dense masks are left out."""
         first, end, _ = part.indices(len(self))
         pixel_ends = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
         object_ends = [0, *accumulate(self.counts.tolist())]
@@ -108,7 +109,10 @@ class PackedBatch:
         ]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Return the batch with its pixels, objects and mask bits on a device."""
+        """Return the batch with its pixels, objects and mask bits on a device.
+
+        The tables that always stay on the CPU stay there.
+        """
         moved = {name: send(getattr(self, name), device) for name in ("pixels", *_PARTS)}
         return replace(self, masks=self.masks._replace(bits=send(self.masks.bits, device)), **moved)
 
@@ -196,11 +200,12 @@ def write_batch(
     flips: NDArray[np.bool_] | None = None,
     begin: Callable[[int], object] = int,
 ) -> tuple[BatchShape, NDArray[np.uint8]]:
-    """Write a batch into memory that ``reserve`` returns for a size in bytes.
+    """Write a batch into memory. ``reserve`` returns memory for a number of bytes.
 
-    ``source`` is a `PackedSamples`, or has its methods like `ShardDataset`. With ``dense``, the
-    expanded masks are written too. ``flips`` mirrors images, boxes and dense masks, but not the
-    mask bits. ``begin`` is called with the place of each image before the image is read.
+    ``source`` is a `PackedSamples`, or has the same methods, such as a `ShardDataset`. With
+    ``dense``, the expanded masks are written too. ``flips`` mirrors images, boxes and dense masks,
+    but not the mask bits. ``begin`` is called with the place of each image in the batch, before the
+    image is read.
 
     Raises:
         BadSampleError: An image cannot be read.
@@ -243,7 +248,7 @@ def _write_images(
     flips: NDArray[np.bool_] | None,
     begin: Callable[[int], object],
 ) -> None:
-    """Write the pixels and mask bits of each image to their place, one image after the other."""
+    """Write the pixels and mask bits of one image after the other."""
     offsets = views["offsets"].tolist()
     first_pixel = 0
     first_object = 0

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 
 class LoopClock:
-    """A clock that notes each request for a batch, its arrival, the end of its step, and the end
-    of the pass.
+    """A clock that notes when each batch is requested, when it arrives, when its step ends, and
+    when a pass over the data ends.
 
     If this process uses CUDA, the clock also records events on the current stream. A wait is then
     the time in which the GPU had no work, and a step ends when the GPU has finished it. The clock
@@ -27,7 +27,7 @@ class LoopClock:
         images: Images received.
         began_s: Time at which the clock was made, from `time.perf_counter`.
         firsts: Numbers of the batches that began a pass over the data.
-        ends_s: Seconds between passes, in total.
+        ends_s: Seconds between the end of a pass and the start of the next one, in total.
 
     Example:
         >>> clock = LoopClock()
@@ -56,7 +56,7 @@ class LoopClock:
 
     @property
     def count(self) -> int:
-        """Return how many batches are over, the number of the current batch."""
+        """Return how many batches are over. The current batch has this number."""
         return len(self._parts) // 3 + len(self._pending)
 
     @property
@@ -83,14 +83,14 @@ class LoopClock:
         """Note that the batch has arrived, with this many images."""
         self._moments.append(_note_moment())
         self.images += images
-        # This batch is the first of a pass.
+        # This batch is the first of a pass, so the time since the last pass is over.
         if self._left or not self.firsts:
             self.firsts.append(self.count)
             self.ends_s += self._moments[0].wall_s - self._left.wall_s if self._left else 0.0
             self._left = None
 
     def end_step(self) -> None:
-        """Note that the step has ended. The last call for a batch counts."""
+        """Note that the step has ended. If a batch gets several calls, the last one counts."""
         if len(self._moments) > 1:
             self._moments[2:] = [_note_moment()]
 
@@ -133,7 +133,7 @@ class LoopClock:
             if event is not None and not event.query():
                 return
             parts_s = _measure(moments)
-            # No end of a step was noted, so all the time after the arrival is the step.
+            # If the end of the step was not noted, all the time after the arrival is the step.
             if len(parts_s) == 2:
                 parts_s.append(0.0)
             self._parts.extend(parts_s)
@@ -157,7 +157,7 @@ def _note_moment() -> _Moment:
 def _measure(moments: list[_Moment]) -> list[float]:
     """Return the seconds between each moment and the next one.
 
-    If both moments have CUDA events, the time is that of the stream.
+    If both moments have CUDA events, the GPU's stream is timed, and not the wall clock.
     """
     return [
         first.event.elapsed_time(then.event) / 1000

@@ -2,8 +2,8 @@
 
 A sample is ``(image, target)``. The image is uint8 [3, H, W]. The target is a dict of boxes float32
 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N] (from 1; 0 is the background), masks uint8
-[N, H, W], image_id int, area float32 [N] and iscrowd int64 [N]. Crowds and boxes without area are
-left out, as in torchvision's ``references/detection``.
+[N, H, W], image_id int, area float32 [N] and iscrowd int64 [N]. Crowds, and objects whose box has
+no area, are left out, as in torchvision's ``references/detection``.
 """
 
 import io
@@ -57,7 +57,7 @@ from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, 
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.streams import StreamTrial, require_streams
 
-# Bytes of a JPEG in which its EXIF begins.
+# The EXIF data of a JPEG begins within this many bytes.
 _EXIF_BYTES = 2000
 
 
@@ -67,20 +67,21 @@ class CocoFolder(CocoSamples):
 
     For each sample, the image is read and decoded, and its polygons are turned into dense masks, as
     in torchvision's ``references/detection`` (``CocoDetection`` with ``ConvertCocoPolysToMask``).
-    Unlike there, the annotations are kept in flat arrays, reads from Drive that fail are tried
-    again after growing waits, and no file outside the folder is opened. ``num_classes``,
-    ``class_names``, ``category_ids``, ``image_ids`` and ``fingerprint`` are as in ``ShardDataset``.
-    The images are in the order of the JSON.
+    Unlike torchvision's code, this dataset keeps the annotations in flat arrays, tries failed reads
+    from Drive again after growing waits, and opens no file outside the folder.
+
+    The images are in the order of the JSON. ``ShardDataset`` describes the attributes
+    ``num_classes``, ``class_names``, ``category_ids``, ``image_ids`` and ``fingerprint``.
 
     Args:
-        images: Image folder; its path, or a URL that fsspec knows, such as ``s3://bucket/images``.
-        annotations: COCO instance JSON; likewise.
+        images: Image folder: a path, or a URL that fsspec knows, such as ``s3://bucket/images``.
+        annotations: COCO instance JSON: a path or a URL.
         contiguous_labels: Map category ids to labels 1 to K. Default: False.
         streams: Files that each process reads at the same time for a batch. "auto" measures how
-            many are fastest; 1 reads one after the other. Default: "auto".
+            many are fastest. With 1, the files are read one after the other. Default: "auto".
 
     Raises:
-        ColabUtilsError: The annotations are missing or not COCO; or, when a sample is read, its
+        ColabUtilsError: The annotations are missing or are not COCO. When a sample is read: its
             image or one of its masks is bad.
         DriveLostError: Drive fails for 81 seconds.
 
@@ -113,7 +114,7 @@ class CocoFolder(CocoSamples):
         self.fingerprint = self.coco.fingerprint
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Target]]:
-        """Return the samples of a batch, and read their files at the same time.
+        """Return the samples of a batch. Their files are read at the same time.
 
         PyTorch's ``DataLoader`` calls this for each batch.
         """
@@ -150,13 +151,16 @@ class CocoFolder(CocoSamples):
 
     @guard_pillow()
     def _warn_of_turns(self, data: bytes, height: int, width: int) -> None:
-        """Warn of a photo that may be turned: the same text each time, which shows once."""
+        """Warn if it is unclear whether the annotations belong to the photo as turned by EXIF.
+
+        All photos of a folder give the same text, so Python shows the warning once.
+        """
         is_photo = data.startswith(b"\xff\xd8") and b"Exif" in data[:_EXIF_BYTES]
         if is_photo and is_turn_unclear(open_lazily(io.BytesIO(data)), height, width):
             warnings.warn(
-                f"Photos in {self.folder} have an EXIF orientation, and their annotations do not "
-                "say whether they are of the photos as turned by it. They are taken as stored: "
-                "see check.",
+                f"Photos in {self.folder} have an EXIF orientation, and it is unclear whether "
+                "their annotations belong to the turned photos. The photos are used as stored. Run "
+                "check on the dataset.",
                 ColabUtilsWarning,
                 stacklevel=3,
             )
@@ -168,12 +172,12 @@ class CocoFolder(CocoSamples):
     def read_ahead(self, indices: Iterable[int], streams: int | str = "auto") -> None:
         """Begin to read the files of these images, several at the same time.
 
-        ``read`` takes the files from memory later. Name an image once for each later ``read``.
+        ``read`` takes the files from memory later. To read an image twice, name it twice.
 
         Args:
             indices: Images in the order in which they are needed.
-            streams: Files to read at the same time; "auto" uses the dataset's ``streams``. Only the
-                first read of a process uses this value. Default: "auto".
+            streams: Files to read at the same time. "auto" uses the dataset's ``streams``. The
+                value has no effect after this process has begun to read. Default: "auto".
         """
         reader = self._open_reader(streams)
         reader.prefetch([self._check(index) for index in indices])
@@ -196,11 +200,15 @@ class CocoFolder(CocoSamples):
 
     @property
     def best_streams(self) -> StreamTrial | None:
-        """Return the best number of streams and its files/s; None before they are measured."""
+        """Return the fastest number of streams and its files/s, or None before the measurement."""
         return self._open_reader().best
 
     def _open_reader(self, streams: int | str = "auto") -> Reader:
-        """Return the reader of this process, whose threads and locks do not survive a fork."""
+        """Return the reader of this process.
+
+        After a fork, the new process makes a reader of its own, because threads and locks do not
+        survive a fork.
+        """
         if self._reader is None or self._reader_process != os.getpid():
             width = self.streams if streams == "auto" else streams
             self._reader = Reader(
@@ -213,7 +221,7 @@ class CocoFolder(CocoSamples):
         return {**vars(self), "_reader": None, "_reader_process": 0}
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
-        """Return the image's dense masks, uint8 [N, H, W], at the size in the annotations."""
+        """Return the dense masks, uint8 [N, H, W], at the image size that the annotations give."""
         index = self._check(index)
         _, _, masks = self._read_objects(index, *self.sizes[index].tolist())
         return masks
@@ -260,36 +268,37 @@ def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> list[Sha
 class ShardDataset(CocoSamples):
     """A map-style dataset of a folder of shards, with torchvision's detection contract.
 
-    The images come in the order in which they lie in the shards, which `write_shards` draws:
-    ``image_ids`` tells which image is at which index. Labels are the COCO category ids, as in
+    The images are in the order of the shards, which may differ from the order of the JSON:
+    ``image_ids`` says which image is at which index. Labels are the COCO category ids, as in
     torchvision's references. With ``contiguous_labels=True``, or if a category id is below 1,
     labels are 1 to K in the order of the ids.
 
     Args:
-        folder: Folder of shards; its path, or a URL that fsspec knows, such as
-            ``s3://bucket/shards``: each image is then read over the network, as it is needed.
-        transforms: Your own ``torchvision.transforms.v2``, applied to each sample as
-            ``(image, target)`` of tv_tensors. ``make_loader(transforms=...)`` applies them on the
-            device instead. Default: None.
+        folder: Folder of shards: a path, or a URL that fsspec knows, such as
+            ``s3://bucket/shards``. From a URL, each image is read over the network when it is
+            needed.
+        transforms: Your own ``torchvision.transforms.v2``. They are applied to each sample, an
+            ``(image, target)`` of tv_tensors. ``make_loader(transforms=...)`` applies transforms
+            on the device instead. Default: None.
         contiguous_labels: Map category ids to labels 1 to K. Default: False.
 
     Attributes:
         num_classes: Number of classes, including the background as in torchvision.
-        class_names: Label to name.
-        category_ids: Label to COCO category id.
-        image_ids: int64 [I]: COCO id of each image.
+        class_names: Dict from a label to the name of its class.
+        category_ids: Dict from a label to its COCO category id.
+        image_ids: int64 [I]: COCO id of each of the I images.
         sizes: int32 [I, 2]: height and width of each image in pixels.
-        counts: int64 [I]: objects of each image.
-        has_objects: bool [I]: whether the image has an object to train on.
-        objects: Annotations to train on.
-        left_out: Annotations left out: crowds, and boxes without area.
+        counts: int64 [I]: number of objects of each image.
+        has_objects: bool [I]: whether each image has an object to train on.
+        objects: Number of annotations to train on.
+        left_out: Number of annotations left out: crowds, and objects whose box has no area.
         shard_of: int64 [I]: number of the shard that holds each image.
         fingerprint: Fingerprint of the annotations that the shards were made from.
         is_decoded: Whether the shards hold images as raw pixels.
 
     Raises:
-        ColabUtilsError: The folder holds no complete shards, or a file is missing or damaged; or,
-            when a sample is read, its shard is gone or its image is damaged.
+        ColabUtilsError: The folder holds no complete shards, or a file is missing or damaged. When
+            a sample is read: its shard is gone, or its image is damaged.
 
     Example:
         >>> ShardDataset("no/such/folder")
@@ -297,7 +306,7 @@ class ShardDataset(CocoSamples):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
 
-    # The groups whose shards this host copies; None if it copies all.
+    # The groups of shards that this machine copies (see `CopiedGroups`); None if it copies all.
     groups: CopiedGroups | None = None
 
     def __init__(
@@ -316,7 +325,7 @@ class ShardDataset(CocoSamples):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy stays in the process that began it.
+        # The threads that bring shards belong to the process that started them.
         return {**vars(self), "arrival": None}
 
     def _open(
@@ -328,7 +337,7 @@ class ShardDataset(CocoSamples):
         *,
         contiguous_labels: bool,
     ) -> None:
-        # What brings the shards, where they have not all arrived on every machine that trains.
+        # The copy that brings the shards; None if every machine that trains has all of them.
         self.arrival: Arrival | None = None
         self._files = files
         self.index = index
@@ -358,10 +367,10 @@ class ShardDataset(CocoSamples):
         self.sizes = self._tables["sizes"]
         self._image_spans = self._tables["image_spans"]
         self._record_spans = self._tables["record_spans"]
-        self._checks = self._tables["checks"]
         self._first = np.cumsum(counts) - counts
-        # `_bit_starts` says where the bits of each image start in those of its shard. `_bits` has
-        # for each shard the place of its bits in the arrays file, or the bits that were made again.
+        # `_bit_starts` says where the bits of each image start among the bits of its shard. `_bits`
+        # has one entry for each shard: the offset of its bits in its arrays file, or the bits
+        # themselves if the file was damaged and they were made again.
         self._bit_starts = np.zeros(len(counts), np.int64)
         self._bits: list[Any] = [None] * len(images)
 
@@ -420,7 +429,7 @@ class ShardDataset(CocoSamples):
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
         """Return the tables of some images without reading a file.
 
-        They are all but pixels and mask bits; see `PackedSamples.describe`.
+        The tables hold everything but pixels and mask bits; see `PackedSamples.describe`.
         """
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
@@ -431,7 +440,7 @@ class ShardDataset(CocoSamples):
         return tables
 
     def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Return what is known of some images now; see `describe`."""
+        """Return the tables that are known without waiting for a shard: here, all of `describe`."""
         return self.describe(indices)
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
@@ -455,7 +464,7 @@ class ShardDataset(CocoSamples):
         self._compare(index, 1, bits)
 
     def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
-        # Raw pixels are read straight into their place.
+        # Raw pixels are read straight into their place, without a copy.
         if self.is_decoded:
             start, length = self._image_spans[index].tolist()
             head = bytearray(max(0, length - pixels.size))
@@ -490,7 +499,7 @@ class ShardDataset(CocoSamples):
 
         An image with a flipped bit may still decode.
         """
-        if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
+        if int(hash_bytes(*data), 16) != int(self._tables["checks"][index, part]):
             name = ("bytes", "masks", "record")[part]
             raise self._explain_damage(index, f"its {name} do not match their checksum")
 

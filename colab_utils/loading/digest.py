@@ -12,7 +12,7 @@ from torch import Tensor
 from colab_utils.data.coco import CocoDataset
 from colab_utils.files import hash_bytes
 
-# Larger datasets are not compared, because new workers start faster than the comparison runs.
+# Larger datasets are not compared, because starting new workers is faster than comparing.
 _MOST_OBJECT_BYTES = 8_000_000
 _MOST_ARRAY_BYTES = 256_000_000
 
@@ -56,7 +56,7 @@ def digest_dataset(dataset: Any) -> str:
         try:
             _Pickler(file, 5, buffer_callback=arrays.append).dump(dataset)
             parts = [array.raw() for array in arrays]
-        # A user's own objects may raise anything.
+        # Objects of users may raise any error while they are pickled.
         except Exception:
             return ""
         if sum(map(len, parts)) > _MOST_ARRAY_BYTES:

@@ -9,14 +9,14 @@ from colab_utils.require import require_number
 
 # A training process uses this share of a core to launch kernels.
 _BUSY = 0.9
-# A step that takes this many times its length did not get its core.
+# A step that takes this many times as long as it should did not get its core.
 _SLOW = 1.3
 # A checksum of this block is a little work that releases Python's lock, like a kernel launch.
 _BLOCK = bytes(32_768)
 
 
 class EmulatedStep:
-    """A placeholder step for a machine without a GPU; label its figures *emulated*.
+    """A step for a machine without a GPU. Label figures that are measured with it *emulated*.
 
     It uses the share ``busy`` of a core for ``step_ms`` milliseconds, and takes longer if other
     processes use the core. A step that only sleeps would make every loader look fast.
@@ -64,7 +64,7 @@ class EmulatedStep:
 
 
 def describe_busy(step_ms: float, measured_ms: float) -> str:
-    """Return a warning if a step took 1.3 times its length or more, else an empty text.
+    """Return a warning if a step took at least 1.3 times its length, else "".
 
     Example:
         >>> describe_busy(100, 104)

@@ -1,4 +1,4 @@
-"""Mask targets of proposals, sampled from the bits of packed masks.
+"""Mask targets of proposals for Mask R-CNN's loss, sampled from the bits of packed masks.
 
 Small tables of the boxes are computed on the CPU. The pixels are read on the device of the bits, by
 a few operations over many proposals at once, in chunks of bounded memory.
@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import CHUNK_BYTES, Ints, MaskBits, send
 
 SAMPLED_BYTES = 16
-"""Bytes of memory for each pixel during sampling."""
+"""Sampling takes this many bytes of memory for each pixel."""
 
 
 class _Proposals(NamedTuple):
@@ -34,7 +34,7 @@ class _Proposals(NamedTuple):
     sides: NDArray[np.float32]
     """float32 [R, 2]: width and height of each box in pixels, at least 1."""
     grids: NDArray[np.float32]
-    """float32 [R, 5, 2]: the grid that `_weigh_pixels` takes, for x and y."""
+    """float32 [R, 5, 2]: the five values of ``grid`` in `_weigh_pixels`, for x and for y."""
 
     def take(self, rows: Ints) -> "_Proposals":
         tables: list[Any] = [table[rows] for table in self]
@@ -55,22 +55,22 @@ def sample_masks(
 ) -> Tensor:
     """Return the mask targets of R proposals, sampled from the bits.
 
-    The memory grows with the boxes, and not with the images. Bilinear sampling on a regular grid is
-    separable: a target is ``rows @ crop @ columns.T``. Each row of the two matrices averages the
-    pixels that its samples read.
+    The memory grows with the size of the boxes, not of the images. Bilinear sampling on a regular
+    grid is separable: a target is ``rows @ crop @ columns.T``. Each row of ``rows`` and of
+    ``columns`` holds the weights of the pixels that its samples read.
 
     Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align``
-    (sampling ratio -1, not aligned). Samples more than a pixel outside the image are 0; other
-    samples outside read the border. The result equals theirs on dense masks within 1e-5.
+    (sampling ratio -1, not aligned). Samples more than one pixel outside the image are 0. Samples
+    nearer to the image read its border. The result equals torchvision's on dense masks within 1e-5.
 
     Args:
         masks: The packed masks of all T objects.
         objects: int64 [R]: index of each proposal's object among the T.
-        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after
-            mirroring and resizing. ``objects`` and ``boxes`` are read on the CPU. If they lie on a
-            GPU, the call waits for the GPU.
-        sizes: int [B, 2]: height and width of each stored image in pixels, on the CPU like
-            ``counts``, ``flips`` and ``to_sizes``.
+        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal, in pixels of the mirrored and
+            resized image. ``objects`` and ``boxes`` are read on the CPU. If they are on a GPU, the
+            call waits for the GPU.
+        sizes: int [B, 2]: height and width of each stored image in pixels. ``sizes``, ``counts``,
+            ``flips`` and ``to_sizes`` are on the CPU.
         counts: int [B]: objects of each image.
         flips: bool [B]: whether each image is mirrored left to right.
         to_sizes: int [B, 2]: height and width in pixels of each image after resizing. Masks are
@@ -145,7 +145,7 @@ def _find_windows(proposals: _Proposals) -> tuple[Ints, Ints]:
     """Find the part of each crop that samples can read, in stored pixels.
 
     Returns:
-        int64 [R, 2]: x, y of the first pixel; and int64 [R, 2]: x, y after the last pixel.
+        int64 [R, 2]: x and y of the first pixel. int64 [R, 2]: x and y after the last pixel.
     """
     starts, _, _, limits, shrinks = proposals.grids.swapaxes(0, 1)
     firsts = np.clip(starts, 0, limits - 1).astype(np.int64)
@@ -161,9 +161,9 @@ def _find_windows(proposals: _Proposals) -> tuple[Ints, Ints]:
 
 
 def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, size: int) -> Tensor:
-    """Return what each block of pixels adds to its target, float32 [k, size, size].
+    """Return what each of k blocks of pixels adds to its target, float32 [k, size, size].
 
-    Block i begins at pixel ``low[i]``, x and y. Its width and height are ``span[i]``.
+    ``low[i]`` is x and y of the first pixel of block i. ``span[i]`` is its width and height.
     """
     x, y = low.T
     crops = proposals.crops
@@ -171,7 +171,7 @@ def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, si
     first = proposals.first_bits + (y - crops[:, 1]) * stride + x - crops[:, 0]
     pixels = _read_pixels(bits, np.stack([first, stride]), span.max(0).tolist())
     height, width = pixels.shape[1:]
-    # Both axes are computed at once, so that a GPU has fewer calls to wait for.
+    # The weights of both axes are computed in one call, because each call costs time on a GPU.
     grid = np.concatenate([*proposals.grids.transpose(2, 0, 1)]).T
     reach = _find_reach(proposals, low, span)
     weights = _weigh_pixels(grid, reach, (size, max(height, width)), bits.device)
@@ -182,13 +182,14 @@ def _sample_chunk(bits: Tensor, proposals: _Proposals, low: Ints, span: Ints, si
 def _cut_chunks(
     lows: Ints, highs: Ints, grids: Ints, size: int, *, pixels: int
 ) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Group proposals of similar size into chunks of at most ``pixels``, as far as possible.
+    """Group proposals of similar size into chunks of at most ``pixels`` pixels.
 
-    A proposal that is too large for a chunk is cut into blocks of rows.
+    A proposal that is too large for a chunk is cut into blocks of rows. A block that is still too
+    large gets a chunk of its own.
 
     Yields:
-        For each block of a chunk, the number of its proposal, its first pixel (x, y), and its width
-        and height.
+        Three arrays with a row for each block of a chunk: the number of the block's proposal; x and
+        y of its first pixel; its width and height.
     """
     width, height = (highs - lows).clip(0).T
     block_rows = (pixels // width.clip(1)).clip(1)
@@ -225,14 +226,14 @@ def _find_reach(proposals: _Proposals, low: Ints, span: Ints) -> Ints:
 def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
     """Read blocks of pixels, float32 [k, height, width or up to 7 more] of 0 and 1.
 
-    Values outside the crop are undefined. ``lines``, [2, k], has the number of each block's first
-    bit, and the bits from one row to the next.
+    Values outside the crop are undefined. ``lines`` is [2, k]: the number of each block's first
+    bit, and the number of bits from the start of a row to the start of the next.
     """
     first, stride = send(lines, bits.device)[..., None]
     start = first + stride * torch.arange(shape[1], device=bits.device)
     places = (start >> 3)[..., None] + torch.arange(-(-shape[0] // 8) + 1, device=bits.device)
     pairs = bits[places.clamp_(max=len(bits) - 1)].int()
-    # A row may start inside a byte, so its bits are moved to the start of a byte.
+    # A row may start inside a byte, so its bits are shifted to the start of a byte.
     lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
     numbers = torch.arange(256, device=bits.device)
     shifts = torch.arange(7, -1, -1, device=bits.device)
@@ -247,10 +248,10 @@ def _weigh_pixels(
 
     Args:
         grid: [5, k]: start of the box, side of a bin, samples in a bin, pixels of the resized
-            image, and stored pixels for each of these.
+            image, and stored pixels for each resized pixel.
         reach: [3, k]: sign, edge and length. Pixel p of the stored image is pixel
             ``sign * p + edge`` of the block, if that is from 0 to ``length - 1``.
-        shape: Rows of a target, and at least the pixels of the longest block.
+        shape: Number of rows of a target, and a number of pixels that no block exceeds.
         device: Device of the weights.
 
     Returns:

@@ -18,7 +18,7 @@ from colab_utils.data.masks import number_within
 
 Ints = NDArray[np.int64]
 
-# A chunk takes at most this many bytes of memory.
+# A chunk takes at most this many bytes of memory on each kind of device.
 CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}
 # A pixel takes this many bytes of memory while it is drawn on a GPU.
 DRAWN_BYTES = 64
@@ -31,9 +31,9 @@ class MaskBits(NamedTuple):
     """
 
     bits: Tensor
-    """uint8 [bytes]: the crop of each mask row by row, one bit a pixel, highest bit first."""
+    """uint8 [bytes]: the crop of each mask, row by row: one bit a pixel, the highest bit first."""
     crops: Tensor
-    """int32 [T, 4]: x0, y0, x1, y1 of each crop in pixels, half open."""
+    """int32 [T, 4]: x0, y0, x1, y1 of each crop in pixels. x1 and y1 lie outside the crop."""
     offsets: Tensor
     """int64 [T + 1]: the start of each mask's bytes in ``bits``, and the end of the last one."""
 
@@ -83,9 +83,9 @@ def expand_masks(
 
 
 def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> None:
-    """Draw into the dense masks of each image with numpy, uint8 [N, height, width] on the CPU.
+    """Draw packed masks into the dense masks of each image, uint8 [N, height, width], on the CPU.
 
-    The masks are mirrored left to right for the images in which ``flips``, bool [B], is true.
+    ``flips``, bool [B], says which images get mirrored masks. Default: None, no image.
     """
     packed = masks.bits.numpy()
     objects = zip(masks.crops.tolist(), masks.offsets.tolist(), strict=False)
@@ -96,7 +96,7 @@ def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> N
             height = bottom - top
             width = right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
-            # torch mirrors faster than numpy, which copies a byte at a time.
+            # torch mirrors faster than numpy, which copies one byte at a time.
             if flip:
                 crop = torch.from_numpy(crop).flip(1).numpy()
                 left = mask.shape[1] - right
@@ -104,9 +104,9 @@ def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> N
 
 
 def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
-    """Draw the rows of all objects into flat dense masks with torch.
+    """Draw packed masks into flat dense masks on a GPU, by rows of all objects at once.
 
-    ``sizes``, [T, 2], has height and width of each object's image.
+    ``sizes``, [T, 2], holds the height and width of each object's image.
     """
     bits = masks.bits
     table = _list_rows(masks, sizes)
@@ -127,8 +127,9 @@ def _list_rows(masks: MaskBits, sizes: Ints) -> Ints:
     """List the rows of all objects.
 
     Returns:
-        int64 [3, rows]: the width of each row, and two offsets. The offsets are added to the number
-        of a drawn pixel, and give its bit in the packed masks and its place in the dense ones.
+        int64 [3, rows]: the width of each row, and two offsets. All pixels of all rows are numbered
+        in order. The number of a pixel plus the first offset is its bit in the packed masks. The
+        number plus the second offset is its place in the dense masks.
     """
     left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
     heights = bottom - top
@@ -146,7 +147,7 @@ def _list_rows(masks: MaskBits, sizes: Ints) -> Ints:
 def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
     """Mirror boxes left to right, float [..., 4] of x0, y0, x1, y1 in pixels.
 
-    ``widths`` is the width of the image in pixels, as a number or [...].
+    ``widths`` is the width of each box's image in pixels, [...], or one number for all boxes.
 
     Example:
         >>> flip_boxes(torch.tensor([[1.0, 0.0, 3.0, 2.0]]), 10).tolist()

@@ -1,4 +1,4 @@
-"""Readers of shards: pieces of their files, and the arrays beside them."""
+"""Readers of the files of shards, and of the arrays beside them."""
 
 import os
 import warnings
@@ -15,13 +15,13 @@ from colab_utils.slow_drive import find_profile
 
 
 class ShardFiles:
-    """A reader of parts of a folder's files, which keeps the files read last open."""
+    """A reader of pieces of the files in a folder. The files that it read last stay open."""
 
     def __init__(self, folder: Place) -> None:
         self.folder = folder
         self._open = OpenFiles(Retries())
 
-    # Open files stay in this process.
+    # A copy in another process opens the files anew.
     def __reduce__(self) -> Any:
         return ShardFiles, (self.folder,)
 
@@ -32,7 +32,7 @@ class ShardFiles:
             ColabUtilsError: The file is gone or was cut short.
         """
         folder = self.folder
-        # A Path would take longer than the read.
+        # Making a Path would take longer than the read.
         path = folder / name if isinstance(folder, UrlPath) else os.path.join(folder, name)
         length = memoryview(buffer).nbytes
         cure = "Copy the shards again, or mount Drive again."
@@ -90,7 +90,8 @@ def _load(folder: Place, shard: ShardInfo) -> ShardArrays:
         )
         return rebuild_arrays(path, shard)
     if find_profile(arrays_path) is not None:
-        # The arrays came at full speed. They are read again at the speed of the slowed folder.
+        # The arrays were read at full speed. They are read again at the speed of the slowed folder,
+        # so that loading takes as long as from Drive.
         with open_pieces(arrays_path) as file:
             file.pread(int(arrays.bits), 0)
     return arrays

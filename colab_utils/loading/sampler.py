@@ -18,13 +18,13 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.fetcher import seed_random
 from colab_utils.loading.groups import DealtImages, alternate
 
-# So many images of an order are put into batches at once.
+# The images of an epoch are put into batches in pieces of this many, to save memory.
 _PIECE_IMAGES = 1 << 14
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The position of a loader in its order, as integers."""
+    """The position of a loader in its order, as integers, so that training can resume there."""
 
     seed: int
     """Seed of the order."""
@@ -39,23 +39,23 @@ class LoaderState:
     batch: int
     """Batches of the epoch that were delivered."""
     joined: list[list[int]]
-    """Windows of shards of an epoch that began while shards arrived."""
+    """The windows of the epoch (see `BatchSampler.windows`), if it began while shards arrived."""
     left: list[int]
-    """Images of the epoch that remained when the batch size changed, in a state of an older
-    version.
+    """Images of the epoch that remained when the batch size changed. The list is empty, except in
+    states of older versions and in states that continue them.
     """
     groups: int = 0
     """Groups of shards that each batch is made of; 0 without groups."""
     moved: list[int] = field(default_factory=list)
     """Numbers of the late batches that come at the end of the epoch, in their order."""
     earlier: list[list[int]] = field(default_factory=list)
-    """What was delivered of the epoch before the batch size changed, each time: the batch size, the
-    next batch's number, and the numbers of those before it that were not delivered.
+    """One list for each time that the batch size changed in the epoch: the batch size until then,
+    the number of the next batch, and the numbers of the batches before it that were not delivered.
     """
 
     @property
     def reached(self) -> int:
-        """Return the batches of the epoch that were delivered or moved, the next one's number."""
+        """Return the number of the next batch: all batches before it were delivered or moved."""
         return self.batch + len(self.moved)
 
     @classmethod
@@ -66,14 +66,10 @@ class LoaderState:
             ColabUtilsError: The state was changed.
         """
         is_sound = False
-        # A value has another type, such as None in place of a list or of the whole state.
-        with suppress(AttributeError, TypeError, ValueError):
-            values: dict[str, Any] = {part.name: state.get(part.name) for part in fields(cls)}
-            # States of older versions have no groups.
-            values["groups"] = state.get("groups", 0)
-            # States of older versions have none.
-            for name in ("moved", "earlier"):
-                values[name] = state.get(name, [])
+        # These errors mean that a value has the wrong type, such as None in place of a list.
+        with suppress(TypeError, ValueError):
+            # States of older versions lack the parts that have defaults.
+            values = {part.name: state[part.name] for part in fields(cls) if part.name in state}
             parsed = cls(**values)
             is_sound = parsed._is_sound(images, shards)
         if not is_sound:
@@ -85,12 +81,9 @@ class LoaderState:
 
     def _is_sound(self, images: int, shards: int) -> bool:
         joined = [*chain(*self.joined)]
-        parts = [[self.batch_size, self.epoch, self.batch, self.groups]]
-        parts += [joined, self.left, self.moved]
-        numbers = [*chain(*parts, *self.earlier)]
+        settings = (self.batch_size, self.epoch, self.batch, self.groups)
+        numbers = chain(settings, joined, self.left, self.moved, *self.earlier)
         if not all(type(number) is int and number >= 0 for number in numbers):
-            return False
-        if self.groups and self.batch_size % self.groups:
             return False
         for batch_size, reached, *moved in (*self.earlier, self.describe_delivered()):
             if not batch_size or len({*moved}) < len(moved) or max(moved, default=-1) >= reached:
@@ -101,7 +94,7 @@ class LoaderState:
         return has_all_shards and max(self.left, default=0) < images
 
     def describe_delivered(self) -> list[int]:
-        """Return what was delivered with this batch size, as ``earlier`` has it."""
+        """Return the list that ``earlier`` needs if the batch size changes now."""
         return [self.batch_size, self.reached, *self.moved]
 
     def describe_order(self) -> dict[str, int]:
@@ -117,31 +110,35 @@ class LoaderState:
 
 @dataclass(eq=False, repr=False)
 class BatchSampler(Sampler[list[int]]):
-    """The batches of an epoch as lists of indices, which depend only on seed and epoch.
+    """The batches of an epoch as lists of indices. The seed and the epoch alone decide them.
 
     Each shuffled batch holds images of one orientation, wide or tall. This saves padding, as in
-    torchvision's references (``GroupedBatchSampler``). Leftovers form the last batches.
+    torchvision's references (``GroupedBatchSampler``). The images that are left over form the last
+    batches.
 
     Args:
         size: Images of the dataset.
         batch_size: Images in a batch.
         seed: Seed of the order; None keeps the order of the dataset.
-        sizes: int32 [I, 2]: height and width of each image in pixels; None does not group.
+        sizes: int32 [I, 2]: height and width of each image in pixels. None mixes wide
+            and tall images.
         shard_of: int64 [I]: number of each image's shard, for ``windows``.
-        sampler: Gives the images of an epoch in its own order instead. Its ``set_epoch`` is called
-            if it has one, and it draws from ``seed`` and epoch. Default: None.
+        sampler: Sampler that decides the images of an epoch and their order instead. Its
+            ``set_epoch`` is called if it has one. Its random numbers depend on ``seed`` and the
+            epoch. Default: None.
         drop_last: Leave out the last batch if it is not full. Default: False.
-        dealt: The images in groups of shards: each batch takes as many from each group. Default:
-            None.
+        dealt: The images, dealt into groups of shards. Each batch takes the same number of images
+            from each group. Default: None.
 
     Attributes:
         epoch: Number of the epoch that the next pass runs.
-        left: int64: images of this epoch; fewer than all after a change of the batch size.
-        first_left: Those that a state of an older version lists; none where they are all.
-        earlier: What was delivered of the epoch with other batch sizes, as in `LoaderState`.
-        windows: Lists of shards that are trained on one after another. Each window is shuffled
-            together with the leftovers of the one before (see `Arrival.plan_windows`). Without
-            windows, all images are shuffled together.
+        left: int64: indices of this epoch's images. After a change of the batch size, they are
+            the images that were not delivered yet.
+        first_left: The list ``left`` of the `LoaderState` that was resumed.
+        earlier: The batches that were delivered with other batch sizes, as in `LoaderState`.
+        windows: Lists of shard numbers. The epoch trains on one list after another, and shuffles
+            the images of each together with those left over from the list before (see
+            `Arrival.plan_windows`). Without windows, all images are shuffled together.
 
     Example:
         >>> list(BatchSampler(5, 2, seed=None))
@@ -173,7 +170,7 @@ class BatchSampler(Sampler[list[int]]):
         self.windows: list[list[int]] = []
 
     def resume(self, state: LoaderState) -> None:
-        """Make the next pass run the epoch of a state, with the images of the state."""
+        """Make the next pass run the epoch of a state, with the images that the state has left."""
         self.start_epoch(state.epoch)
         self.windows = [list(window) for window in state.joined]
         if state.left:
@@ -227,9 +224,11 @@ class BatchSampler(Sampler[list[int]]):
         return np.bincount(dealt.group_of[self.left], minlength=dealt.groups)
 
     def _mix_groups(self, dealt: DealtImages) -> Iterator[list[int]]:
-        """Yield batches with as many images of each group, of one orientation as far as possible.
+        """Yield batches with the same number of images of each group.
 
-        A group that is smaller than the largest one gives an image less now and then.
+        A batch has images of one orientation, as far as possible.
+
+        A group that is smaller than the largest one gives fewer images to some batches.
         """
         queues = [self._shuffle_group(dealt, group) for group in range(dealt.groups)]
         counts = self._count_images(dealt).tolist()
@@ -277,10 +276,10 @@ class BatchSampler(Sampler[list[int]]):
         return np.random.default_rng((self.seed, self.epoch, *key)).permutation(indices)
 
     def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
-        """Yield full batches of only wide or only tall images, and return the leftovers."""
+        """Yield full batches of only wide or only tall images, and return the images left over."""
         filling: list[list[int]] = [[], []]
         for start in range(0, len(indices), _PIECE_IMAGES):
-            # Integers of Python take four times the memory.
+            # Python's integers take four times the memory of an array.
             piece = indices[start : start + _PIECE_IMAGES]
             for index, is_wide in zip(piece.tolist(), self._wide[piece].tolist(), strict=True):
                 batch = filling[is_wide]

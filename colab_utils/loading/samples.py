@@ -18,18 +18,18 @@ from colab_utils.loading.targets import Target
 class CocoSamples(Dataset[tuple[Tensor, Target]]):
     """The base class of `ShardDataset` and `CocoFolder`.
 
-    It has labels, the ids and sizes of the images, and the annotations in COCO form.
+    It holds the labels, the ids and sizes of the images, and the annotations in COCO form.
     """
 
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
     max_bad = 0
-    """Bad images that a loader may leave out, each with a warning."""
+    """Number of bad images that a loader may leave out, each with a warning."""
 
     def _set_labels(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
         names = {category["id"]: category["name"] for category in categories}
         ids = sorted(names)
-        # Label 0 is torchvision's background, so categories with lower ids are renumbered.
+        # Label 0 is torchvision's background. If an id is below 1, all categories are renumbered.
         mapped = contiguous or (bool(ids) and ids[0] < 1)
         labels = range(1, len(ids) + 1) if mapped else ids
         self.category_ids: dict[int, int] = dict(zip(labels, ids, strict=True))
@@ -54,7 +54,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         return len(self.image_ids)
 
     def _check(self, index: int) -> int:
-        # The range raises IndexError, as sequences must, and takes negative indices.
+        # A range takes negative indices, and raises IndexError as every sequence must.
         return range(len(self))[index]
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Shared buffers, which pass batches between processes and are used again and again.
 
-torch's own hand-off is slow because it makes new shared memory for each tensor. Here a buffer is
-made once, before the workers fork, and grows if a batch needs more. The memory is anonymous,
-because /dev/shm may be small or full.
+The hand-off of torch's ``DataLoader`` is slow, because it makes new shared memory for each tensor.
+A buffer of this module is made once, before the workers fork, and grows if a batch needs more. The
+memory is anonymous, because /dev/shm may be small or full.
 """
 
 import mmap
@@ -33,20 +33,20 @@ class SharedBuffer:
         self._map: mmap.mmap | None = None
 
     def reserve(self, size: int) -> NDArray[np.uint8]:
-        """Return ``size`` bytes to write to, uint8. The buffer grows if it is smaller.
+        """Return ``size`` bytes to write to, uint8. The buffer grows if it is too small.
 
         Raises:
             ColabUtilsError: The machine has too little free memory. The buffer does not grow then.
         """
         have = os.fstat(self._file).st_size
         if size > have:
-            # A quarter more is reserved, so that the buffer seldom grows.
+            # The buffer gets a quarter more than is needed, so that it seldom grows.
             wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES
             try:
                 free = find_free_memory()
                 if size - have > free:
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
-                # Without this, too little memory would be a bus error at the first write.
+                # Without this call, too little memory would end the process by a bus error later.
                 os.posix_fallocate(self._file, 0, wanted)
             except OSError as error:
                 raise ColabUtilsError(
@@ -56,14 +56,14 @@ class SharedBuffer:
         return self.view(size)
 
     def view(self, size: int) -> NDArray[np.uint8]:
-        """Return the first ``size`` bytes, which must be reserved, uint8."""
+        """Return the first ``size`` bytes, uint8. They must be reserved already."""
         if self._map is None or len(self._map) < size:
             self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
         return np.frombuffer(self._map, np.uint8, size)
 
 
 class SharedBufferPool:
-    """The buffers of one loader. Each is free, with a worker, or held by a batch."""
+    """The buffers of one loader. Each is free, lent to a worker, or held by a batch."""
 
     def __init__(self, count: int, held: int) -> None:
         """Make ``count`` buffers for the workers, and ``held`` more for the training loop."""
@@ -74,7 +74,7 @@ class SharedBufferPool:
 
     def take(self) -> int:
         """Take a free buffer, and return its number."""
-        # The buffer used last is taken, because its memory may still be in the cache.
+        # The buffer that was used last is taken, because its memory may still be in the cache.
         return self._free.pop()
 
     def give_back(self, number: int) -> None:
@@ -85,8 +85,8 @@ class SharedBufferPool:
     def hold(self, number: int, size: int) -> Tensor:
         """Return a buffer's content, uint8 [size], and free the buffer when no tensor uses it.
 
-        If the loop already holds as many buffers as it may, it gets a copy, so that the workers
-        never run out of buffers.
+        If the training loop already holds as many buffers as it may, it gets a copy. The workers
+        therefore never run out of buffers.
         """
         content = self.buffers[number].view(size)
         if len(self._held) >= self._most_held:

@@ -21,8 +21,8 @@ Transforms = Callable[..., Any]
 """A callable from (image, target) to (image, target), such as one of
 ``torchvision.transforms.v2``."""
 
-# Each part of a target may have these kinds of numpy dtypes. Labels are integers, and masks are 0
-# outside the object.
+# The numpy dtypes that each part of a target may have, by their ``kind``: i and u are integers, f
+# is floating point, b is bool.
 _KINDS = {"labels": "iu", "boxes": "iuf", "masks": "ub", "area": "iuf", "iscrowd": "iubf"}
 _OPTIONAL = ("area", "iscrowd")
 _LEAVE_TO_LOADER = (
@@ -39,7 +39,7 @@ class PackedSample(NamedTuple):
     bits: NDArray[np.uint8]
     """uint8 [bytes]: the bits of all masks, one mask after the other."""
     tables: dict[str, NDArray[Any]]
-    """The tables of a batch of one image; see `PackedSamples.describe`."""
+    """The tables of this image alone; see `PackedSamples.describe`."""
 
 
 def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSample:
@@ -52,7 +52,7 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     Args:
         image: Image, uint8 [3, H, W].
         target: Target of the image.
-        index: ``image_id`` of a target that has none. Default: 0.
+        index: The ``image_id``, if the target has none. Default: 0.
 
     Returns:
         The packed sample.
@@ -119,20 +119,22 @@ def _read_image_id(target: Target, index: int) -> int:
 
 
 def _check_values(pixels: NDArray[Any], image_id: int) -> None:
-    """Raise an error if a mask has more than one value beside 0, as one with soft edges has."""
+    """Raise an error if a mask has several values above 0, such as a mask with soft edges."""
     largest = pixels.max(initial=0)
-    # Nearly all masks are of 0 and 1.
+    # Nearly all masks hold only 0 and 1, and skip the slow comparison.
     if largest > 1 and not np.isin(pixels, (0, largest)).all():
         raise ColabUtilsError(
-            f"Image {image_id} has a mask with several values up to {largest}, and every one above "
-            "0 counts as the object. Give masks of 0 and 1, such as masks > 127 of soft edges."
+            f"Image {image_id} has a mask with several values up to {largest}, and every value "
+            "above 0 counts as the object. Give masks of 0 and 1. From masks with soft edges, such "
+            "as 0 to 255, make them by masks > 127."
         )
 
 
 def describe_misfit(sample: PackedSample) -> str:
-    """Return which object has a mask that lies beside its box, or has no pixel; "" if none has.
+    """Return a warning of the first mask that lies outside its box or has no pixel, else "".
 
-    Boxes in other units or in another order are found so, and masks of other objects.
+    This shows boxes with other units or another order of coordinates, and masks that belong to
+    other objects.
     """
     boxes = sample.tables["boxes"]
     crops = sample.tables["crops"]
@@ -147,14 +149,14 @@ def describe_misfit(sample: PackedSample) -> str:
     return (
         f"Image {sample.tables['image_ids'][0]} has the box {boxes[row].tolist()}, and the mask of "
         f"this object {place}. Give boxes as x0, y0, x1, y1 in pixels of the image, and masks in "
-        "the order of the boxes. This is said of the first such object alone."
+        "the order of the boxes. Only the first such object is named."
     )
 
 
 def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str, NDArray[Any]]:
-    """Return the parts of a target in their shapes, for an image of this height and width.
+    """Return the checked parts of a target, for an image of this height and width.
 
-    An empty part of any shape means no objects.
+    An empty part means no objects, whatever its shape is.
     """
     parts: dict[str, NDArray[Any]] = {}
     for key, kinds in _KINDS.items():
@@ -169,7 +171,7 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
         fits = part.shape == shape and part.dtype.kind in kinds
         if not fits and (count or part.size):
             raise ColabUtilsError(
-                f"Image {image_id} has {key} of {_describe(value)}, and {list(shape)} would fit. "
+                f"Image {image_id} has {key} of {_describe(value)}, and needs {list(shape)}. "
                 "Give each part for every object: labels as integers, masks as uint8 or bool."
             )
         parts[key] = part.reshape(shape)
@@ -291,7 +293,7 @@ def _name_types(sample: Any) -> str:
 
 
 class BadSampleError(Exception):
-    """An error inside the loader: the error of a sample, and the sample's place in its batch."""
+    """The error of a sample, and the sample's place in its batch. Only the loader handles it."""
 
 
 @contextmanager
@@ -303,9 +305,9 @@ def blame_sample(place: int) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, RuntimeError) and "CUDA in forked subprocess" in str(error):
-            # Its own advice, to spawn the workers, is of no use: a loader forks them.
+            # torch's message advises to spawn the workers, but the loader always forks them.
             error = ColabUtilsError(
-                f"Your dataset used the GPU in a worker, which cannot. {_LEAVE_TO_LOADER}"
+                f"Your dataset used the GPU in a worker, where it cannot work. {_LEAVE_TO_LOADER}"
             )
         raise BadSampleError(error, place) from None
 
@@ -340,9 +342,10 @@ def pack_samples(
 ) -> PackedSamples:
     """Read and pack samples of any dataset with torchvision's contract.
 
-    The samples are read one after the other. With ``by_batch``, one call of ``__getitems__`` reads
-    all of them; with ``alone`` too, one call reads each. ``begin`` is called with the place of each
-    sample before it is read or checked.
+    By default, ``__getitem__`` reads the samples one after the other. With ``by_batch``, one call
+    of ``__getitems__`` reads all of them. With ``by_batch`` and ``alone``, one call of
+    ``__getitems__`` reads each. ``begin`` is called with the place of each sample in the batch,
+    before the sample is checked.
 
     Raises:
         BadSampleError: A sample cannot be loaded.
@@ -350,7 +353,7 @@ def pack_samples(
     samples = []
     batch: Any = ()
     if by_batch and not alone:
-        # If this fails, each sample is read alone, which shows the one that fails.
+        # If this call fails, each sample is read alone, to find the sample that fails.
         with suppress(Exception):
             batch = dataset.__getitems__(list(indices))
     for place, index in enumerate(indices):

@@ -17,19 +17,20 @@ from colab_utils.progress import show_progress
 # A trial measures the rate for at least this long.
 _TRIAL_S = 0.8
 
-# A training loop holds its current batch and, while that is replaced, the next one.
+# A training loop holds its current batch, and for a moment also the next one.
 _HELD = 2
 
 # The batches of a loader may take this share of the free memory.
 _RAM_SHARE = 0.5
 
-# Other batches may be larger than the measured one by this factor, and buffers grow in steps.
+# A buffer may become larger than the measured batch by this factor, because other batches may be
+# larger and buffers grow in steps.
 _SPARE = 1.25
 
-# If a batch waits longer for its files, the files limit the loader, and not the cores.
+# If a batch waits longer than this for its files, the files limit the loader, not the cores.
 _SLOW_S = 0.25
 
-# Rates above this share of the best one count as equal, and the fewest workers win.
+# Rates above this share of the best one count as equal. The fewest workers are then chosen.
 _CLOSE = 0.95
 
 
@@ -37,8 +38,9 @@ def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> tuple[int, dict[
     """Find the number of workers that loads these batches fastest on this machine.
 
     Returns:
-        The number of workers, and the images/s of each number that was tried while a step uses 0.9
-        of a core. There are no trials if slow files or memory decide.
+        The number of workers, and a dict from each number that was tried to its images/s. A step
+        used 0.9 of a core during the trials. The dict is empty if slow files or too little memory
+        decide the number.
     """
     batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
     limit = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
@@ -62,7 +64,7 @@ def _pick(rates: dict[int, float]) -> int:
 def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
     """Load a large batch, and return its bytes and whether it waits for its files.
 
-    If sizes are known, it is the batch of the largest images.
+    If the sizes of images are known, the batch has the largest images.
     """
     if fetcher.sizes is not None:
         indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
@@ -73,8 +75,8 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
         return 1.0, True
     _, batch_bytes = shape.lay_out()
     if fetcher.reads_ahead:
-        # The files of this batch were read at the same time. One after the other, they would take
-        # about as many times as long.
+        # The files of this batch were read at the same time. Read one after the other, they would
+        # take longer by about the number of files.
         waited_s *= len(indices)
     return batch_bytes * _SPARE, waited_s > _SLOW_S
 
@@ -99,7 +101,7 @@ def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> f
 
 
 def _time_batches(loaded: Iterator[Loaded]) -> float:
-    """Return the images/s of batches that are taken as fast as they come."""
+    """Return the images/s of a loop that takes batches as fast as they come."""
     images = 0
     began_s = perf_counter()
     for _, batch, _ in loaded:

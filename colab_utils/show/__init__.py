@@ -1,4 +1,4 @@
-"""Every figure and page that a person sees; their HTML stands in ``templates``."""
+"""All figures and pages that a person looks at. Their HTML templates are in ``templates``."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ _TEMPLATES = Environment(
 
 
 def render(template: str, **content: Any) -> Markup:
-    """Fill in a template; what is no `Markup` is escaped.
+    """Fill in a template. Every text that is not a `Markup` is escaped.
 
     Args:
-        template: its name, without ``.html``.
-        content: what it names: ``page`` takes ``title``, and ``body`` and ``style``, which are HTML
-            and CSS already.
+        template: Name of the template, without ``.html``.
+        content: Values of the names in the template. The template ``page`` takes ``title``, the
+            HTML ``body`` and the CSS ``style``.
 
     Example:
         >>> "<title>a &lt; b</title>" in render("page", title="a < b", body="<p>hello</p>")

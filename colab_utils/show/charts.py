@@ -1,4 +1,4 @@
-"""Charts that make their point in five seconds: the title is the finding, made of the numbers."""
+"""Charts that are understood in five seconds: the title states the finding, with its numbers."""
 
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -18,11 +18,11 @@ ORANGE = PALETTE[1]
 GREY = "#949494"
 INK = "#1a1a1a"
 _RED = PALETTE[3]
-# Fewer streams that reach so much of the best rate are enough.
+# The fewest streams that reach this share of the best rate are enough.
 _NEAR_MOST = 0.9
-# A bar of so much of the axis is thinner than white edges on both its sides.
+# A bar that is shorter than this share of the axis would vanish between its two white edges.
 _THIN = 0.004
-# A chart has room for so many classes.
+# A chart has room for this many classes.
 _CLASSES = 20
 
 
@@ -35,22 +35,23 @@ def plot_first_seconds(
     blue: Collection[str] = ("copy",),
     white: str = "waits",
 ) -> DescribedFigure:
-    """Draw when the step ran since its first batch was asked for.
+    """Draw when the training step ran and when it waited, since the first batch was requested.
 
-    Steps are orange; in the white gaps the step waited.
+    Steps are orange. In the white gaps, the step waited.
 
     Args:
-        rows: when each step began and ended, in seconds since the first batch was asked for, by
-            name; the first row stands on top.
-        seconds: how much of it to draw; ``None`` draws all, as long as the longest row of steps.
-            Each row's share is of the time that is drawn of it.
-        unit: stands under the axis: it may also say that the step is emulated.
-        title: the finding; by default how long the step waits, in the first row and in the last.
-        blue: names of rows that are no steps, but copies or workers.
-        white: what the gaps are.
+        rows: Dict from the name of a row to the start and end of each of its steps, in seconds
+            since the first batch was requested. The first row is on top.
+        seconds: Seconds to draw. None draws until the last step ends. The waiting share beside a
+            row is a share of the drawn time of this row. Default: None.
+        title: Title of the chart. "" makes a title that says how long the step waits in the first
+            row and in the last one. Default: "".
+        unit: Text under the axis. It may also say that the step is emulated. Default: "seconds".
+        blue: Names of the rows that show copies or workers, not steps. Default: "copy" alone.
+        white: Word for the gaps. Default: "waits".
 
     Raises:
-        ColabUtilsError: there is no step to draw.
+        ColabUtilsError: There is no step to draw.
 
     Example:
         >>> figure = plot_first_seconds({"plain loop": [(2.4, 2.5), (4.9, 5.0)]})
@@ -77,7 +78,7 @@ def plot_first_seconds(
         colour = BLUE
         if name in steps:
             colour = ORANGE
-            # White inside this frame is waiting.
+            # The white area inside this frame shows when the step waited.
             axis.barh(
                 row,
                 ends_s[name],
@@ -100,12 +101,12 @@ def plot_first_seconds(
 
 
 def count_batches(spans: Sequence[tuple[float, float]], seconds: float) -> int:
-    """Return how many steps ended in the first ``seconds``."""
+    """Return the number of steps that ended in the first ``seconds`` seconds."""
     return sum(end_s <= seconds for _, end_s in spans)
 
 
 def _describe_waits(waits: Mapping[str, str]) -> str:
-    """Return the finding: how long the step waits, in the first row and in the last."""
+    """Return a title that says how long the step waits in the first row and in the last one."""
     names = list(waits)
     first = names[0]
     last = names[-1]
@@ -125,22 +126,25 @@ def plot_bars(
     limit: tuple[float, str] | None = None,
     log: bool = False,
 ) -> DescribedFigure:
-    """Draw horizontal bars, the first on top, each with its number.
+    """Draw horizontal bars, each with its number. The first bar is on top.
 
-    It stands in the bar's end, or beside it where the bar is short.
+    The number is written inside the bar, or beside it if the bar is short.
 
     Args:
-        values: length of each bar, by name.
-        title: the finding.
-        unit: of the values; stands under the axis.
-        notes: a few words after a bar's number, by name.
-        spread: lowest and highest repeat, by name, drawn as a thin line.
-        highlight: the bars in colour, the others are grey; by default the longest.
-        limit: a value nothing can pass and what it is, drawn as a dashed line.
-        log: points on a logarithmic axis, for values above 0 that lie too far apart for bars.
+        values: Dict from the name of a bar to its length.
+        title: Title, which states the finding.
+        unit: Unit of the values, written under the axis.
+        notes: Dict from the name of a bar to a few words after its number. Default: None.
+        spread: Dict from the name of a bar to its lowest and highest repeat, drawn as a thin line.
+            Default: None.
+        highlight: Names of the bars that have a colour. The others are grey. Default: the longest
+            bar.
+        limit: A value that no bar can pass, and its name, drawn as a dashed line. Default: None.
+        log: Draw points on a logarithmic axis, for values above 0 that differ too much for bars.
+            Default: False.
 
     Raises:
-        ColabUtilsError: there is nothing to draw.
+        ColabUtilsError: There is nothing to draw.
 
     Example:
         >>> rates = {"Drive": 16.0, "SSD": 480.0}
@@ -163,7 +167,8 @@ def plot_bars(
         unit=unit,
         height=height + 0.72 * len(values),
     )
-    # A bar as long as the axis has room for so many letters: names and long notes narrow it.
+    # A bar as long as the axis has room for this many letters. Long names and notes take room from
+    # the axis.
     note = max(map(len, notes.values()), default=0)
     letters = 80 - max(map(len, values)) - note // 3
     for row, (name, value) in enumerate(values.items()):
@@ -223,15 +228,15 @@ def _draw_limit(axis: Axes, value: float, name: str) -> None:
 
 
 def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> DescribedFigure:
-    """Draw files a second over reads at once: how far more of them win something.
+    """Draw how many files a second each number of streams reads, and how many streams are enough.
 
     Args:
-        trials: as measured, such as those of ``StreamTuner.trials``; of several with the same
-            number of streams the median is drawn.
-        name: what was read.
+        trials: Measured trials, such as ``StreamTuner.trials``. If several have the same number of
+            streams, their median is drawn.
+        name: Name of the place that was read. Default: "Drive".
 
     Raises:
-        ColabUtilsError: there is no trial to draw.
+        ColabUtilsError: There is no trial to draw.
 
     Example:
         >>> trials = [StreamTrial(8, 13.0), StreamTrial(16, 24.0), StreamTrial(32, 25.0)]
@@ -269,10 +274,10 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
 
 
 def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
-    """Draw a dataset's objects by class, size and shape, and its images by their objects.
+    """Draw a dataset's objects by class, size and shape, and its images by number of objects.
 
     Args:
-        statistics: of the report of `check_dataset`.
+        statistics: The ``statistics`` of a report of `check_dataset`.
     """
     shown = dict(islice(statistics.classes.items(), _CLASSES))
     left = ""
@@ -305,8 +310,9 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
 def _write(
     axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = INK
 ) -> None:
-    """Write text that ends left of a place ``inside`` a bar, or begins right of it, where no line
-    strikes it through.
+    """Write text beside the point (x, y): on its left if ``inside`` a bar, else on its right.
+
+    Text outside a bar has a white background, so that no line crosses it.
     """
     if inside:
         place: dict[str, Any] = {"xytext": (-10, 0), "ha": "right"}
@@ -327,7 +333,7 @@ def _write(
 
 
 def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
-    """Draw a row for each name, the first on top, without the frame of the drawing."""
+    """Label a row for each name, the first on top, and hide the frame of the chart."""
     axis.set_yticks(
         range(len(names)),
         [*names],
@@ -352,7 +358,7 @@ def _make_rows(
 
 
 def format_figure(value: float) -> str:
-    """Format a figure as it is written at a bar's end.
+    """Format a number as it is written beside a bar.
 
     Example:
         >>> format_figure(1234.5), format_figure(0.1234)

@@ -1,4 +1,4 @@
-"""Charts of a comparison: images a second, the first seconds, and hours over the epochs."""
+"""Charts of a comparison: images a second, the first seconds, and the hours of many epochs."""
 
 import math
 from collections.abc import Mapping
@@ -25,29 +25,30 @@ from colab_utils.show.pictures import DescribedFigure, make_figure
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
-# Hours are scaled to so many images.
+# Hours are scaled to a dataset of this many images, the training images of COCO.
 COCO_IMAGES = 118_287
-# Epochs before Colab takes the machine, and its disk, away.
+# Colab is assumed to take the machine and its disk away after this many epochs.
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
 _EPOCHS = _SESSIONS * _SESSION_EPOCHS
-# Not worth a word: a gain, a wait, a longer step.
+# A gain, a wait or a longer step below this share is not mentioned.
 _LITTLE = 0.1
-# What a receipt's ``comparison.json`` holds, or one of its rows.
+# The content of a receipt's ``comparison.json``, or one of its strategies.
 Content = Mapping[str, Any]
 
 
 def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
-    """Draw the images per second of every strategy and how long its step waits. A line marks the
-    speed of the step itself.
+    """Draw the images per second of each strategy, and how long its step waits.
 
-    The five strategies of the course are named as its steps. What is not timed yet has no bar.
+    A line marks the speed of the step alone. A strategy that is not timed yet has no bar. In the
+    course, each of the five strategies builds on the one before: all names but the first begin with
+    "+".
 
     Args:
-        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
+        comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
 
     Raises:
-        ColabUtilsError: no strategy was timed.
+        ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
     timed = content["timed"].values()
@@ -62,7 +63,8 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         repeats = row["repeats_images_per_second"]
         if measure_spread(repeats) > LEAST_NOISE:
             note += f", repeats differ by {measure_spread(repeats):.0%}"
-        # Such a bar would touch the line if the workers left the step its core.
+        # Without waits, the bar would touch the line of the step alone. If it does not, the workers
+        # took the core of the step and made the step longer.
         elif row["wait_share"] < _LITTLE and longer > 1 + _LITTLE:
             note += f", step {longer:.1f} x"
         notes[row["label"]] = note
@@ -83,20 +85,23 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
 
 
 def _measure_step(row: Content) -> float:
-    """Return images a second of a way's step, without its waits."""
+    """Return the images a second that a strategy's step would train without waits."""
     return float(row["images_per_second"] / max(1 - row["wait_share"], 1e-3))
 
 
 def plot_cold_start(
     comparison: "Comparison | Content", *, seconds: float | None = None
 ) -> DescribedFigure:
-    """Draw the cold runs, with nothing in a cache, as `plot_first_seconds` does. The default time
-    is as long as all of them ran.
+    """Draw the first seconds of each strategy with empty caches; see `plot_first_seconds`.
 
-    Of more than five strategies, those of the course are drawn.
+    If more than five strategies were timed, only those of the course are drawn.
+
+    Args:
+        comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
+        seconds: Seconds to draw. None draws the time of the shortest run. Default: None.
 
     Raises:
-        ColabUtilsError: no strategy was timed.
+        ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
     timed = content["timed"]
@@ -119,18 +124,19 @@ def plot_cold_start(
 
 
 def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
-    """Draw the hours since the beginning over the epochs of a dataset as large as COCO, in sessions
-    of three epochs.
+    """Draw how many hours the epochs of a dataset as large as COCO take.
 
-    What was measured is scaled to COCO's images. Converting counts once, copying in each session.
-    Drawn are the first way, the one that needs no converting (streams, or else the workers), and
-    `make_loader`, or the way that ends first where it was not timed.
+    The measured times are scaled to COCO's number of images. A session on Colab has three epochs.
+    The time to convert counts once, and the time to copy counts in each session.
+
+    Three strategies are drawn, if they were timed: the first one; one that needs no conversion
+    (streams, or else workers); and `make_loader`, or else the strategy that ends first.
 
     Args:
-        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
+        comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
 
     Raises:
-        ColabUtilsError: no strategy was timed.
+        ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
     rows = content["fair"]
@@ -154,7 +160,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
             colour = GREY
         axis.plot(*lines[name], color=colour, linewidth=4)
         figure.words.append(f"{rows[name]['label']}: {spent[name]}")
-        # Names do not overlap.
+        # Names of lines that end at about the same hour are moved apart.
         label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))
         text = f" {rows[name]['label']}: {spent[name]}"
         axis.text(
@@ -172,7 +178,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
 
 
 def _describe_hours(best: Content, rival: Content, spent: Mapping[str, str]) -> str:
-    """Return the finding: when the best way is paid back, and the hours of both."""
+    """Return a title: when the best strategy pays for its conversion, and the hours of both."""
     rows = (best,) if best is rival else (best, rival)
     ends = ", ".join(f"{spent[row['name']]} with {row['title']}" for row in rows)
     pay_back = _describe_pay_back(best, rival)
@@ -180,7 +186,7 @@ def _describe_hours(best: Content, rival: Content, spent: Mapping[str, str]) -> 
 
 
 def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
-    """Return a figure of hours over epochs, without lines."""
+    """Return an empty chart of hours over epochs."""
     figure = make_figure(title, width=12, height=5.5)
     axis = figure.add_subplot()
     for session in range(1, _SESSIONS):
@@ -198,33 +204,32 @@ def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
 
 
 def describe_gain(comparison: "Comparison | Content") -> str:
-    """Return the finding in one sentence: how long the step waits before and after, and how many
-    times as fast it trains. A warning comes first where this machine was busy with other work.
+    """Return a sentence: how long the step waits before and after, and how much faster it trains.
+
+    A warning comes first if the machine was busy with other work.
 
     Raises:
-        ColabUtilsError: no strategy was timed.
+        ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
-    return _warn_of_busy(content, _describe_gain(*find_gain(content)))
+    now, best = find_gain(content)
+    finding = f"The step waits {now['wait_share']:.0%}"
+    if _is_faster(best, now):
+        gain = format_figure(best["images_per_second"] / now["images_per_second"])
+        finding += (
+            f" → {best['wait_share']:.0%} of the time, and trains {gain} times as many images/s as "
+            f"the {now['title']}"
+        )
+    else:
+        finding += f" of the time with the {now['title']}"
+        if now is not best:
+            finding += f": no way is {_find_noise(best, now):.0%} faster"
+    return _warn_of_busy(content, finding)
 
 
 def _warn_of_busy(content: Content, title: str) -> str:
-    """Return the title, after a warning where this machine was busy with other work."""
+    """Return the title, after a warning if the machine was busy with other work."""
     return f"{content.get('busy', '')} {title}".strip()
-
-
-def _describe_gain(now: Content, best: Content) -> str:
-    waits = f"The step waits {now['wait_share']:.0%}"
-    if not _is_faster(best, now):
-        finding = f"{waits} of the time with the {now['title']}"
-        if now is best:
-            return finding
-        return f"{finding}: no way is {_find_noise(best, now):.0%} faster"
-    gain = format_figure(best["images_per_second"] / now["images_per_second"])
-    return (
-        f"{waits} → {best['wait_share']:.0%} of the time, and trains {gain} times as many images/s "
-        f"as the {now['title']}"
-    )
 
 
 def _is_faster(row: Content, other: Content) -> bool:
@@ -233,33 +238,37 @@ def _is_faster(row: Content, other: Content) -> bool:
 
 
 def _find_noise(*rows: Content) -> float:
-    """Return how much faster a way must be, as a share, so that the repeats of both tell it."""
+    """Return how much faster, as a share, one strategy must be than another to count as faster.
+
+    The share is 10 %, or the larger spread between the repeats of one of them.
+    """
     return max(_LITTLE, *(measure_spread(row["repeats_images_per_second"]) for row in rows))
 
 
 def find_gain(content: Content) -> tuple[Content, Content]:
-    """Return the first way that delivers the same samples, and the best.
+    """Return the first strategy that delivers the same samples, and the best one.
 
-    Of those that tie with the fastest, and are faster than the first, that is `make_loader` or the
-    last.
+    Several strategies may tie with the fastest one. Of those that are also faster than the first,
+    `make_loader` is then the best. If it is not among them, the last of them is the best.
     """
     rows = content["fair"]
     now = next(iter(rows.values()))
     best = max(rows.values(), key=lambda row: row["images_per_second"])
     ties = [row for row in rows.values() if _is_faster(row, now) and not _is_faster(best, row)]
     for row in ties:
-        # The last of them, or `make_loader`.
+        # "packed" is `make_loader`. No later tie replaces it.
         if best["name"] != "packed":
             best = row
     return now, best
 
 
 def read_comparison(comparison: "Comparison | Content") -> Content:
-    """Return the comparison as ``comparison.json`` has it, and its strategies by name, each with a
-    ``label`` for charts.
+    """Return the content of ``comparison.json``, with three more dicts of strategies by name.
 
-    ``timed`` are those that were timed; ``fair``, of these, those that deliver the same samples, or
-    else all. In the course each stands on top of the one before.
+    ``rows`` has all strategies, each with a ``label`` for charts. ``timed`` has those that were
+    timed. ``fair`` has the timed ones that deliver the same samples, or all timed ones if none
+    does. In the course, each strategy builds on the one before: all labels but the first begin
+    with "+".
     """
     content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
     rows = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}
@@ -277,7 +286,7 @@ def read_comparison(comparison: "Comparison | Content") -> Content:
 
 
 def _add_up(row: Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return epochs done and hours since the beginning at each corner of a strategy's line."""
+    """Return the epochs and the hours at each corner of a strategy's line, from the start."""
     later = _SESSION_EPOCHS - 1
     ms = 1000 / row["images_per_second"]
     session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]
@@ -286,8 +295,9 @@ def _add_up(row: Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _describe_pay_back(own: Content, other: Content) -> str:
-    """Say after how many epochs one strategy stays ahead of the other; nothing where it does not,
-    or is from the start.
+    """Return a sentence: after how many epochs a strategy stays ahead of the other.
+
+    The sentence is empty if the strategy never stays ahead, or is ahead from the start.
     """
     epochs = np.arange(0, 100 * _SESSION_EPOCHS + 0.005, 0.01)
     own_hours = np.interp(epochs, *_add_up(own, 100))

@@ -1,4 +1,4 @@
-"""What a learner guessed, beside what was measured."""
+"""A comparison of what a learner guessed with what was measured."""
 
 from math import isfinite
 
@@ -9,7 +9,7 @@ _CLOSE = 1.25
 
 
 def read_guess(guess: object) -> float | None:
-    """Return the number in a form's field, and None where there is none.
+    """Return the number in a field of a form, or None if the field holds no number.
 
     Example:
         >>> read_guess("50 %"), read_guess("many"), read_guess("")
@@ -23,14 +23,15 @@ def read_guess(guess: object) -> float | None:
 
 
 def compare_guess(guess: object, measured: float, unit: str = "") -> str:
-    """Return a sentence that sets a guess beside what was measured.
+    """Return a sentence that compares a guess with the measurement.
 
-    A field that is empty, or holds no number, is named: it is no wrong guess.
+    An empty field and a text that is not a number do not count as wrong guesses. The sentence says
+    so.
 
     Args:
-        guess: what a form's field holds: a number, or a text such as "50" or "50 %".
-        measured: the number that was asked for.
-        unit: stands after it.
+        guess: Content of a field of a form: a number, or a text such as "50" or "50 %".
+        measured: The measured number.
+        unit: Unit, written after the measured number. Default: "".
 
     Example:
         >>> compare_guess("50", 96, "%")

@@ -1,5 +1,5 @@
-"""What moves in a notebook: the simulated loader, to watch and to touch, and a training run while
-it goes on.
+"""Views that change in a notebook: an animation of a simulated loader, sliders for its settings,
+and the curves of a training run.
 """
 
 import math
@@ -18,37 +18,36 @@ from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.pictures import PALETTE, embed_figure
 from colab_utils.units import format_bytes
 
-# Two drawings of a run are at least so far apart.
+# A run is drawn again after at least this many seconds.
 _DRAWING_S = 1.0
-# A curve has as many points as it has pixels, at most.
+# A curve has at most this many points, about one a pixel.
 _POINTS = 240
-# Colours that show on white and on Colab's dark grey.
+# These colours are visible on white and on Colab's dark grey.
 _GREEN = PALETTE[2]
 _RED = PALETTE[3]
-# More would be too small to see, and heavy.
+# More steps or boxes would be too small to see, and would make the page slow.
 _CHART_STEPS = 25
 _MAX_STEPS = 1500
 _MAX_BOXES = 16
 
 
 def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
-    """Show a simulation as it happens: workers fill up, batches queue, the model takes them or
-    waits.
+    """Animate a simulation: workers load batches, batches queue, and the model takes them or waits.
 
-    The queue shows the next batches in the order in which the model takes them, the next one on the
-    right: a gap there stops the model, however many batches wait behind it. It plays once it is on
-    the screen; where the reader prefers reduced motion it waits for a click. Of a long simulation
-    it shows the first 1,500 steps.
+    The queue shows the batches in the order in which the model takes them, the next one on the
+    right. If the next batch is missing, the model waits, even if later batches are ready. The
+    animation begins when it is on the screen. If the browser asks for reduced motion, it begins
+    with a click. A long simulation is cut after 1,500 steps.
 
     Args:
-        simulation: from `simulate`.
-        speed: simulated seconds in a second.
+        simulation: Result of `simulate`.
+        speed: Simulated seconds that the animation shows in one second. Default: 0.5.
 
     Returns:
-        An ``IPython.display.HTML``; its ``data`` is all of it, and needs no server and no network.
+        An ``IPython.display.HTML``. Its ``data`` is complete: it needs no server and no network.
 
     Raises:
-        ColabUtilsError: ``speed`` is not more than 0.
+        ColabUtilsError: ``speed`` is not above 0.
 
     Example:
         >>> from colab_utils.diagnosis.simulator import simulate
@@ -81,8 +80,9 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
 
 
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[list[float]]:
-    """Return batches, starts and ends for the script. A span that the end of the simulation cut off
-    ends after it.
+    """Return the batch numbers, starts and ends of spans for the script of the animation.
+
+    A span that the end of the simulation cut off gets an end after the simulation.
     """
     end_s = trace.end_s + unfinished * seconds / 1000
     is_shown = trace.start_s < seconds
@@ -98,23 +98,22 @@ def explore_simulation(
     load_cv: float = 0.2,
     prefetch: int = 2,
 ) -> Any:
-    """Show sliders for the arguments of `simulate`. Each one redraws the chart and the sentence on
-    how long the step waits.
+    """Show a slider for each argument of `simulate`, with a chart and how long the step waits.
 
-    Arguments are those of `simulate`, and where the sliders start.
+    Moving a slider redraws the chart. The sliders start at the values of the arguments.
 
     Args:
-        workers: worker processes.
-        load_s: mean seconds in which one worker loads one batch, more than 0.
-        step_s: mean seconds of one training step, more than 0.
-        load_cv: spread of the loading times, standard deviation / mean.
-        prefetch: batches asked for ahead of time for each worker.
+        workers: Worker processes. Default: 2.
+        load_s: Mean seconds that one worker takes to load one batch, above 0. Default: 0.4.
+        step_s: Mean seconds of one training step, above 0. Default: 0.1.
+        load_cv: Standard deviation of the loading times, divided by their mean. Default: 0.2.
+        prefetch: Batches that each worker loads ahead. Default: 2.
 
     Returns:
         An ``ipywidgets.VBox``.
 
     Raises:
-        ColabUtilsError: a time that is not more than 0.
+        ColabUtilsError: ``load_s`` or ``step_s`` is not above 0.
 
     Example:
         >>> page = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0)
@@ -178,8 +177,9 @@ def explore_simulation(
 
 
 def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
-    """Return the sentence, which covers about 30 s or 100 batches, and the chart of the first
-    steps.
+    """Return HTML: how long the step waits, and a chart of the first steps.
+
+    The simulation covers at least 30 s and about 100 batches.
     """
     seconds = math.ceil(max(30, 100 * step_s, 100 * load_s / max(1, workers)))
     simulation = simulate(
@@ -203,11 +203,11 @@ def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: An
 
 
 class LiveMonitor:
-    """Pass it as ``log`` to ``train``: in a notebook one picture is redrawn in place, elsewhere
-    lines are printed.
+    """A ``log`` for ``train``, which draws the run in a notebook and prints lines elsewhere.
 
-    It needs no widgets, so it looks the same in Colab, in Jupyter and on a saved page, and nothing
-    is drawn from a background thread, whose updates Colab does not show.
+    In a notebook, one picture is redrawn in place. It needs no widgets, so it looks the same in
+    Colab, in Jupyter and on a saved page. No background thread draws, because Colab does not show
+    the updates of one.
 
     Example:
         >>> LiveMonitor()("step 40/200  loss 1.912")
@@ -217,14 +217,12 @@ class LiveMonitor:
     def __init__(self) -> None:
         self._plan = ""
         self._lines = list[Any]()
-        # This is the picture in the page.
+        # The handle of the picture in the page.
         self._shown: Any = None
         self._drawn_s = 0.0
 
     def __call__(self, line: Any) -> None:
-        """Take in a plan or a log line, as ``train`` gives them; with a plan a new run begins, and
-        a new picture.
-        """
+        """Show a plan or a log line of ``train``. A plan begins a new run and a new picture."""
         if not is_notebook():
             print(line)
             return
@@ -248,12 +246,14 @@ class LiveMonitor:
 
 
 def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
-    """Return the run so far as HTML: a curve and the latest figure for each of loss, images a
-    second, waiting and memory.
+    """Return the curves of a run so far as HTML, each with its latest value.
+
+    The curves show the loss, the images a second, the share of time spent waiting for data, and the
+    GPU memory if there is a GPU.
 
     Args:
-        lines: log lines of ``train``.
-        plan: its plan, shown above.
+        lines: Log lines of ``train``.
+        plan: Plan of ``train``, shown above the curves. Default: "".
 
     Example:
         >>> "a &lt; b" in draw_run([], plan="a < b")
@@ -277,8 +277,10 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
 
 
 def _draw_curve(values: Sequence[float], *, top: float = 0.0) -> str:
-    """Return the points of a curve in a square of 1 x 1, up to ``top`` or the highest value. Of
-    many values, only some are drawn.
+    """Return the points of a curve in a square of 1 x 1.
+
+    The upper edge of the square is ``top``, or the highest value if ``top`` is 0. Of many values,
+    only every n-th is drawn.
     """
     each = -(-len(values) // _POINTS)
     first = (len(values) - 1) % each

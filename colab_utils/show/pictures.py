@@ -1,4 +1,4 @@
-"""Images with their masks, boxes and class names drawn on them: a check that no table replaces."""
+"""Pictures of images with their masks, boxes and class names, to see what no table shows."""
 
 import base64
 import io
@@ -26,36 +26,39 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.places import Place, open_place
 
-# Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
+# Okabe and Ito's colours. People with any common colour blindness can tell them apart
+# (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
-# White text stands on these colours.
+# Text on these colours is white. Text on the others is black.
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])
-# The largest objects of an image are named, and drawn, so many.
+# The names of this many objects of an image are written, and this many objects are drawn: in
+# both cases the largest ones.
 _NAMED = 5
 _DRAWN = 100
+# An image of unknown height or width is drawn with this many pixels.
 _UNKNOWN_SIDE = 480
 # A panel has a heading, an image, and the objects on it.
 _Panel = tuple[str, Any, Mapping[str, Any]]
 
 
 class DescribedFigure(Figure):
-    """A figure that also says in words what it draws.
+    """A figure that also describes in words what it draws, for people who use a screen reader.
 
     Attributes:
-        words: what is drawn, a line for each bar, row or curve, with its numbers.
+        words: One text for each bar, row or curve, with its numbers.
     """
 
     words: list[str]
 
     @property
     def alternative_text(self) -> str:
-        """Return the title and the words; where there are none, the headings of the panels."""
+        """Return the title and the words, or the headings of the panels if there are no words."""
         title = self.get_suptitle().replace("\n", " ")
         words = self.words or [axis.get_title("left") for axis in self.axes]
         return ". ".join([title, *words]).rstrip(". ")
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[Any, Any]:
-        """Return no picture, which matplotlib gives a notebook, but the words for it."""
+        """Return the words for a notebook. matplotlib itself gives the notebook the picture."""
         return {}, {"image/png": {"alt": self.alternative_text}}
 
 
@@ -65,13 +68,13 @@ def draw_pair(
     *,
     class_names: Mapping[int, str],
 ) -> DescribedFigure:
-    """Draw a sample beside what became of it; the title says what differs.
+    """Draw a sample before and after a change, side by side. The title says what differs.
 
     Args:
-        before: ``(image, target)``: image uint8 [3,H,W], target with ``boxes`` [N,4] xyxy in
-            pixels, ``labels`` [N] and ``masks`` uint8 [N,H,W].
-        after: the same sample after whatever was done to it.
-        class_names: the name of each label.
+        before: ``(image, target)``: image uint8 [3, H, W], and a target with ``boxes`` [N, 4] (x0,
+            y0, x1, y1 in pixels), ``labels`` [N] and ``masks`` uint8 [N, H, W].
+        after: The same sample after the change.
+        class_names: Dict from a label to the name of its class.
     """
     image_before, target_before = before
     image_after, target_after = after
@@ -93,22 +96,22 @@ def draw_pair(
 def draw_predictions(
     dataset: Any, predictions: Sequence[Mapping[str, Any]], *, min_score: float = 0.5
 ) -> DescribedFigure:
-    """Draw ground truth on the left, the model's prediction on the right, one sample a row, a
-    colour for each class.
+    """Draw one sample a row: the ground truth on the left, the model's predictions on the right.
 
-    A prediction fits where its mask and that of an object of its class have an IoU over 0.5: both
-    outlines are thick.
+    Each class has a colour. A prediction fits an object of its class if the IoU of their masks is
+    over 0.5. The outlines of both are then thick.
 
     Args:
-        dataset: gives ``(image, target)`` as in `draw_pair`, and has ``class_names``, the name of
-            each label: `ShardDataset`, `CocoFolder`, or your own.
-        predictions: of the first samples, one dict each, as torchvision's models return it in
-            evaluation: ``boxes`` [N,4], ``labels`` [N], ``scores`` [N] in 0..1, ``masks`` float
-            [N,1,H,W] in 0..1.
-        min_score: weaker predictions are left out.
+        dataset: A `ShardDataset`, a `CocoFolder` or your own dataset. It gives ``(image, target)``
+            as in `draw_pair`, and has ``class_names``, a dict from a label to the name of its
+            class.
+        predictions: One dict for each of the first samples, as torchvision's models return it in
+            evaluation: ``boxes`` [N, 4], ``labels`` [N], ``scores`` [N] from 0 to 1, and ``masks``
+            float [N, 1, H, W] from 0 to 1.
+        min_score: Predictions with a lower score are left out. Default: 0.5.
 
     Raises:
-        ColabUtilsError: there are no predictions.
+        ColabUtilsError: There are no predictions.
     """
     if not predictions:
         raise ColabUtilsError(
@@ -143,14 +146,14 @@ def draw_annotations(
     title: str,
     columns: int = 3,
 ) -> DescribedFigure:
-    """Draw images with their annotations as they are in the JSON, however bad they are.
+    """Draw images with their annotations as they are in the JSON, with all faults.
 
     Args:
-        images: the image folder.
-        panels: of each image a heading, its dataset, and its index there; a file that is none is
-            drawn grey.
-        title: the finding.
-        columns: images in a row.
+        images: Image folder.
+        panels: A heading, a dataset and an index in the dataset, for each image. A file that is
+            not an image is drawn as a grey area.
+        title: Title, which states the finding.
+        columns: Images in a row. Default: 3.
     """
     drawn: list[_Panel] = []
     names: dict[int, str] = {}
@@ -174,7 +177,7 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, d
     if width <= 0:
         width = _UNKNOWN_SIDE
     picture: Image.Image | None = None
-    # Whatever is wrong with the file, the page says it in words.
+    # The page reports a bad file in words, so any error is passed over.
     with suppress(Exception):
         content = read_file(dataset.find_image(images, i)[0])
         picture = to_rgb(turn_upright(open_image(content), height, width))
@@ -206,11 +209,10 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, d
 
 
 def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
-    """Make an empty figure, ``width`` x ``height`` inches, with a finding for a title; a notebook
-    shows it once.
+    """Make an empty figure of ``width`` x ``height`` inches. Its title states a finding.
 
-    Names of users stand in titles and labels: ``parse_math=False`` keeps ``$`` from starting a
-    formula.
+    Titles and labels hold names that users gave, so matplotlib must not read ``$`` as the start of
+    a formula: ``parse_math`` is False here and for every other text.
     """
     title = textwrap.fill(title, int(width * 5.8))
     size = (width, height + 0.35 * title.count("\n"))
@@ -230,8 +232,9 @@ def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
 
 
 def embed_figure(figure: DescribedFigure) -> Markup:
-    """Return the figure as an ``<img>`` that holds its own drawing (SVG), its title not drawn but
-    for screen readers, with its numbers.
+    """Return the figure as an HTML ``<img>`` that contains its drawing, an SVG.
+
+    The title is not drawn. It is in the alternative text, together with the figure's numbers.
     """
     text = figure.alternative_text
     drawing = io.BytesIO()
@@ -249,7 +252,7 @@ def _draw_grid(
     columns: int = 2,
     inches: float = 5.2,
 ) -> DescribedFigure:
-    """Draw a grid of images, each ``inches`` wide. Names stay readable from the back of a room."""
+    """Draw a grid of images, each ``inches`` wide, with text that is large enough for a lecture."""
     rows = -(-len(panels) // columns)
     tallest = max(image.shape[1] / image.shape[2] for _, image, _ in panels)
     height = rows * (inches * min(tallest, 1.4) + 0.3) + 0.4
@@ -272,7 +275,7 @@ def _draw_grid(
 
 
 class _Object(NamedTuple):
-    """An object as it is drawn."""
+    """What is needed to draw an object: its mask, box, name, colour and thickness of outline."""
 
     inside: np.ndarray
     box: np.ndarray
@@ -284,16 +287,16 @@ class _Object(NamedTuple):
 def _draw_objects(
     axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str], inches: float
 ) -> None:
-    # Of a large photo one pixel in so many is drawn.
+    # Only every n-th pixel of a large photo is drawn.
     each = max(1, max(image.shape) // 1000)
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     white = 255 if pixels.dtype.kind in "ui" else 1
     canvas = pixels.astype(np.float32) / white
-    # Small objects come last, on top.
+    # Small objects are drawn last, so that large ones do not hide them.
     shown = _list_objects(objects, names, each)
     shown.sort(key=lambda item: -np.prod(item.box[2:] - item.box[:2]))
     for place, item in enumerate(shown):
-        # One mask at a time: a page may have thousands of objects.
+        # Masks are made bool one at a time, because a page may have thousands of objects.
         item = item._replace(inside=item.inside.astype(bool))
         if item.inside.any():
             tint = np.array(colors.to_rgb(item.colour), np.float32)
@@ -314,8 +317,8 @@ def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: in
     fits = objects.get("fits", ())
     shown = []
     for n, label in enumerate(_to_array(objects["labels"]).tolist()):
-        # Predictions have a colour for each class. Elsewhere each object has its own, so that
-        # neighbours of one class stay apart.
+        # Beside predictions, each class has a colour. Elsewhere each object has its own colour, so
+        # that neighbours of the same class can be told apart.
         colour = PALETTE[n % len(PALETTE)]
         thick = 2.0
         if len(fits):
@@ -329,11 +332,11 @@ def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: in
 
 
 def _draw_outline(axis: Axes, item: _Object) -> None:
-    """Draw the edge of a mask, in its colour on white."""
+    """Draw the outline of a mask in the colour of its object, with a white edge."""
     top, bottom = np.flatnonzero(item.inside.any(1))[[0, -1]]
     left, right = np.flatnonzero(item.inside.any(0))[[0, -1]]
     crop = item.inside[top : bottom + 1, left : right + 1]
-    # The border closes the edges of masks that reach beyond the image.
+    # A border of zeros closes the outline of a mask at the edge of its crop.
     lines = axis.contour(
         np.pad(crop, 1),
         [0.5],
@@ -345,7 +348,7 @@ def _draw_outline(axis: Axes, item: _Object) -> None:
 
 
 def _write_name(axis: Axes, item: _Object, shape: tuple[int, ...], inches: float) -> None:
-    """Write an object's name above the upper left corner of its box, and inside the image."""
+    """Write an object's name at the upper left corner of its box, inside the image."""
     height, width = shape[:2]
     pixels_an_inch = max(width, height / 1.4) / inches
     x0, y0 = item.box[:2]

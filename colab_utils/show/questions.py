@@ -1,7 +1,7 @@
 """Five questions before the course and after it, answered by the learner's own measurements.
 
-Notebook 1 asks, measures and publishes; notebook 5 asks again; `plot_guesses` shows a class what
-it believed.
+Notebook 1 asks the questions, measures the answers and saves both. Notebook 5 asks again.
+`plot_guesses` shows the guesses of a whole class.
 """
 
 import json
@@ -16,15 +16,16 @@ from colab_utils.show.charts import BLUE, GREY, ORANGE, format_figure
 from colab_utils.show.guesses import compare_guess, read_guess
 from colab_utils.show.pictures import DescribedFigure, make_figure
 
-# Bars of a histogram, and what is drawn.
+# A histogram has this many bars for each group.
 _BINS = 20
+# The groups of a histogram: the key of an answer, and the word for it in the legend.
 _GROUPS = {
     "guess_before": "before",
     "guess": "after",
     "measured": "measured",
 }
-# By the name of a question: "question", "unit", "guess", "measured" and, from the second time on,
-# "guess_before". It can be written as JSON.
+# A dict from the name of a question to "question", "unit", "guess" and "measured", and to
+# "guess_before" if the question was asked before. It can be written as JSON.
 Answers = dict[str, dict[str, Any]]
 
 
@@ -34,7 +35,7 @@ class Question:
 
     text: str
     unit: str
-    """Of the guess and of the measurement."""
+    """Unit of the guess and of the measurement."""
 
 
 QUESTIONS = {
@@ -58,7 +59,7 @@ QUESTIONS = {
         "times",
     ),
 }
-"""The five, by name."""
+"""The five questions, by name."""
 
 
 def collect_answers(
@@ -67,13 +68,15 @@ def collect_answers(
     *,
     before: Mapping[str, Any] | None = None,
 ) -> Answers:
-    """Set guesses and measurements side by side, in the order of `QUESTIONS`.
+    """Return the guess and the measurement of each question, in the order of `QUESTIONS`.
 
     Args:
-        guesses: what stands in the form, by the name of the question.
-        measured: the answers; None, or no entry, where nothing was measured.
-        before: answers of an earlier time (`read_answers`): their guesses are kept as
-            ``guess_before``, and they give the measurements that ``measured`` lacks.
+        guesses: Dict from the name of a question to the content of its field in the form.
+        measured: Dict from the name of a question to its measured answer. The answer is None or
+            missing if nothing was measured.
+        before: Answers from an earlier time (see `read_answers`). Their guesses become
+            ``guess_before``, and their measurements are used where ``measured`` has none. Default:
+            None.
 
     Example:
         >>> answers = collect_answers({"times_8_workers": "8"}, {"times_8_workers": 5.0})
@@ -98,7 +101,7 @@ def collect_answers(
 
 
 def describe_answers(answers: Mapping[str, Any]) -> str:
-    """Return each question with its guess beside what was measured.
+    """Return a text that compares the guess and the measurement of each question.
 
     Example:
         >>> answers = collect_answers({"waits_percent": "50"}, {"waits_percent": 96.0})
@@ -110,7 +113,7 @@ def describe_answers(answers: Mapping[str, Any]) -> str:
         lines.append(str(answer["question"]))
         measured = answer["measured"]
         if measured is None:
-            lines.append("    It was not measured on this machine: notebook 1 does.")
+            lines.append("    It was not measured on this machine. Notebook 1 measures it.")
             continue
         lines.append(f"    {compare_guess(answer['guess'], measured, answer['unit'])}")
         before = read_guess(answer.get("guess_before", ""))
@@ -120,10 +123,10 @@ def describe_answers(answers: Mapping[str, Any]) -> str:
 
 
 def read_answers(drive: str | Path) -> Answers:
-    """Return what notebook 1 published of the questions; nothing where it did not, or is half done.
+    """Return the answers that notebook 1 saved, or an empty dict if it saved none.
 
     Args:
-        drive: the slow folder of the workspace.
+        drive: Slow folder of the workspace.
     """
     answers: Answers = {}
     with suppress(OSError, ValueError, AttributeError):
@@ -135,15 +138,16 @@ def read_answers(drive: str | Path) -> Answers:
 
 
 def plot_guesses(receipts: Sequence[str | Path]) -> DescribedFigure | None:
-    """Draw a histogram of each question: what a class guessed and measured.
+    """Draw a histogram for each question: the guesses and the measurements of a class.
 
-    A guess that is no number is left out.
+    A guess that is not a number is left out.
 
     Args:
-        receipts: ``comparison.json`` files, some of which hold answers (`write_receipt`).
+        receipts: ``comparison.json`` files. Those without answers (see `write_receipt`) are left
+            out.
 
     Returns:
-        The figure; None where no receipt holds answers.
+        The figure, or None if no receipt holds answers.
     """
     contents = [json.loads(Path(receipt).read_text(encoding="utf-8")) for receipt in receipts]
     learners = [content["questions"] for content in contents if "questions" in content]

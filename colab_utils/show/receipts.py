@@ -1,4 +1,4 @@
-"""Receipts of many machines: a line for each, and one chart of them all."""
+"""Receipts from many machines: a line of a table for each, and one chart of all."""
 
 import json
 from collections.abc import Sequence
@@ -19,14 +19,16 @@ _TIMES = "times as fast"
 
 
 def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
-    """Draw how many times as fast each machine trains, and how long its step waits before and
-    after. The fastest machine comes first.
+    """Draw how many times as fast each machine trains with its best way of loading.
+
+    Each bar also says how long the step waits before and after. The machine that gains most comes
+    first.
 
     Args:
         receipts: ``comparison.json`` files of many machines.
 
     Raises:
-        ColabUtilsError: no file, or one that is no receipt.
+        ColabUtilsError: No file is given, or a file is not a receipt.
     """
     lines = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
     values = dict[str, float]()
@@ -53,14 +55,17 @@ def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
 
 
 def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """`summarise_receipt` of each ``comparison.json``; a receipt has the name of its file, or of
-    its folder.
+    """Return `summarise_receipt` of each ``comparison.json``, with the receipt's name.
+
+    The name is that of the file, or of its folder if the file is named ``comparison.json``.
 
     Raises:
-        ColabUtilsError: no file, or one that is no receipt.
+        ColabUtilsError: No file is given, or a file is not a receipt.
     """
+    if not receipts:
+        raise ColabUtilsError("There are no receipts. Name at least one comparison.json.")
     lines = []
-    for receipt in receipts or ("no file",):
+    for receipt in receipts:
         path = require_local_path(receipt).absolute()
         name = path.parent.name if path.stem == "comparison" else path.stem
         try:
@@ -75,10 +80,10 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 
 def summarise_receipt(comparison: "Comparison | Content") -> dict[str, Any]:
-    """Return a line for the class sheet: the machine, and the first way beside the best way.
+    """Return one receipt's line of the class sheet: the machine, and its first and best strategy.
 
     Raises:
-        ColabUtilsError: no strategy was timed.
+        ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
     machine = content["machine"]

@@ -1,5 +1,5 @@
-"""Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, a
-run, a dataset.
+"""Pages that need no network: the receipt of a comparison, the summary of a loop, and the check of
+a dataset.
 """
 
 import json
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
     from colab_utils.diagnosis.summary import Summary
 
+# A heading, a dataset, and the index of an image in it.
+_Panel = tuple[str, CocoDataset, int]
 _TITLES = {
     "receipt": "Receipt: ways of loading, side by side",
     "summary": "Summary: where the time of a loop went",
@@ -45,19 +47,21 @@ _TITLES = {
 def write_receipt(
     comparison: "Comparison", folder: str | Path, *, questions: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write ``index.html`` and ``comparison.json`` into ``folder`` (made if need be); returns the
-    page.
+    """Write the receipt of a comparison: a page and its numbers as JSON.
 
-    The page holds its style, its charts and every number; all text is escaped.
+    The page contains its style, its charts and all numbers. All text in it is escaped.
 
     Args:
-        comparison: from `compare`.
-        folder: of the receipt.
-        questions: a learner's answers (`collect_answers`), which ``comparison.json`` carries to the
-            class sheet; the page does not show them.
+        comparison: Result of `compare`.
+        folder: Folder for ``index.html`` and ``comparison.json``. It is made if it does not exist.
+        questions: A learner's answers from `collect_answers`. ``comparison.json`` carries them to
+            the class sheet, and the page does not show them. Default: None.
+
+    Returns:
+        Path of the page.
 
     Raises:
-        ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
+        ColabUtilsError: The folder cannot be written, or its ``index.html`` is not a receipt.
     """
     folder = require_local_path(folder)
     content = json.loads(json.dumps(asdict(comparison)))
@@ -79,15 +83,19 @@ def write_receipt(
 
 
 def write_summary(summary: "Summary", path: str | Path) -> Path:
-    """Write the summary of a watched loop as one HTML page: steps and white gaps, causes, the
-    slowest batches.
+    """Write the summary of a watched loop as one HTML page.
+
+    The page shows the steps and the gaps between them, the causes, and the slowest batches.
 
     Args:
-        summary: from ``watch(loader).summary()``.
-        path: of the page; an earlier summary there is replaced.
+        summary: Result of ``watch(loader).summary()``.
+        path: Path of the page. An earlier summary at this path is replaced.
+
+    Returns:
+        Path of the page.
 
     Raises:
-        ColabUtilsError: the page cannot be written, or another file is there.
+        ColabUtilsError: The page cannot be written, or ``path`` is a file that is not a summary.
     """
     worst = [
         {
@@ -117,40 +125,31 @@ def write_check(
     *,
     repaired: str | Path = "",
 ) -> Path:
-    """Write the report of a dataset as one HTML page: what to do, what is wrong, the worst images,
-    the data in numbers.
+    """Write the report of a dataset as one HTML page.
+
+    The page says what to do and what is wrong, draws the worst images, and shows statistics of the
+    data.
 
     Args:
-        report: from `check_dataset`, or from ``repair_annotations``.
-        images: the image folder.
-        annotations: the COCO JSON that was checked, or what `read_coco` gave; of a repair, the
-            original.
-        path: of the page; an earlier page there is replaced.
-        repaired: of a repair, the new JSON: images are drawn before and after.
+        report: Result of `check_dataset` or of ``repair_annotations``.
+        images: Image folder.
+        annotations: COCO JSON that was checked, or the result of `read_coco`. For a repair, this is
+            the original JSON.
+        path: Path of the page. An earlier report at this path is replaced.
+        repaired: The new JSON of a repair. Images are then drawn before and after the repair.
+            Default: "", no repair.
+
+    Returns:
+        Path of the page.
 
     Raises:
-        ColabUtilsError: the page cannot be written, or another file is there.
+        ColabUtilsError: The page cannot be written, or ``path`` is a file that is not a report.
     """
     page = require_local_path(path)
     before = read_coco(annotations)
     after = read_coco(repaired) if repaired else before
-    places = {number: i for i, number in enumerate(after.image_ids.tolist())}
-    worst = list[tuple[str, CocoDataset, int]]()
-    for number, kinds in report.worst.items():
-        i = places.get(number)
-        if i is not None:
-            name = textwrap.shorten(escape(after.file_name(i)), 40)
-            faults = textwrap.shorten(", ".join(kinds), 40)
-            worst.append((f"{name}\n{faults}", after, i))
-    changed = {name for repair in report.repairs for name in repair.examples}
-    pairs = list[tuple[str, CocoDataset, int]]()
-    for i, number in enumerate(before.image_ids.tolist()):
-        name = escape(before.file_name(i))
-        # Repeated ids become other ids.
-        if name in changed and number in places and number not in before.repeated_ids:
-            heading = textwrap.shorten(name, 30)
-            pairs.append((f"{heading}, before", before, i))
-            pairs.append((f"{heading}, after", after, places[number]))
+    pairs = _list_repaired(report, before, after)
+    worst = _list_worst(report, after)
     figures = []
     if pairs:
         title = "Before and after the repair"
@@ -181,6 +180,38 @@ def write_check(
     )
 
 
+def _index_ids(dataset: CocoDataset) -> dict[int, int]:
+    return {number: i for i, number in enumerate(dataset.image_ids.tolist())}
+
+
+def _list_worst(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
+    """Return the worst images of a report that the dataset has, with their faults as headings."""
+    places = _index_ids(dataset)
+    panels = []
+    for number, kinds in report.worst.items():
+        i = places.get(number)
+        if i is not None:
+            name = textwrap.shorten(escape(dataset.file_name(i)), 40)
+            faults = textwrap.shorten(", ".join(kinds), 40)
+            panels.append((f"{name}\n{faults}", dataset, i))
+    return panels
+
+
+def _list_repaired(report: DatasetReport, before: CocoDataset, after: CocoDataset) -> list[_Panel]:
+    """Return the images that a repair changed, each before and after the repair."""
+    places = _index_ids(after)
+    changed = {name for repair in report.repairs for name in repair.examples}
+    panels = []
+    for i, number in enumerate(before.image_ids.tolist()):
+        name = escape(before.file_name(i))
+        # An image whose id was repeated has a new id after the repair, and cannot be paired.
+        if name in changed and number in places and number not in before.repeated_ids:
+            heading = textwrap.shorten(name, 30)
+            panels.append((f"{heading}, before", before, i))
+            panels.append((f"{heading}, after", after, places[number]))
+    return panels
+
+
 def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
     if not problems:
         return "Nothing."
@@ -199,10 +230,10 @@ def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
 
 
 def check_receipt_folder(folder: str | Path) -> None:
-    """Refuse a folder where a receipt would overwrite somebody's page.
+    """Raise an error if a receipt in this folder would overwrite another page.
 
     Raises:
-        ColabUtilsError: ``index.html`` is there and is no receipt.
+        ColabUtilsError: The folder has an ``index.html`` that is not a receipt.
     """
     _refuse_other(require_local_path(folder) / "index.html", "receipt")
 
@@ -228,8 +259,9 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
 
 
 def tabulate_comparison(content: Mapping[str, Any]) -> Table:
-    """Tabulate what each strategy reached and what it costs: CPU milliseconds of an image, and
-    hours of COCO's 118,287 images.
+    """Make a table of the speed and the cost of each strategy.
+
+    The costs are CPU milliseconds an image, and hours for COCO's 118,287 images.
     """
     hours = COCO_IMAGES / 3.6e6
     columns = {
@@ -260,8 +292,10 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
 
 
 def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
-    """Return a chart as HTML under its title, which a page breaks where it must. On a narrow
-    screen, the chart scrolls.
+    """Return a chart as HTML, with its title as a heading above it.
+
+    On a narrow screen, the heading wraps and the chart scrolls. An empty ``heading`` leaves the
+    title out.
     """
     finding = figure.get_suptitle().replace("\n", " ")
     title = Markup("<{0}>{1}</{0}>").format(heading, finding) if heading else ""
@@ -269,8 +303,8 @@ def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
 
 
 def show_notes(content: Mapping[str, Any]) -> Markup:
-    """Return what to know about a comparison's figures, as HTML: what was slowed or emulated, and
-    the machine.
+    """Return notes on the figures of a comparison as HTML: the machine, and what was slowed or
+    emulated.
     """
     return render(
         "notes",

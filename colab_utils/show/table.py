@@ -1,4 +1,4 @@
-"""A small table that a notebook shows as HTML and a terminal as text."""
+"""A small table, which a notebook shows as HTML and a terminal shows as text."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,20 @@ from markupsafe import Markup
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import render
 
-# Numbers are written as in 7.97e-05, +7% or 4.2 s.
+# These texts count as numbers: 7.97e-05, +7%, 4.2 s, and what stands for a missing number.
 _NUMBER = r"–|not tried|[-+]?[\d.,]+(e[-+]\d+)?( ?[^\d\s]{1,8})?"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and rows of text; numbers stand on the right. Use `make_table` to make one."""
+    """Headings and rows of text, made by `make_table`. Columns of numbers are aligned right."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     is_number: tuple[bool, ...]
 
     def to_html(self) -> Markup:
-        """Return the table as one HTML element with a style of its own. Every text is escaped."""
+        """Return the table as one HTML element that contains its style. Every text is escaped."""
         return render(
             "table",
             headings=self.headings,
@@ -54,11 +54,12 @@ class Table:
 
 
 def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of dicts: the keys of the first are the headings; ``None``, and what a row
-    lacks, becomes a dash.
+    """Make a table from one dict for each row. The keys of the first dict are the headings.
+
+    A value that is None or missing becomes a dash.
 
     Raises:
-        ColabUtilsError: there are no rows.
+        ColabUtilsError: There are no rows.
 
     Example:
         >>> rows = [{"read from": "Drive", "images/s": 16.4}, {"read from": "SSD", "images/s": 480}]

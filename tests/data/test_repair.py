@@ -482,7 +482,7 @@ def test_a_photo_that_exif_may_turn_is_told(export, orientation):
     assert export.write().faults == ({"EXIF rotation, unclear": 1} if is_unclear else {})
     dataset = CocoFolder(export.images, export.annotations)
     dataset[1]
-    warned = pytest.warns(match="taken as stored") if is_unclear else nullcontext()
+    warned = pytest.warns(match="used as stored") if is_unclear else nullcontext()
     with warned:
         dataset[0]
 

@@ -231,7 +231,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         # An image of Pillow or OpenCV has its channels last.
         (lambda i, t: (i.permute(1, 2, 0), t), r"found uint8 \[24, 31, 3\]"),
         (lambda i, t: (i.numpy(), t), "found ndarray"),
-        (lambda i, t: (i, t | {"masks": None}), r"masks of nothing, and \[3, 24, 31\] would fit"),
+        (lambda i, t: (i, t | {"masks": None}), r"masks of nothing, and needs \[3, 24, 31\]"),
         (
             lambda i, t: (i, {k: v for k, v in t.items() if k != "boxes"}),
             "boxes of nothing",
@@ -283,7 +283,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         # Masks come without labels.
         (
             lambda i, t: (i, t | {"labels": t["labels"][:0]}),
-            r"boxes of .* and \[0, 4\] would fit",
+            r"boxes of .* and needs \[0, 4\]",
         ),
         (
             lambda i, t: (i, t | {"labels": t["labels"] + 0.5}),

@@ -471,7 +471,7 @@ def test_a_dataset_that_uses_the_gpu_in_a_worker_is_refused_in_words(make, monke
     """Torch is made to believe that CUDA was used before the fork, and raises its own error."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     loader = make(OnDevice("image", "cuda"), batch_size=2, workers=1)
-    with pytest.raises(ColabUtilsError, match=r"used the GPU in a worker, which cannot.*Leave out"):
+    with pytest.raises(ColabUtilsError, match=r"GPU in a worker, where it cannot work.*Leave out"):
         list(loader)
 
 
