@@ -20,12 +20,14 @@ from colab_utils.diagnosis.waits import (
 )
 from colab_utils.machine import count_cores
 
-# A share of the loop, and seconds of all of it, below which a cause is not worth a cure.
+# A cause is listed if it has at least this share of the loop's time, and if the loop took at least
+# this many seconds.
 _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
-# Of the cores' time, or of the loop's, that is taken or lost.
+# A machine is busy if other programs take this share of its cores' time. On a busy machine, the
+# loop waits for a core if it lacks one for this share of its time.
 _HALF = 0.5
-# Of the loop's time that its own processes take from it.
+# On another machine, the loop's own processes are the cause from this share on.
 _LEAST_LOST = 0.2
 # Causes of waits in which workers use their cores.
 _LOADING = {"work", "collate"}
@@ -34,15 +36,15 @@ _LOADING = {"work", "collate"}
 def find_causes(
     waits: Array, between: Array, is_first: Array, loop_s: float, facts: LoopFacts
 ) -> list[Cause]:
-    """Find what costs a tenth of the loop or more, the largest cost first. Growing memory is listed
-    whatever it costs.
+    """Find the causes that cost a tenth of the loop's time or more, the largest first. Stalls and
+    growing memory are listed whatever they cost.
 
     Args:
-        waits: seconds of each batch.
-        between: seconds after each step.
-        is_first: whether a batch began a pass.
-        loop_s: seconds of the whole loop without what lay between the passes.
-        facts: what else was seen.
+        waits: Seconds for which each batch was waited for, float64 [batches].
+        between: Seconds from the end of each step to the next request, float64 [batches].
+        is_first: Whether each batch is the first one of a pass, bool [batches].
+        loop_s: Seconds of the whole loop, without the time between passes.
+        facts: What else was seen.
     """
     step_share = 1 - float(waits.sum() + between.sum()) / loop_s
     causes = [_explain_between(between, loop_s, facts)]
@@ -53,13 +55,13 @@ def find_causes(
         causes += _explain_cores(waits, loop_s, facts)
         is_start = is_first if facts.workers else np.arange(len(waits)) == 0
         causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
-        # Every run starts once.
+        # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
-    # Where workers have one thread each, cheaper loading cures their taking the cores, too.
+    # If workers have one thread each, cheaper loading frees cores, too. So it is named first.
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and not facts.looks.has_threads
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
@@ -76,12 +78,13 @@ def refine_causes(
     *,
     waits: bool,
 ) -> list[Cause]:
-    """Name the stage of loading that takes most.
+    """Replace the causes "work" and "collate" by the stage of loading that takes longest.
 
     Args:
-        causes: of `find_causes`.
-        stages: of loading, timed alone; none where a sample could not be timed.
-        waits: whether loading has something to win; else only what will end the run is left.
+        causes: Causes that `find_causes` returned.
+        stages: Stages of loading, timed alone. Empty if a sample could not be timed.
+        waits: Whether faster loading can win something. If not, only stalls, growing memory and
+            other programs are kept.
     """
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory", "other_programs")]
@@ -89,20 +92,20 @@ def refine_causes(
     for cause in causes:
         if cause.id in ("work", "collate"):
             cause = _name_stage(cause, stages)
-        # After its steps, a diagnosis copies batches.
+        # These causes are left out, because a diagnosis itself copies batches after steps.
         if cause.id not in ("between", "periodic"):
             refined.append(cause)
-    # A cheaper stage gives the step its core back.
+    # A cheaper stage frees cores, too. So it is named before the lack of cores.
     has_stage = not {stage.name for stage in stages}.isdisjoint(cause.id for cause in refined)
     return sorted(refined, key=lambda cause: has_stage and cause.id == "contention")
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Return the cause by the stage that takes most of the time, of those that it may be."""
+    """Return the cause under the name of the largest stage that it can mean."""
     if cause.id == "collate":
         stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
-    # Of a sample as a whole, the watch knows more.
+    # A sample is not divided into stages. The cause already says more than that.
     if largest is None or largest.name == "sample":
         return cause
     whole_ms = sum(stage.mean_ms for stage in stages)
@@ -111,7 +114,7 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
 
 
 def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    """Explain how long this process is busy after each step, or after a few, and at which line."""
+    """Explain how long this process is busy after each step, or after some steps, and where."""
     share = float(between.sum()) / loop_s
     for other in _explain_other_loader("between", share, facts):
         return other
@@ -131,7 +134,7 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
 
 
 def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that a loop with two loaders waits for the other one in a phase."""
+    """Explain that the loop waits for a second loader during a phase."""
     part, looks = facts.looks.measure_place(phase, OTHER_LOADER)
     if part * share < _LEAST_SHARE:
         return []
@@ -140,7 +143,7 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
 
 
 def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop has no core: other programs have them, or its own loading."""
+    """Explain that the loop lacks a core: other programs, or its own processes, have them all."""
     cores = count_cores()
     share = facts.use.queued_s / loop_s
     if _has_busy_machine(loop_s, facts):
@@ -161,13 +164,13 @@ def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]
 
 
 def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:
-    """Return whether other programs had half of the cores or more, and hardly one was idle."""
+    """Return whether other programs had at least half of the cores, and cores were hardly idle."""
     return facts.use.others_s >= _HALF * count_cores() * loop_s
 
 
 def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
-    """Return the share of a loop's time in which it could have run, and its own processes had the
-    cores; 0 where other programs have them.
+    """Return the share of a loop's time in which it had no core, because its own processes had them
+    all; 0 if other programs had them.
     """
     if _has_busy_machine(loop_s, facts):
         return 0.0
@@ -175,8 +178,8 @@ def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
 
 
 def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that there are more workers than cores. They wait for one another, at the start of a
-    pass most of all.
+    """Explain that there are more workers than cores. Workers then wait for one another, most of
+    all at the start of a pass.
     """
     cores = count_cores()
     is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))

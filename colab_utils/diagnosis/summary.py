@@ -1,6 +1,4 @@
-"""Where the time of a whole run went: waits, steps and what lies between, and the causes of the
-waiting.
-"""
+"""Where the time of a run went: to waits, to steps and between steps; and what caused the waits."""
 
 import json
 import sys
@@ -31,25 +29,25 @@ from colab_utils.slow_drive import find_profile
 from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
-# So many batches are listed, the slowest first.
+# A summary lists this many of the slowest batches.
 _WORST = 10
-# Steps that begin within these first seconds are shown.
+# A summary lists the steps that begin in this many seconds from the start of a run.
 _SHOWN_S = 10.0
-# The samples of so many batches are kept.
+# The samples of this many batches are kept.
 _KEPT = 1000
-# Batches to a step of the optimizer, from which gradients are accumulated.
+# A loop with this many batches, or more, for each step of the optimizer accumulates gradients.
 _ACCUMULATES = 1.5
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of every batch: its wait, its step, or what follows until the next batch is asked
-    for.
+    """One part of the time of all batches: their waits, their steps, or the time between a step and
+    the request for the next batch.
     """
 
     name: str
     share: float
-    """Of the whole loop, 0 to 1."""
+    """Share of the time of the whole loop, 0 to 1."""
     median_ms: float
     p95_ms: float
 
@@ -63,62 +61,65 @@ class SlowBatch:
     wait_s: float
     step_s: float
     between_s: float
-    """After its step."""
+    """Time from the end of its step to the request for the next batch."""
     samples: tuple[int, ...]
-    """Indices of samples that were being loaded while it was waited for, as far as they were
-    seen.
+    """Indices of the samples that workers were loading while the loop waited for this batch. Some
+    may not have been seen.
     """
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the time of a loop went. Times are those of the wall clock, on a GPU those of its
-    stream.
+    """Where the time of a loop went. Times are wall time. If the loop uses a GPU, they are times of
+    its stream.
     """
 
     verdict: str
     """One line."""
     causes: tuple[Cause, ...]
-    """The largest share first; empty where the loop is fine."""
+    """Why the loop takes longer than its steps, the largest share first. Empty if it does not."""
     parts: tuple[Part, ...]
-    """*wait*, *step* and *between steps*; the first batch of each pass is not among the waits."""
+    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass."""
     seconds: float
-    """Of all passes and what lay between them."""
+    """Time of all passes, and of what lay between them."""
     start_s: float
-    """Until the first batch of each pass came, in sum."""
+    """Time until the first batch of a pass came, in total over all passes."""
     ends_s: float
-    """Between two passes, in sum: evaluation, and the like."""
+    """Time between passes, in total: evaluation, for example."""
     batches: int
     passes: int
     images: int
     error: float
     """Standard error of the mean time of a batch, as a share of it."""
     spans_s: tuple[tuple[float, float], ...]
-    """When each step of the first ten seconds began and ended, since its first batch was
-    asked for.
+    """When each step of the first ten seconds began and ended, in seconds from the first request
+    for a batch.
     """
     worst: tuple[SlowBatch, ...]
     """The ten batches that took longest, the longest first."""
     growth: Growth | None
-    """Of memory."""
+    """How memory grows; None if it does not."""
     unseen: tuple[str, ...]
+    """Sentences that say what could not be seen of the loop."""
     lost_share: float
-    """Of the loop's time, in which it could have run and its own processes had the cores, 0 to
-    1.
+    """Share of the loop's time in which it had no core, because its own processes had them all, 0
+    to 1.
     """
     rank: int | None
-    """Of this process, where several train together."""
+    """Rank of this process if several train together, else None."""
     slower_rank: str = ""
-    """Which rank the others wait for, in words; only the last rank of a pass knows it."""
+    """A sentence that names the rank that the others wait for, or "". Only the rank that ends a
+    pass last knows it.
+    """
 
     @property
     def wait_share(self) -> float:
-        """Waiting of the whole loop, the first batches included, 0 to 1."""
+        """Share of the loop's time spent waiting, including the first batches of passes, 0 to 1."""
         return self.parts[0].share + self.start_s / max(self.seconds, 1e-9)
 
     @property
     def images_per_second(self) -> float:
-        """Return the rate over the whole loop without the ends of passes."""
+        """Return the rate over the whole loop, without the time between passes."""
         return self.images / max(self.seconds - self.ends_s, 1e-9)
 
     def __str__(self) -> str:
@@ -150,23 +151,26 @@ class Summary:
 
 
 class LoopRecord:
-    """All that is noted while a watched loop runs.
+    """Everything that is recorded while a watched loop runs. It serves as `LoopFacts`.
 
     Args:
-        loader: that is watched.
+        loader: The loader that is watched.
 
     Attributes:
-        workers: worker processes of the loader.
-        restarts: whether these start anew in each pass.
-        phase: of the loop: "first start", "start" (of a later pass), "wait", "step", "between".
-        looks: at the loop and its workers.
-        use: of the cores, in all passes.
-        is_slowed: whether the dataset lies in a slowed folder.
-        times: of samples in workers.
-        seen: batch to the samples that were loaded while it was waited for.
-        memory: of this process and its children.
-        growth: of it.
-        stalls: every `Stall`.
+        clock: Times of batches.
+        monitor: What workers note of their samples.
+        workers: Number of worker processes of the loader.
+        restarts: Whether the workers start again in each pass.
+        phase: What the loop does now: "first start", "start" (of a later pass), "wait", "step" or
+            "between"; "" outside of passes.
+        looks: Looks at the loop and its workers.
+        use: Use of the cores in all passes.
+        is_slowed: Whether the dataset's folder is slowed by `slow_down`.
+        times: Times of samples in workers.
+        seen: For a batch, the samples that workers were loading while the loop waited for it.
+        memory: Readings of the memory of this process and its children.
+        growth: How this memory grows.
+        stalls: Every `Stall` so far.
     """
 
     _numbers = count()
@@ -191,7 +195,7 @@ class LoopRecord:
 
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
-        """Around a pass: see where steps end, and count CPU time."""
+        """Note the ends of steps, and measure the use of the cores, while a pass runs."""
         clock = CpuClock()
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
@@ -204,13 +208,15 @@ class LoopRecord:
 
     @property
     def starts(self) -> bool:
-        """Return whether a worker may not have given its first batch of the pass."""
+        """Return whether workers may still be starting: this pass has had fewer batches than
+        workers.
+        """
         firsts = self.clock.firsts
         has_begun = bool(firsts) and not self.phase.endswith("start")
         return not has_begun or self.clock.count - firsts[-1] < self.workers
 
     def ask(self) -> float:
-        """Note that the next batch is asked for. Returns the time, by `time.perf_counter`."""
+        """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
         if self.phase:
             self.phase = "wait"
         else:
@@ -218,7 +224,7 @@ class LoopRecord:
         return self.clock.ask()
 
     def receive(self, images: int) -> None:
-        """Note that the batch came, with so many images."""
+        """Note that the batch came, with this many images."""
         self.phase = "step"
         self.clock.receive(images)
 
@@ -228,7 +234,7 @@ class LoopRecord:
         self.clock.end_step()
 
     def note_samples(self, samples: Sequence[int]) -> None:
-        """Note the samples that are being loaded while a batch is waited for."""
+        """Note the samples that workers are loading while the loop waits for a batch."""
         seen = self.seen
         number = self.clock.count
         if samples and len(seen) < _KEPT:
@@ -284,29 +290,30 @@ class LoopRecord:
         return replace(summary, slower_rank=slower_rank)
 
     def _list_unseen(self, every: float) -> tuple[str, ...]:
-        """Return what could not be seen of the loop, in sentences; ``every`` so many batches the
-        optimizer steps.
+        """Return sentences that say what could not be seen of the loop. There are ``every`` batches
+        for each step of the optimizer.
         """
         unseen = []
         if every == inf:
             unseen.append(
-                "No optimizer of torch stepped: the step is all that the loop does with a batch."
+                "No optimizer of torch stepped, so the end of a step was not seen: all that the "
+                "loop does with a batch counts as its step."
             )
         elif every >= _ACCUMULATES:
             unseen.append(
-                f"The optimizer steps every {every:.0f} batches: what the others do after their "
-                "backward pass is told from these."
+                f"The optimizer steps every {every:.0f} batches. The end of the backward pass is "
+                "estimated for the other batches."
             )
         if self.workers and not self.times.samples:
             unseen.append(
-                "Samples in the workers were not seen: they are no items of a forked worker's "
-                "dataset."
+                "Samples in the workers were not seen: this needs forked workers, and a dataset "
+                "with indices."
             )
         return tuple(unseen)
 
     def print_summary(self, *, only_news: bool) -> None:
-        """Print a summary if the loop has come further since the last one; ``only_news`` if it has
-        other causes.
+        """Print a summary, unless no batch has come since the last one. With ``only_news``, print a
+        later one only if its causes differ from those of the last.
         """
         summary = self.summarise()
         last = self._printed
@@ -318,12 +325,12 @@ class LoopRecord:
             or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]
         ):
             self._printed = summary
-            # It is written at once, because other processes write, too.
+            # Other processes may print, too: a single write keeps these lines together.
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
 
 def count_batches_per_step(parts_s: _Array) -> float:
-    """Return how many batches there are to one step of the optimizer; infinity where none stepped.
+    """Return the number of batches for each step of the optimizer; infinity if it never stepped.
 
     Example:
         >>> float(count_batches_per_step(np.array([[0, 0.1, 0], [0, 0.1, 0.2]])))
@@ -334,17 +341,16 @@ def count_batches_per_step(parts_s: _Array) -> float:
 
 
 def split_micro_batches(parts_s: _Array) -> _Array:
-    """Tell what follows the backward pass of a batch without a step of the optimizer from the
-    batches with one.
+    """Estimate where the step ends for batches after which the optimizer does not step.
 
-    Its forward and backward pass take about as long as a whole step does. What is left follows
-    them.
+    Forward and backward pass take about as long for these batches as for the others. What these
+    batches take longer is moved from the step to the time between steps.
 
     Args:
-        parts_s: of each batch, seconds, float64 [batches, 3]: wait, step, and what follows it.
+        parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].
 
     Returns:
-        The same, with the time of each batch shared out anew.
+        The same array where every batch has a step of the optimizer, or none has; else a new one.
 
     Example:
         >>> split_micro_batches(np.array([[0, 0.7, 0], [0, 0.1, 0.6]])).round(1).tolist()
@@ -369,7 +375,7 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
 
 
 def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
-    """Return when each step of the first seconds began and ended."""
+    """Return when each step that began in the first seconds began and ended."""
     _, steps, between = parts_s.T
     ended_s = np.cumsum(parts_s.sum(axis=1)) - between
     spans_s = np.stack([ended_s - steps, ended_s], axis=1)
