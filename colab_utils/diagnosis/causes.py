@@ -88,20 +88,17 @@ def refine_causes(
     """
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory", "other_programs")]
-    refined = []
-    for cause in causes:
-        if cause.id in ("work", "collate"):
-            cause = _name_stage(cause, stages)
-        # These causes are left out, because a diagnosis itself copies batches after steps.
-        if cause.id not in ("between", "periodic"):
-            refined.append(cause)
-    # A cheaper stage frees cores, too. So it is named before the lack of cores.
-    has_stage = not {stage.name for stage in stages}.isdisjoint(cause.id for cause in refined)
-    return sorted(refined, key=lambda cause: has_stage and cause.id == "contention")
+    # A diagnosis itself copies batches after steps, so what follows a step is no cause.
+    kept = [cause for cause in causes if cause.id not in ("between", "periodic")]
+    return [_name_stage(cause, stages) for cause in kept]
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Return the cause under the name of the largest stage that it can mean."""
+    """Return a cause in which workers use their cores under the name of the largest stage that it
+    can mean. Return any other cause as it is.
+    """
+    if cause.id not in _LOADING:
+        return cause
     if cause.id == "collate":
         stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
@@ -152,13 +149,17 @@ def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]
             share = max(share, float(waits[1:].sum()) / loop_s)
         elif share < _HALF:
             return []
-        why = f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
-        why += "cores busy, and the loop waits for a core."
+        why = (
+            f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
+            "cores busy, and the loop waits for a core."
+        )
         return [make_cause("other_programs", share, why)]
     if share < _LEAST_LOST:
         return []
-    why = f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
-    why += "threads have them."
+    why = (
+        f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
+        "threads have them."
+    )
     cure = "threads" if facts.looks.has_threads else "contention"
     return [make_cause("contention", share, why, cure=cure)]
 

@@ -177,11 +177,11 @@ class Situation:
         """
         step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
         needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
-        counts = [count for count in (1, 2, 4, 8) if count > count_workers(self.loader)]
-        for count in counts:
-            if count >= needed:
+        workers = count_workers(self.loader)
+        for count in (1, 2, 4, 8):
+            if count > workers and count >= needed:
                 return count
-        return counts[-1] if counts else 16
+        return 8 if workers < 8 else 16
 
 
 @contextmanager

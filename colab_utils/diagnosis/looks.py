@@ -85,13 +85,11 @@ class Looks:
         """Return the place where the loop was in at least half of the looks at a phase, and how
         many looks these were, in words. Both are "" where there is no such place.
         """
-        places = self._places.get(phase, Counter())
-        if places.total() < _LEAST_LOOKS:
-            return "", ""
-        place, count = places.most_common(1)[0]
-        if 2 * count < places.total():
-            return "", ""
-        return place, f"in {count} of {places.total()} looks"
+        for place, _ in self._places.get(phase, Counter()).most_common(1):
+            share, looks = self.measure_place(phase, place)
+            if share >= 0.5:
+                return place, looks
+        return "", ""
 
     def measure_place(self, phase: str, place: str) -> tuple[float, str]:
         """Return the share of the looks at a phase in which the loop was at a place, and how many

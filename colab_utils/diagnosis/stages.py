@@ -108,13 +108,9 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     stages: dict[str, Stage] = {}
     indices: list[int] = []
     unseen = ""
-    if isinstance(dataset, CocoFolder | ShardDataset):
-        has_samples = True
-    else:
-        is_sampled = getattr(loader, "batch_sampler", None) is not None
-        is_stream = isinstance(dataset, IterableDataset)
-        has_samples = is_sampled and hasattr(dataset, "__len__") and not is_stream
-    if has_samples:
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+    is_sampled = getattr(loader, "batch_sampler", None) is not None
+    if isinstance(dataset, CocoFolder | ShardDataset) or (is_sampled and not is_stream):
         order = np.random.default_rng(0).permutation(len(dataset))
         indices = order[:_IMAGES].tolist()
         in_worker = partial(

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
-from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
+from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.ranks import compare_ranks, find_rank
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers, find_error
+from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
 from colab_utils.progress import is_notebook
@@ -150,8 +150,8 @@ class Summary:
         write_file(require_local_path(path), (json.dumps(content, indent=1) + "\n").encode())
 
 
-class LoopRecord:
-    """Everything that is recorded while a watched loop runs. It serves as `LoopFacts`.
+class LoopRecord(LoopFacts):
+    """Everything that is recorded while a watched loop runs.
 
     Args:
         loader: The loader that is watched.
@@ -159,18 +159,9 @@ class LoopRecord:
     Attributes:
         clock: Times of batches.
         monitor: What workers note of their samples.
-        workers: Number of worker processes of the loader.
-        restarts: Whether the workers start again in each pass.
+        memory: Readings of the memory of this process and its children.
         phase: What the loop does now: "first start", "start" (of a later pass), "wait", "step" or
             "between"; "" outside of passes.
-        looks: Looks at the loop and its workers.
-        use: Use of the cores in all passes.
-        is_slowed: Whether the dataset's folder is slowed by `slow_down`.
-        times: Times of samples in workers.
-        seen: For a batch, the samples that workers were loading while the loop waited for it.
-        memory: Readings of the memory of this process and its children.
-        growth: How this memory grows.
-        stalls: Every `Stall` so far.
     """
 
     _numbers = count()
@@ -180,18 +171,13 @@ class LoopRecord:
         self.clock = LoopClock()
         self.monitor = WorkerMonitor(getattr(loader, "dataset", None))
         self.memory = MemoryLog()
-        self.workers = count_workers(loader)
-        self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
         self.phase = ""
-        self.looks = Looks(self.monitor)
-        self.use = CpuUse(0.0, 0.0, 0.0)
-        folder = getattr(self.monitor.dataset, "folder", None)
-        self.is_slowed = isinstance(folder, Path) and find_profile(folder) is not None
-        self.times = SampleTimes()
-        self.growth: Growth | None = None
-        self.seen = dict[int, tuple[int, ...]]()
-        self.stalls = list[Any]()
         self._printed: Summary | None = None
+        workers = count_workers(loader)
+        restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
+        folder = getattr(self.monitor.dataset, "folder", None)
+        is_slowed = isinstance(folder, Path) and find_profile(folder) is not None
+        super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
 
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
@@ -249,7 +235,7 @@ class LoopRecord:
             return None
         self.times = self.monitor.read_times()
         self.growth = find_growth(self.memory.readings)
-        every = count_batches_per_step(parts_s)
+        unseen = self._list_unseen(parts_s)
         parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
         is_first = np.isin(np.arange(len(waits)), clock.firsts)
@@ -280,7 +266,7 @@ class LoopRecord:
                 for n in np.argsort(-later_s)[:_WORST].tolist()
             ),
             self.growth,
-            self._list_unseen(every),
+            unseen,
             find_lost_share(loop_s, self),
             find_rank(),
         )
@@ -289,20 +275,21 @@ class LoopRecord:
         slower_rank = compare_ranks(self._number, summary.wait_share)
         return replace(summary, slower_rank=slower_rank)
 
-    def _list_unseen(self, every: float) -> tuple[str, ...]:
-        """Return sentences that say what could not be seen of the loop. There are ``every`` batches
-        for each step of the optimizer.
+    def _list_unseen(self, parts_s: _Array) -> tuple[str, ...]:
+        """Return sentences that say what could not be seen of the loop. ``parts_s`` is that of its
+        clock.
         """
         unseen = []
-        if every == inf:
+        steps = np.count_nonzero(parts_s[:, 2])
+        if steps == 0:
             unseen.append(
-                "No optimizer of torch stepped, so the end of a step was not seen: all that the "
-                "loop does with a batch counts as its step."
+                "No optimizer of torch stepped: all that the loop does with a batch counts as its "
+                "step."
             )
-        elif every >= _ACCUMULATES:
+        elif len(parts_s) >= _ACCUMULATES * steps:
             unseen.append(
-                f"The optimizer steps every {every:.0f} batches. The end of the backward pass is "
-                "estimated for the other batches."
+                f"The optimizer steps every {len(parts_s) / steps:.0f} batches. The end of the "
+                "backward pass is estimated for the other batches."
             )
         if self.workers and not self.times.samples:
             unseen.append(
@@ -327,17 +314,6 @@ class LoopRecord:
             self._printed = summary
             # Other processes may print, too: a single write keeps these lines together.
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
-
-
-def count_batches_per_step(parts_s: _Array) -> float:
-    """Return the number of batches for each step of the optimizer; infinity if it never stepped.
-
-    Example:
-        >>> float(count_batches_per_step(np.array([[0, 0.1, 0], [0, 0.1, 0.2]])))
-        2.0
-    """
-    steps = np.count_nonzero(parts_s[:, 2])
-    return len(parts_s) / steps if steps else inf
 
 
 def split_micro_batches(parts_s: _Array) -> _Array:

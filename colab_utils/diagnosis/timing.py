@@ -167,7 +167,7 @@ def time_batches(
         cpu_s = measure_tree_cpu() - cpu_began_s
     if not waits:
         raise ColabUtilsError(
-            f"The loader gives no more than the {warmup} batches of the warm-up, and no second "
+            f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
     return BatchTimes(
@@ -182,11 +182,11 @@ def time_batches(
 class CpuUse(NamedTuple):
     """Where the time of the cores went."""
 
-    own_s: float
+    own_s: float = 0.0
     """CPU seconds of this process and its children."""
-    others_s: float
+    others_s: float = 0.0
     """CPU seconds of all other programs; 0 where cores were idle."""
-    queued_s: float
+    queued_s: float = 0.0
     """Seconds in which a thread of this process could have run, but had no core. Only the thread
     counts that waited longest.
     """

@@ -1,7 +1,8 @@
 """Why a loop waits for batches: what the times of samples, and looks at the processes, say."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import HANDOFF, SAMPLE, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.diagnosis.stalls import Stall
 from colab_utils.diagnosis.timing import CpuUse
 from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
@@ -48,27 +50,28 @@ _EVIDENCE = {
 }
 
 
-class LoopFacts(Protocol):
+@dataclass(eq=False)
+class LoopFacts:
     """What was noted of a loop, besides the times of its batches."""
 
     workers: int
     """Number of worker processes of the loader."""
     restarts: bool
     """Whether the workers start again in each pass."""
-    use: CpuUse
-    """Use of the cores in all passes."""
     is_slowed: bool
     """Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read."""
-    times: SampleTimes
-    """Times of samples in workers."""
     looks: Looks
     """Looks at the loop and its workers."""
-    seen: dict[int, tuple[int, ...]]
-    """For a batch, the samples that workers were loading while the loop waited for it."""
-    stalls: list[Any]
-    """Every `Stall`."""
-    growth: Growth | None
+    use: CpuUse = field(default_factory=CpuUse)
+    """Use of the cores in all passes."""
+    times: SampleTimes = field(default_factory=SampleTimes)
+    """Times of samples in workers."""
+    growth: Growth | None = None
     """How memory grows; None if it does not."""
+    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """For a batch, the samples that workers were loading while the loop waited for it."""
+    stalls: list[Stall] = field(default_factory=list)
+    """Every stall so far."""
 
 
 def find_rare(seconds: Array) -> NDArray[np.int64]:
