@@ -27,7 +27,7 @@ _LEAST_S = 0.5
 # A machine is busy if other programs take this share of its cores' time. On a busy machine, the
 # loop waits for a core if it lacks one for this share of its time.
 _HALF = 0.5
-# On another machine, the loop's own processes are the cause from this share on.
+# On any other machine, its own processes are the cause if the loop lacks a core for this share.
 _LEAST_LOST = 0.2
 # Causes of waits in which workers use their cores.
 _LOADING = {"work", "collate"}
@@ -66,7 +66,7 @@ def find_causes(
     comes_last = is_loading and not facts.looks.has_threads
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
     for stall in facts.stalls:
-        causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
+        causes.append(Cause("hang", 0.0, stall.why, stall.cure))
     if facts.growth:
         causes.append(Cause("memory", 0.0, str(facts.growth), facts.growth.cure))
     return causes
@@ -94,15 +94,15 @@ def refine_causes(
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Return a cause in which workers use their cores under the name of the largest stage that it
-    can mean. Return any other cause as it is.
+    """Return a cause of `_LOADING` under the name of the largest stage that it can mean. Return any
+    other cause as it is.
     """
     if cause.id not in _LOADING:
         return cause
     if cause.id == "collate":
         stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
-    # A sample is not divided into stages. The cause already says more than that.
+    # The stage "sample" is all of the loading. The cause already says more.
     if largest is None or largest.name == "sample":
         return cause
     whole_ms = sum(stage.mean_ms for stage in stages)

@@ -39,7 +39,7 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
 from colab_utils.streams import is_remote
 
-# Each fix has a name and a sentence that says what to do. Fixes that cost you less come first.
+# Each fix has a name and a sentence that says what to do. The least effort for you comes first.
 FIXES = {
     "persistent_workers": ("persistent workers", "Use persistent_workers=True"),
     "streams": (
@@ -72,7 +72,7 @@ TIMEOUT_S = 60.0
 _LEAST_BUSY = 0.01
 # No more fixes are tried after this many times the ``seconds`` of a diagnosis.
 _LATE = 12.0
-# A trial times at least this many batches, unless three times its share of the seconds is over.
+# A trial times at least this many batches, but stops after three times its share of the seconds.
 _LEAST_BATCHES = 20
 # Stands for the number of batches in an endless epoch.
 _MANY = 10_000
@@ -156,8 +156,9 @@ class Situation:
         return count_workers(self.loader) > 0 and not keeps and is_short
 
     def make_placeholder(self) -> EmulatedStep | None:
-        """Return the step for trials, which must not train your model: an emulated step that takes
-        as long, and as much of a core, as yours takes on batches in memory.
+        """Return the step of a trial: an emulated one, because a trial must not train your model.
+
+        It takes as long, and as much of a core, as your step takes on batches in memory.
         """
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
@@ -166,10 +167,10 @@ class Situation:
         return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
-        """Choose how many workers to try: the smallest of 1, 2, 4 and 8 that is more than now, and
-        enough to keep either the step or all cores busy.
+        """Choose how many workers to try: the smallest of 1, 2, 4 and 8 that is larger than the
+        present number, and that keeps either the step or all cores busy.
 
-        If none of them is enough, the largest is tried; 16 if your loader has 8 or more workers.
+        If none of them does, 8 are tried. If your loader has 8 or more already, 16 are tried.
 
         Args:
             load_ms: Time that one worker takes for an image.
@@ -221,7 +222,7 @@ def open_like(
     prefetch = prefetch or now.prefetch
     batch_size = now.loop.batch_size
     if packs or isinstance(loader, Loader):
-        # If the program uses a GPU, a trial also expands the masks there.
+        # The device expands packed masks: the GPU does it if the program uses one.
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         rebuilt: Any = make_loader(
             data,
@@ -256,12 +257,12 @@ def find_fixes(now: Situation) -> list[Fix]:
     """Find every fix that applies, and forecast its rate by a short trial. With ``now.verify``,
     also measure the rate by a longer one.
 
-    The fix that costs you least is tried first. Each trial changes one thing. Shards are tried with
-    a few images in a temporary folder. A fix that fails, or for which no time is left, has no
+    Fixes with less effort for you are tried first. Each trial changes one thing. Shards are tried
+    with a few images in a temporary folder. A fix that fails, or for which no time is left, has no
     forecast, and its sentence says why.
 
     Returns:
-        All fixes, the best first. Fixes within 5 % of the best are sorted by what they cost you.
+        All fixes, the best first. Fixes within 5 % of the best are sorted by your effort.
     """
     workers = count_workers(now.loader)
     prefetch = 2 * now.prefetch
@@ -313,7 +314,7 @@ def _make_fix(id: str, more: str = "") -> Fix:
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """Sort fixes, the best first. Fixes within 5 % of the best are sorted by what they cost you."""
+    """Sort fixes, the best first. Fixes within 5 % of the best are sorted by your effort."""
     least = _SAME * max((fix.images_per_second for fix in fixes), default=0.0)
     costs = [*FIXES]
 
@@ -330,7 +331,7 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
     why = f"there is no time left, it takes about {max(1, each_s):.0f} s more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
-            # The timed images are in Drive's cache now, and a real Drive would read them fast.
+            # A real Drive has cached the images by now, and would read them fast.
             with read_at_full_speed():
                 options = prepare()
             rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
@@ -375,13 +376,11 @@ def time_loop(
 
 
 def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
-    """Plan the fixes that store the data in another form or place. Those that cost you less come
-    first.
-    """
+    """Plan the fixes that store the data in another form or place, the least effort first."""
     dataset = now.loader.dataset
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return []
-    # This cannot be asked later: while a fix is prepared, no folder is slowed.
+    # This is asked now, because no folder is slowed while a fix is prepared.
     is_slow = find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
     is_slow = is_slow or isinstance(dataset.folder, UrlPath)
     is_folder = isinstance(dataset, CocoFolder)

@@ -24,12 +24,12 @@ from colab_utils.processes import quiet_fork, start_thread
 
 # Seconds between two looks at a loop. They are fewer if timeout_s is short.
 _PAUSE_S = 0.2
-# A worker is observed for so many seconds, in ticks of so many seconds.
+# Seconds for which a worker is observed, and seconds of each sleep meanwhile.
 _LOOK_S = 0.5
 _TICK_S = 0.1
 # A worker that takes more CPU seconds than this while it is observed is at work.
 _BUSY_S = 0.025
-# After so many seconds of a wait, the sample that a worker is at is noted.
+# After this many seconds of a wait, the sample that a worker is at is noted.
 _LATE_S = 0.1
 # This signal interrupts a system call that the main thread is in. By default, the signal is
 # ignored, so one that comes late does no harm. Windows does not have it.
@@ -69,8 +69,8 @@ class Pass:
         self._asked_s: float | None = None
         # A wait that is given up: when it began, and why it is given up.
         self._given_up: tuple[float, Stall] | None = None
-        # The current wait is explained when it has lasted this many seconds. These are the verdicts
-        # on it so far.
+        # The current wait is explained when it has lasted this many seconds. These verdicts on it
+        # were reported already.
         self._due_s = 0.0
         self._verdicts = set[str]()
         self._can_interrupt = False

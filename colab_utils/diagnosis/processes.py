@@ -181,8 +181,8 @@ class WorkerMonitor:
         return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
 
     def list_waits(self) -> list[str]:
-        """Return what workers wait for, in the words of `find_wait`: all workers that are at a
-        sample. If samples are not seen, all workers that do not wait for work.
+        """Return what each worker that is at a sample waits for, in the words of `find_wait`. If
+        samples are not seen, return it for each worker that does not wait for work.
         """
         samples = self.list_samples()
         pids = [pid for pid, sample in samples.items() if sample >= 0]

@@ -87,7 +87,7 @@ def time_calls(
 
 
 class LoadingStages(NamedTuple):
-    """Result of `time_stages`. All fields are empty if the loader has no samples to load alone."""
+    """Result of `time_stages`. If samples cannot be loaded alone, it has at most the hand-off."""
 
     stages: dict[str, Stage]
     """Stages by name: those of a sample, then those of a whole batch."""

@@ -61,8 +61,11 @@ class Stall:
     file: str
     """The file that the sample is read from; "" if it is not known."""
     cure: str
+    """What to do."""
 
-    def __str__(self) -> str:
+    @property
+    def why(self) -> str:
+        """Return which process has the batch, and why the batch does not come."""
         if self.job.worker is None:
             who = "this process"
         else:
@@ -70,7 +73,10 @@ class Stall:
         finding = FINDINGS[self.verdict].text
         what = finding.format(call=self.seen.call or "a call", file=self.file)
         waited = f"No batch came for {self.waited_s:.3g} s"
-        return f"{waited}: {who} {what}{self._describe_place()}. {self.cure}"
+        return f"{waited}: {who} {what}{self._describe_place()}."
+
+    def __str__(self) -> str:
+        return f"{self.why} {self.cure}"
 
     def _describe_place(self) -> str:
         """Return the sample, its file, and the lines of Python, as far as they are known."""

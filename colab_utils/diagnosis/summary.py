@@ -31,9 +31,9 @@ from colab_utils.units import format_seconds
 _Array = NDArray[Any]
 # A summary lists this many of the slowest batches.
 _WORST = 10
-# A summary lists the steps that begin in this many seconds from the start of a run.
+# A summary lists the steps that begin in this many seconds after the first request for a batch.
 _SHOWN_S = 10.0
-# The samples of this many batches are kept.
+# Samples are noted for at most this many batches.
 _KEPT = 1000
 # A loop with this many batches, or more, for each step of the optimizer accumulates gradients.
 _ACCUMULATES = 1.5
@@ -57,7 +57,7 @@ class SlowBatch:
     """One of the batches that took longest."""
 
     number: int
-    """Counted from 0 over all passes."""
+    """Number of the batch, counted from 0 over all passes."""
     wait_s: float
     step_s: float
     between_s: float
@@ -276,8 +276,8 @@ class LoopRecord(LoopFacts):
         return replace(summary, slower_rank=slower_rank)
 
     def _list_unseen(self, parts_s: _Array) -> tuple[str, ...]:
-        """Return sentences that say what could not be seen of the loop. ``parts_s`` is that of its
-        clock.
+        """Return sentences that say what could not be seen of the loop. ``parts_s`` is as in
+        `split_micro_batches`.
         """
         unseen = []
         steps = np.count_nonzero(parts_s[:, 2])

@@ -30,7 +30,7 @@ _SHARED_FUTEX = "shared futex"
 _PRIVATE = 128
 _LOCKS = (_SHARED_FUTEX, "flock", "fcntl", "semop", "semtimedop")
 _SLEEPS = ("nanosleep", "clock_nanosleep")
-# In such a function of the kernel, a thread waits until a page of a mapped file has been read.
+# In kernel functions with these names, a thread waits until a page of a mapped file has been read.
 _PAGE_WAIT = re.compile("folio|wait_on_page")
 
 

@@ -23,15 +23,15 @@ _RARE = 0.25
 _HOLDS = 0.6
 # A batch is not called slow below this many seconds.
 _LEAST_SLOW_S = 0.05
-# Reads that are faster are limited by bandwidth. This is a third of the bandwidth of Drive
+# Bandwidth limits reads that are faster than this. It is a third of the bandwidth of Drive
 # (`slow_drive.DRIVE_PROFILES`).
 _SENDS_MB_PER_S = 20
 # Fewer looks than these do not say what samples wait for.
 _LEAST_LOOKS = 5
 # A message names what takes at least this share of the time of samples.
 _WORTH_A_WORD = 0.1
-# A lock is the cause from this share of the time of samples on. Two workers that only take turns
-# wait for a lock for half of their time.
+# A lock is the cause if samples wait for it for at least this share of their time. Two workers that
+# only take turns wait for a lock for half of their time.
 _IN_TURN = 0.3
 # Workers count as idle if they were at work for less than this share of the waits.
 _IDLE = 0.5
