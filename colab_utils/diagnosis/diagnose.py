@@ -50,7 +50,7 @@ class Diagnosis:
     verdict: str
     """A few sentences with their numbers."""
     headspace: float
-    """Images per second on cached batches divided by those now."""
+    """Images per second if loading took no time, divided by those now."""
     images_per_second: float
     """Rate of your loop as it is now."""
     stall_share: float
@@ -95,14 +95,14 @@ def diagnose(
 ) -> Diagnosis:
     """Find what training waits for, how much could be won at most, and what would win it.
 
-    First, it times your loader with your step. Then it times your step on copies of a few batches
-    in memory. If this is less than 1.1 times as fast, your loader is fine. Next, it times each
-    stage of loading alone, in a worker process: *read*, *decode* and *masks* of a `CocoFolder` or a
-    `ShardDataset`, *sample* and *transform* of any other map-style dataset, and *collate*. It also
-    times how a worker hands over a batch. If faster loading can win something, it tries each fix
-    for a few seconds, with an emulated step that takes as long, and as much of a core, as yours.
-    Shards are tried with a few of the images. The method is headspace analysis
-    (facebookresearch/spdl, optimization guide).
+    First, it times your loader with your step. If your loop would be less than 1.1 times as fast
+    without any wait, your loader is fine. Next, it times your step on copies of a few batches in
+    memory, and each stage of loading alone, in a worker process: *read*, *decode* and *masks* of a
+    `CocoFolder` or a `ShardDataset`, *sample* and *transform* of any other map-style dataset, and
+    *collate*. It also times how a worker hands over a batch. If faster loading can win something,
+    it tries each fix for a few seconds, with an emulated step that takes as long, and as much of a
+    core, as yours takes on the copies. Shards are tried with a few of the images. The method is
+    headspace analysis (facebookresearch/spdl, optimization guide).
 
     **Your step really trains.** It runs on the loader's batches, then many times on the few copies.
     Pass ``restore=(model, optimizer)`` to put both back to their earlier state. All random
@@ -253,7 +253,8 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         [] if loading_stages.unseen else loading,
         waits=waits,
     )
-    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
+    name = _name_step(step)
+    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
     for cause in causes:
         if cause.id in ("memory", "other_programs"):
             verdict.append(f"{cause.why} {cause.next}")
@@ -268,7 +269,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         tuple(fixes),
         _describe_confidence(now),
         len(now.wait_s),
-        _name_step(step),
+        name,
         now.error,
         causes=tuple(causes),
     )
@@ -318,7 +319,7 @@ def describe_verdict(
 
     Args:
         now: Times of the loop.
-        ceiling: Rate on cached batches, images per second.
+        ceiling: Rate if loading took no time, images per second.
         slower: How many times as long the step takes because loading has the cores.
         stages: Stages of loading.
         fixes: Fixes that were tried, the best first.
@@ -339,8 +340,8 @@ def describe_verdict(
             "whether training waits for it: pass your step, or an EmulatedStep."
         )
     rates = (
-        f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, headspace {headspace:.2f}, "
-        f"{step} step {sure}"
+        f"{rate:.1f} images/s now, {ceiling:.1f} if loading took no time, headspace "
+        f"{headspace:.2f}, {step} step {sure}"
     )
     if headspace < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."

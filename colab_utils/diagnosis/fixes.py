@@ -130,7 +130,7 @@ class Situation:
     began_s: float
     """When the diagnosis began, by `time.perf_counter`."""
     ceiling: float = inf
-    """Images per second on copies of batches in memory. No fix can give more."""
+    """Images per second if loading took no time. No fix can give more."""
 
     @property
     def prefetch(self) -> int:
