@@ -46,8 +46,11 @@ def find_causes(
         loop_s: Seconds of the whole loop, without the time between passes.
         facts: What else was seen.
     """
-    step_share = 1 - float(waits.sum() + between.sum()) / loop_s
-    causes = [_explain_between(between, loop_s, facts)]
+    between_share = float(between.sum()) / loop_s
+    step_share = 1 - float(waits.sum()) / loop_s - between_share
+    causes = _explain_other_loader("between", between_share, facts)
+    if not causes:
+        causes.append(_explain_between(between, between_share, facts))
     causes += _explain_other_loader("step", step_share, facts)
     crowd = _explain_crowd(waits, loop_s, facts)
     causes += crowd
@@ -110,11 +113,8 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
     return make_cause(largest.name, cause.share, f"{cause.why} {part}")
 
 
-def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
+def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
     """Explain how long this process is busy after each step, or after some steps, and where."""
-    share = float(between.sum()) / loop_s
-    for other in _explain_other_loader("between", share, facts):
-        return other
     place, looks = facts.looks.find_place("between")
     where = f" It is at {place} ({looks})." if place else ""
     rare = find_rare(between)

@@ -253,8 +253,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         [] if loading_stages.unseen else loading,
         waits=waits,
     )
-    name = _name_step(step)
-    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
+    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
     for cause in causes:
         if cause.id in ("memory", "other_programs"):
             verdict.append(f"{cause.why} {cause.next}")
@@ -269,7 +268,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         tuple(fixes),
         _describe_confidence(now),
         len(now.wait_s),
-        name,
+        _name_step(step),
         now.error,
         causes=tuple(causes),
     )

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,11 @@ class LoopRecord(LoopFacts):
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
         later_s = parts_s.sum(axis=1) - np.where(is_first, waits, 0.0)
-        summary = Summary(
+        rank = find_rank()
+        slower_rank = ""
+        if rank is not None:
+            slower_rank = compare_ranks(self._number, float(waits.sum()) / whole_s)
+        return Summary(
             _describe(causes, parts, start_s / whole_s),
             tuple(causes),
             parts,
@@ -268,12 +272,9 @@ class LoopRecord(LoopFacts):
             self.growth,
             unseen,
             find_lost_share(loop_s, self),
-            find_rank(),
+            rank,
+            slower_rank,
         )
-        if summary.rank is None:
-            return summary
-        slower_rank = compare_ranks(self._number, summary.wait_share)
-        return replace(summary, slower_rank=slower_rank)
 
     def _list_unseen(self, parts_s: _Array) -> tuple[str, ...]:
         """Return sentences that say what could not be seen of the loop. ``parts_s`` is as in
