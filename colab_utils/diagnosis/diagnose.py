@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -166,23 +166,18 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
     for owner in (getattr(loader, "sampler", None), loader):
         generators.append(getattr(owner, "generator", None))
-    states: list[tuple[Callable[[Any], Any], Any]] = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-    ]
-    for generator in generators:
-        if isinstance(generator, torch.Generator):
-            states.append((generator.set_state, generator.get_state()))
     parts = list(restore)
     if isinstance(loader, Loader):
         parts.append(loader)
-    for part in parts:
-        states.append((part.load_state_dict, copy.deepcopy(part.state_dict())))
-    try:
+    with ExitStack() as states:
+        states.callback(random.setstate, random.getstate())
+        states.callback(np.random.set_state, np.random.get_state())
+        for generator in generators:
+            if isinstance(generator, torch.Generator):
+                states.callback(generator.set_state, generator.get_state())
+        for part in parts:
+            states.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
         yield
-    finally:
-        for put, state in states:
-            put(state)
 
 
 def _keep_batch(kept: dict[int, Any], memory: MemoryLog, number: int, batch: Any) -> None:

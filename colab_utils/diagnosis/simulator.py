@@ -186,8 +186,5 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
 def _make_trace(spans: list[Span], seconds: float) -> Trace:
     """Return the spans that began within the simulated time, cut at its end."""
     begun = [span for span in spans if span.start_s < seconds - _ROUNDING_S]
-    return Trace(
-        batch=np.array([span.batch for span in begun], np.int64),
-        start_s=np.array([span.start_s for span in begun], np.float64),
-        end_s=np.minimum([span.end_s for span in begun], seconds),
-    )
+    batch, start_s, end_s = np.array(begun, np.float64).reshape(-1, 3).T
+    return Trace(batch.astype(np.int64), start_s, np.minimum(end_s, seconds))
