@@ -20,12 +20,14 @@ from colab_utils.diagnosis.waits import (
 )
 from colab_utils.machine import count_cores
 
-# A share of the loop, and seconds of all of it, below which a cause is not worth a cure.
+# A cause is listed if it has at least this share of the loop's time, and if the loop took at least
+# this many seconds.
 _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
-# Of the cores' time, or of the loop's, that is taken or lost.
+# A machine is busy if other programs take this share of its cores' time. On a busy machine, the
+# loop waits for a core if it lacks one for this share of its time.
 _HALF = 0.5
-# Of the loop's time that its own processes take from it.
+# On any other machine, its own processes are the cause if the loop lacks a core for this share.
 _LEAST_LOST = 0.2
 # Causes of waits in which workers use their cores.
 _LOADING = {"work", "collate"}
@@ -34,18 +36,21 @@ _LOADING = {"work", "collate"}
 def find_causes(
     waits: Array, between: Array, is_first: Array, loop_s: float, facts: LoopFacts
 ) -> list[Cause]:
-    """Find what costs a tenth of the loop or more, the largest cost first. Growing memory is listed
-    whatever it costs.
+    """Find the causes that cost a tenth of the loop's time or more, the largest first. Stalls and
+    growing memory are listed whatever they cost.
 
     Args:
-        waits: seconds of each batch.
-        between: seconds after each step.
-        is_first: whether a batch began a pass.
-        loop_s: seconds of the whole loop without what lay between the passes.
-        facts: what else was seen.
+        waits: Seconds for which each batch was waited for, float64 [batches].
+        between: Seconds from the end of each step to the next request, float64 [batches].
+        is_first: Whether each batch is the first one of a pass, bool [batches].
+        loop_s: Seconds of the whole loop, without the time between passes.
+        facts: What else was seen.
     """
-    step_share = 1 - float(waits.sum() + between.sum()) / loop_s
-    causes = [_explain_between(between, loop_s, facts)]
+    between_share = float(between.sum()) / loop_s
+    step_share = 1 - float(waits.sum()) / loop_s - between_share
+    causes = _explain_other_loader("between", between_share, facts)
+    if not causes:
+        causes.append(_explain_between(between, between_share, facts))
     causes += _explain_other_loader("step", step_share, facts)
     crowd = _explain_crowd(waits, loop_s, facts)
     causes += crowd
@@ -53,18 +58,18 @@ def find_causes(
         causes += _explain_cores(waits, loop_s, facts)
         is_start = is_first if facts.workers else np.arange(len(waits)) == 0
         causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
-        # Every run starts once.
+        # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
-    # Where workers have one thread each, cheaper loading cures their taking the cores, too.
+    # If workers have one thread each, cheaper loading frees cores, too. So it is named first.
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and not facts.looks.has_threads
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
     for stall in facts.stalls:
-        causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
+        causes.append(Cause("hang", 0.0, stall.why, stall.cure))
     if facts.growth:
         causes.append(Cause("memory", 0.0, str(facts.growth), facts.growth.cure))
     return causes
@@ -76,33 +81,31 @@ def refine_causes(
     *,
     waits: bool,
 ) -> list[Cause]:
-    """Name the stage of loading that takes most.
+    """Replace the causes "work" and "collate" by the stage of loading that takes longest.
 
     Args:
-        causes: of `find_causes`.
-        stages: of loading, timed alone; none where a sample could not be timed.
-        waits: whether loading has something to win; else only what will end the run is left.
+        causes: Causes that `find_causes` returned.
+        stages: Stages of loading, timed alone. Empty if a sample could not be timed.
+        waits: Whether faster loading can win something. If not, only stalls, growing memory and
+            other programs are kept.
     """
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory", "other_programs")]
-    refined = []
-    for cause in causes:
-        if cause.id in ("work", "collate"):
-            cause = _name_stage(cause, stages)
-        # After its steps, a diagnosis copies batches.
-        if cause.id not in ("between", "periodic"):
-            refined.append(cause)
-    # A cheaper stage gives the step its core back.
-    has_stage = not {stage.name for stage in stages}.isdisjoint(cause.id for cause in refined)
-    return sorted(refined, key=lambda cause: has_stage and cause.id == "contention")
+    # A diagnosis itself copies batches after steps, so what follows a step is no cause.
+    kept = [cause for cause in causes if cause.id not in ("between", "periodic")]
+    return [_name_stage(cause, stages) for cause in kept]
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Return the cause by the stage that takes most of the time, of those that it may be."""
+    """Return a cause of `_LOADING` under the name of the largest stage that it can mean. Return any
+    other cause as it is.
+    """
+    if cause.id not in _LOADING:
+        return cause
     if cause.id == "collate":
         stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
-    # Of a sample as a whole, the watch knows more.
+    # The stage "sample" is all of the loading. The cause already says more.
     if largest is None or largest.name == "sample":
         return cause
     whole_ms = sum(stage.mean_ms for stage in stages)
@@ -110,11 +113,8 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
     return make_cause(largest.name, cause.share, f"{cause.why} {part}")
 
 
-def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    """Explain how long this process is busy after each step, or after a few, and at which line."""
-    share = float(between.sum()) / loop_s
-    for other in _explain_other_loader("between", share, facts):
-        return other
+def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
+    """Explain how long this process is busy after each step, or after some steps, and where."""
     place, looks = facts.looks.find_place("between")
     where = f" It is at {place} ({looks})." if place else ""
     rare = find_rare(between)
@@ -131,7 +131,7 @@ def _explain_between(between: Array, loop_s: float, facts: LoopFacts) -> Cause:
 
 
 def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that a loop with two loaders waits for the other one in a phase."""
+    """Explain that the loop waits for a second loader during a phase."""
     part, looks = facts.looks.measure_place(phase, OTHER_LOADER)
     if part * share < _LEAST_SHARE:
         return []
@@ -140,7 +140,7 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
 
 
 def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop has no core: other programs have them, or its own loading."""
+    """Explain that the loop lacks a core: other programs, or its own processes, have them all."""
     cores = count_cores()
     share = facts.use.queued_s / loop_s
     if _has_busy_machine(loop_s, facts):
@@ -149,25 +149,29 @@ def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]
             share = max(share, float(waits[1:].sum()) / loop_s)
         elif share < _HALF:
             return []
-        why = f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
-        why += "cores busy, and the loop waits for a core."
+        why = (
+            f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
+            "cores busy, and the loop waits for a core."
+        )
         return [make_cause("other_programs", share, why)]
     if share < _LEAST_LOST:
         return []
-    why = f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
-    why += "threads have them."
+    why = (
+        f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
+        "threads have them."
+    )
     cure = "threads" if facts.looks.has_threads else "contention"
     return [make_cause("contention", share, why, cure=cure)]
 
 
 def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:
-    """Return whether other programs had half of the cores or more, and hardly one was idle."""
+    """Return whether other programs had at least half of the cores, and cores were hardly idle."""
     return facts.use.others_s >= _HALF * count_cores() * loop_s
 
 
 def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
-    """Return the share of a loop's time in which it could have run, and its own processes had the
-    cores; 0 where other programs have them.
+    """Return the share of a loop's time in which it had no core, because its own processes had them
+    all; 0 if other programs had them.
     """
     if _has_busy_machine(loop_s, facts):
         return 0.0
@@ -175,8 +179,8 @@ def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
 
 
 def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that there are more workers than cores. They wait for one another, at the start of a
-    pass most of all.
+    """Explain that there are more workers than cores. Workers then wait for one another, most of
+    all at the start of a pass.
     """
     cores = count_cores()
     is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))

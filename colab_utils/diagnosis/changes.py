@@ -9,20 +9,20 @@ from pathlib import Path
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_local_path
 
-# A change of no more than so many standard errors is noise.
+# A change of at most this many standard errors is noise.
 _SURE = 2
 
 
 @dataclass(frozen=True)
 class Change:
-    """One run beside an earlier one."""
+    """Comparison of a run with an earlier one."""
 
     ratio: float
-    """Images per second, over those before."""
+    """Images per second, divided by those of the earlier run."""
     noise: float
-    """How far the ratio of two equal runs may be from 1: two standard errors."""
+    """How far the ratio may be from 1 if the runs are equal: two standard errors."""
     fails: bool
-    """Whether the ratio is below what was asked for."""
+    """Whether the ratio is below the lowest one that was allowed."""
     sentence: str
 
     def __str__(self) -> str:
@@ -32,7 +32,8 @@ class Change:
 def compare_runs(
     before: Mapping[str, float], after: Mapping[str, float], *, fail_below: float = 0.0
 ) -> Change:
-    """Compare two runs as `read_run` gives them; ``fail_below`` is a ratio.
+    """Compare two runs as `read_run` returns them. The change fails if its ratio is below
+    ``fail_below``.
 
     Example:
         >>> before = {"images_per_second": 12.0, "wait_share": 0.8, "error": 0.02}
@@ -52,11 +53,11 @@ def compare_runs(
 
 
 def read_run(path: str | Path) -> dict[str, float]:
-    """``images_per_second``, ``wait_share`` and ``error`` of what `Summary.save` or ``diagnose
-    --json`` wrote.
+    """Read ``images_per_second``, ``wait_share`` and ``error`` from a file that `Summary.save` or
+    ``diagnose --json`` wrote.
 
     Raises:
-        ColabUtilsError: there is no such file, or it is something else.
+        ColabUtilsError: there is no such file, or it holds something else.
 
     Example:
         >>> read_run("no/such/before.json")

@@ -1,4 +1,4 @@
-"""A cause of a slow loop, and the table of what to do about each."""
+"""The causes of a slow loop, and a table of what to do about each of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +9,21 @@ CURES = {
     "preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
     "work": "Make a sample cheaper, or do its work once, offline.",
-    "other_programs": "End them, or measure again when they are done: more workers would not help.",
+    "other_programs": "End the other programs, or measure again when they are done: more workers "
+    "would not help.",
     "alone": "Use worker processes (num_workers): they load while this process trains.",
     "lock": "More workers would not help: hold the lock for less, or give each worker a file or a "
     "connection of its own.",
-    "other_process": "Ask for less, or keep it in each worker or in a file; make a program that a "
-    "sample starts cheaper. Where one process answers all workers, more of them would not help.",
+    "other_process": "Ask the other process for less, or keep its answers in each worker or in a "
+    "file. If each sample starts a program, make that cheaper. If one process answers all workers, "
+    "more workers would not help.",
     "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
     "has locked, or a wait for something that is not there yet.",
     "wait": "Look at what a sample waits for.",
     "decode": "Shrink images once, offline (preprocess), to the size that training needs.",
     "masks": "Load shards with make_loader: masks stay packed until the device has them.",
-    "transform": "Make transforms cheaper, run them on the device, or do what is not random "
-    "offline.",
+    "transform": "Make transforms cheaper, or run them on the device. Do transforms that are not "
+    "random offline.",
     "collate": "Make collate_fn cheaper, and batches smaller: stack tensors, and do all else in "
     "the dataset.",
     "hand-off": "Make batches smaller: uint8 images, packed masks; or use make_loader's own "
@@ -44,7 +46,7 @@ CURES = {
     "threads": "Use fewer threads in each worker, torch.set_num_threads(1) for example; then make "
     "loading cheaper.",
 }
-"""By the name of a cause, or of a kind of it."""
+"""What to do, by the id of a cause or of a special kind of it."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,19 @@ class Cause:
 
     id: str
     share: float
-    """Of the loop's time, 0 to 1."""
+    """Share of the loop's time, 0 to 1."""
     why: str
+    """What was seen."""
     next: str
+    """What to do."""
 
     def __str__(self) -> str:
         return f"{self.share:.0%} {self.id}\n  why:  {self.why}\n  next: {self.next}"
 
 
 def make_cause(id: str, share: float, why: str, *, cure: str = "", **words: Any) -> Cause:
-    """Return a cause with what to do about it, or about this kind of it.
+    """Return a cause with its text from `CURES`, where ``cure`` is the key if it is given, else
+    ``id``. ``words`` fill the placeholders of the text.
 
     Example:
         >>> make_cause("slow_sample", 0.5, "", sample=37).next.partition(":")[0]

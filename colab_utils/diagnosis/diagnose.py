@@ -1,11 +1,9 @@
-"""What training waits for: headspace first, then each stage of loading alone, then what would cure
-it.
-"""
+"""What training waits for: measure the headspace, time each stage of loading, and try each fix."""
 
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -32,47 +30,51 @@ from colab_utils.require import require_number
 _CACHED_BATCHES = 4
 # Copies of batches may take this share of the free memory.
 _CACHED_SHARE = 0.1
-# Images that the fixes for the data are forecast on, and measured on.
+# Shards are tried with this many images, and with more if ``verify`` is set.
 _SAMPLED = 16
 _VERIFIED = 64
-# Under this headspace, nothing that speeds up loading can win 10 %.
+# Below this headspace, faster loading can win less than 10 %.
 _FINE_HEADSPACE = 1.1
 
-# Of a step's time, without a core. More could not be told from all of it.
+# At most this share of a step's time counts as time without a core: with all of it, the slowdown
+# would be infinite.
 _MOST_LOST = 0.9
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found; its fields are the keys of the command's JSON, where ``stages`` is
-    called ``layers``.
+    """Result of `diagnose`. Its fields are the keys of the command's JSON, except that ``stages``
+    is called ``layers`` there.
     """
 
     verdict: str
     """A few sentences with their numbers."""
     headspace: float
-    """Images per second on cached batches divided by those now."""
+    """Images per second if loading took no time, divided by those now."""
     images_per_second: float
-    """Now."""
+    """Rate of your loop as it is now."""
     stall_share: float
     """Wait / (wait + step), 0 to 1."""
     stages: tuple[Stage, ...]
-    """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*."""
+    """Stages of loading an image, then *wait* and *step*. The CPU time of *wait* is that of all
+    loading.
+    """
     fixes: tuple[Fix, ...]
-    """What would help, forecast by trials: the best first, and of equally good ones that which
-    costs you least; empty where the loader is fine."""
+    """What would help, forecast by trials, the best first. Fixes that are equally good are sorted
+    by what they cost you. Empty if the loader is fine.
+    """
     confidence: str
-    """It begins with high, medium or low."""
+    """How sure the rate is: a text that begins with "high", "medium" or "low"."""
     batches: int
-    """How many were timed."""
+    """Number of batches that were timed."""
     step: str
-    """real, none, or emulated ..."""
+    """Kind of the step: "real", "none", or "emulated ..."."""
     error: float = 0.0
     """Standard error of the mean time of a batch, as a share of it."""
     change: Change | None = None
-    """Beside an earlier one."""
+    """Comparison with an earlier diagnosis, if there is one."""
     causes: tuple[Cause, ...] = ()
-    """Why training waits, the largest share first; empty where the loader is fine."""
+    """Why training waits, the largest share first. Empty if the loader is fine."""
 
     def __str__(self) -> str:
         parts: list[Any] = [*self.stages, *self.fixes]
@@ -93,35 +95,36 @@ def diagnose(
 ) -> Diagnosis:
     """Find what training waits for, how much could be won at most, and what would win it.
 
-    It times your loader with your step, then the step on copies of a few batches in memory: less
-    than 1.1 times as fast, and your loader is fine. It times each stage alone, in a worker process
-    of its own: *read*, *decode* and *masks* of a `CocoFolder` or a `ShardDataset`, *sample* and
-    *transform* of any other map-style dataset, *collate*; and how batches are handed over. Where
-    there is something to win, it tries each fix for a few seconds, on a sample of the images where
-    the fix changes these, beside an emulated step that takes as long and as much of a core as
-    yours. Method: headspace analysis (facebookresearch/spdl, optimization guide).
+    First, it times your loader with your step. If your loop would be less than 1.1 times as fast
+    without any wait, your loader is fine. Next, it times your step on copies of a few batches in
+    memory, and each stage of loading alone, in a worker process: *read*, *decode* and *masks* of a
+    `CocoFolder` or a `ShardDataset`, *sample* and *transform* of any other map-style dataset, and
+    *collate*. It also times how a worker hands over a batch. If faster loading can win something,
+    it tries each fix for a few seconds, with an emulated step that takes as long, and as much of a
+    core, as yours takes on the copies. Shards are tried with a few of the images. The method is
+    headspace analysis (facebookresearch/spdl, optimization guide).
 
     **Your step really trains.** It runs on the loader's batches, then many times on the few copies.
-    Pass ``restore=(model, optimizer)``, and both are put back to where they stood. The states of
-    all random generators (Python, numpy, torch, CUDA) and the order of a `Loader` are put back in
-    any case.
+    Pass ``restore=(model, optimizer)`` to put both back to their earlier state. All random
+    generators (Python, numpy, torch, CUDA) and the order of a `Loader` are always put back.
 
     Args:
-        loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
-        step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None
-            times the loader alone: then ``headspace`` is 1 and says nothing.
-        seconds: about how long to measure. Each fix, where there is something to win, takes 0.3 of
-            it, half of that untimed, until the memory of each process has grown (up to three times
-            0.3 with a slow loader); and ``verify`` 0.5 of it more. Without ``verify``, no fix is
-            tried any more after twelve times these seconds.
-        verify: also measure the fixes for longer with your own step, those for the data on a sample
-            of the images.
-        restore: what your step changes: a model, its optimizer, a scheduler; anything with
+        loader: A ``DataLoader``, a `Loader`, or anything else that yields batches and can be
+            iterated over again.
+        step: Your training step, called as ``step(images, targets)``, or an `EmulatedStep`. With
+            None, the loader is timed alone; ``headspace`` is then 1 and says nothing.
+        seconds: About how long to measure. The trial of each fix takes 0.3 of it more, up to three
+            times as long with a slow loader. Half of a trial is its warm-up. ``verify`` takes 0.5
+            more for each fix. Without ``verify``, no more fixes are tried after twelve times these
+            seconds.
+        verify: Whether to measure each fix for longer, with your own step.
+        restore: What your step changes: a model, its optimizer, a scheduler; anything that has
             ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        ColabUtilsError: the loader yields nothing, raises, gives no batch for a minute (the message
-            says which worker waits where), or is an iterator; or the step fails.
+        ColabUtilsError: the loader is an iterator, yields nothing, fails, or gives no batch for a
+            minute (the message says which worker waits where); the step fails; or a part of
+            ``restore`` has no ``state_dict`` and ``load_state_dict``.
 
     Example:
         >>> from colab_utils.loading.emulated_step import EmulatedStep
@@ -141,8 +144,8 @@ def diagnose(
 
 @contextmanager
 def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
-    """Put back what measured batches and steps change: all random states, the loader's order, and
-    these parts.
+    """Put back, at the end of a block, what batches and steps changed: all random generators, the
+    order of a `Loader`, and the parts in ``restore``.
 
     Raises:
         ColabUtilsError: a part has no ``state_dict`` and ``load_state_dict``.
@@ -163,28 +166,23 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
     for owner in (getattr(loader, "sampler", None), loader):
         generators.append(getattr(owner, "generator", None))
-    states: list[tuple[Callable[[Any], Any], Any]] = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-    ]
-    for generator in generators:
-        if isinstance(generator, torch.Generator):
-            states.append((generator.set_state, generator.get_state()))
     parts = list(restore)
     if isinstance(loader, Loader):
         parts.append(loader)
-    for part in parts:
-        states.append((part.load_state_dict, copy.deepcopy(part.state_dict())))
-    try:
+    with ExitStack() as states:
+        states.callback(random.setstate, random.getstate())
+        states.callback(np.random.set_state, np.random.get_state())
+        for generator in generators:
+            if isinstance(generator, torch.Generator):
+                states.callback(generator.set_state, generator.get_state())
+        for part in parts:
+            states.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
         yield
-    finally:
-        for put, state in states:
-            put(state)
 
 
 def _keep_batch(kept: dict[int, Any], memory: MemoryLog, number: int, batch: Any) -> None:
-    """Copy batches 1, 2, 4, 8, ... and keep the last four, or fewer where memory is short: early
-    ones come while the step still warms up.
+    """Copy the first, second, fourth, eighth, ... batch. Keep the last four copies, or fewer if
+    memory is short. These are few copies, and they come from all parts of the run.
     """
     if (number + 1) & number:
         return
@@ -195,7 +193,7 @@ def _keep_batch(kept: dict[int, Any], memory: MemoryLog, number: int, batch: Any
     limit = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
     while kept and len(kept) >= limit:
         del kept[min(kept)]
-    # A loader may use the memory of its batch again.
+    # A loader may reuse the memory of its batch.
     kept[number] = copy.deepcopy(batch)
     kept_bytes = sum(tensor.nbytes for tensor in find_tensors([*kept.values()]) if tensor.is_cpu)
     memory.known_bytes = max(memory.known_bytes, kept_bytes)
@@ -272,14 +270,14 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
 
 
 def _find_slowdown(now: BatchTimes, lost_share: float) -> float:
-    """Return how many times as long the steps take beside the loader, for want of a core.
+    """Return how many times as long the steps take because loading has the cores.
 
-    A step is slower beside its loader for other reasons, too: a GPU prepares itself for each new
-    size of image, so that the first batches of a run take twice as long. No loader cures that.
+    Steps beside a loader are slower for other reasons, too: a GPU prepares itself for each new
+    image size, so the first batches of a run take twice as long. No fix of a loader changes that.
 
     Args:
-        now: Of the loop.
-        lost_share: Of its time, in which it could have run, and loading had the cores.
+        now: Times of the loop.
+        lost_share: Share of its time in which the loop had no core, because loading had them all.
     """
     step_s = sum(now.step_s)
     lost_s = min(lost_share * float(now.batch_s.sum()), _MOST_LOST * step_s)
@@ -287,14 +285,14 @@ def _find_slowdown(now: BatchTimes, lost_share: float) -> float:
 
 
 def _name_step(step: Any) -> str:
-    """Return what a diagnosis calls its step."""
+    """Return the name of a step in a diagnosis."""
     if step is None:
         return "none"
     return str(step) if getattr(step, "emulated", False) else "real"
 
 
 def _list_loop_stages(now: BatchTimes, step: Any) -> list[Stage]:
-    """Return what an image waits, with the CPU time of all loading, and what its step takes."""
+    """Return *wait* and *step* as stages. The CPU time of *wait* is that of all loading."""
     image_ms = 1000 / now.batch_size
     stages = [Stage.from_calls("wait", np.multiply(now.wait_s, image_ms), now.cpu_ms_per_image)]
     if step is not None:
@@ -311,10 +309,15 @@ def describe_verdict(
     fixes: Sequence[Fix],
     step: str,
 ) -> str:
-    """Return the verdict: a few short sentences with their numbers, and how sure it is.
+    """Return the verdict: a few short sentences with numbers, and how sure these are.
 
-    ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step
-    takes ``slower`` times as long. ``stages`` are those of loading.
+    Args:
+        now: Times of the loop.
+        ceiling: Rate if loading took no time, images per second.
+        slower: How many times as long the step takes because loading has the cores.
+        stages: Stages of loading.
+        fixes: Fixes that were tried, the best first.
+        step: Name of the step.
     """
     rate = now.images_per_second
     headspace = ceiling / rate
@@ -331,13 +334,13 @@ def describe_verdict(
             "whether training waits for it: pass your step, or an EmulatedStep."
         )
     rates = (
-        f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, headspace {headspace:.2f}, "
-        f"{step} step {sure}"
+        f"{rate:.1f} images/s now, {ceiling:.1f} if loading took no time, headspace "
+        f"{headspace:.2f}, {step} step {sure}"
     )
     if headspace < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
     verdict = f"Training waits {now.wait_share:.0%} of its time: {rates}."
-    # Loading that takes the cores which the step itself needs is no waiting, and costs the same.
+    # A step that lacks cores does not wait for a batch, but it costs time all the same.
     if slower > 1.2:
         verdict += (
             f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long."
@@ -358,4 +361,4 @@ def _describe_confidence(now: BatchTimes) -> str:
         level = "high"
     elif count >= 8 and error < 0.15:
         level = "medium"
-    return f"{level}: {count} batches, the mean batch time is sure to {error:.0%}"
+    return f"{level}: {count} batches, the mean batch time has an error of {error:.0%}"

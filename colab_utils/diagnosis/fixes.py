@@ -1,4 +1,4 @@
-"""What would cure a stall: each fix is forecast by a short trial, and measured by a long one."""
+"""Fixes for a stall. A short trial forecasts each one; a longer trial measures it, if you ask."""
 
 import os
 import tempfile
@@ -39,7 +39,7 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import find_profile, read_at_full_speed
 from colab_utils.streams import is_remote
 
-# Each fix has a name and a sentence. Those that cost you least come first.
+# Each fix has a name and a sentence that says what to do. The least effort for you comes first.
 FIXES = {
     "persistent_workers": ("persistent workers", "Use persistent_workers=True"),
     "streams": (
@@ -58,49 +58,50 @@ FIXES = {
         "Preprocess shrinks images that are larger than training needs",
     ),
 }
-# A call of it gives the options of `open_like`.
+# Prepares the data of a trial, and returns the options of `open_like`.
 _Prepare = partial[dict[str, Any]]
-# What training needs, in pixels, as `write_shards` has it.
+# The image sizes that training needs, in pixels: the defaults of `write_shards`.
 _SIDES = {"min_size": 800, "max_size": 1333}
-# Shrinking is not worth it where more than this share of the pixels stays.
+# Resizing is a fix only if it leaves at most this share of the pixels.
 _SMALLER = 0.9
-# A rate of at least this share of the best one is as good.
+# A rate of at least this share of the best rate counts as equally good.
 _SAME = 0.95
-# No batch is waited for longer than this.
+# A diagnosis ends with an error if one batch takes longer than this.
 TIMEOUT_S = 60.0
-# The placeholder of a step that does next to nothing keeps this share of a core busy.
+# The emulated step of a trial keeps at least this share of a core busy.
 _LEAST_BUSY = 0.01
-# After this many times the seconds of a diagnosis, nothing more is tried.
+# No more fixes are tried after this many times the ``seconds`` of a diagnosis.
 _LATE = 12.0
-# A trial has at least so many batches, or as many as three times its share of the seconds allow.
+# A trial times at least this many batches, but stops after three times its share of the seconds.
 _LEAST_BATCHES = 20
-# Batches of an epoch that has no end.
+# Stands for the number of batches in an endless epoch.
 _MANY = 10_000
-# Shares of the seconds of a diagnosis, for each fix.
+# The short and the long trial of a fix take these shares of the ``seconds`` of a diagnosis.
 _TRIAL_SHARE = 0.3
 _VERIFY_SHARE = 0.5
-# Batches, or a share of the seconds, until the memory of each process has grown.
+# The warm-up ends after this many batches, or after this share of the ``seconds``. By then, the
+# memory of each process has reached its usual size.
 _WARMUP = 150
 _WARMUP_SHARE = 0.15
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One cure and what it would bring."""
+    """One fix, and the rate that it would bring."""
 
     id: str
     """A key of `FIXES`."""
     name: str
     sentence: str
-    """What to do and what it brings; or why it was not tried."""
+    """What to do, and either what that brings or why it was not tried."""
     forecast_images_per_second: float | None = None
-    """By a short trial; None where it was not tried."""
+    """Rate of a short trial; None where the fix was not tried."""
     measured_images_per_second: float | None = None
-    """By a longer one with your own step (``verify=True``); else None."""
+    """Rate of a longer trial with your own step (``verify=True``); else None."""
 
     @property
     def images_per_second(self) -> float:
-        """Return the measured rate, or else the forecast, or else 0."""
+        """Return the measured rate; without one, the forecast; without either, 0."""
         return self.measured_images_per_second or self.forecast_images_per_second or 0.0
 
     def __str__(self) -> str:
@@ -112,28 +113,28 @@ class Fix:
 
 @dataclass(frozen=True)
 class Situation:
-    """What was measured before any fix."""
+    """What is known before any fix is tried."""
 
     loader: Any
     step: Callable[..., Any] | None
     loop: BatchTimes
-    """Your loader with your step."""
+    """Times of your loader with your step."""
     cached: BatchTimes
-    """Your step on batches that lie ready."""
+    """Times of your step on copies of batches in memory."""
     indices: Sequence[int]
-    """Of the images that the stages of loading were timed on."""
+    """Indices of images that the stages of loading were timed on. Shards are tried with these."""
     seconds: float
-    """Of the whole diagnosis."""
+    """About how many seconds the diagnosis measures, without the trials."""
     verify: bool
     """Whether to measure each fix for longer, with your own step."""
     began_s: float
     """When the diagnosis began, by `time.perf_counter`."""
     ceiling: float = inf
-    """Images per second on batches that lie ready: no fix can win more."""
+    """Images per second if loading took no time. No fix can give more."""
 
     @property
     def prefetch(self) -> int:
-        """Return the number of batches ahead for each worker."""
+        """Return how many batches each worker loads ahead."""
         return (
             getattr(self.loader, "prefetch", None)
             or getattr(self.loader, "prefetch_factor", None)
@@ -142,20 +143,23 @@ class Situation:
 
     @property
     def epoch_batches(self) -> int:
-        """Return the number of batches of an epoch, which is large where a sampler is endless."""
+        """Return the number of batches in an epoch; a large number if the epoch is endless."""
         with suppress(TypeError):
             return max(1, len(self.loader))
         return _MANY
 
     @property
     def has_restarts(self) -> bool:
-        """Return whether workers start anew within the time that was measured."""
+        """Return whether workers were started again while the loop was timed."""
         keeps = getattr(self.loader, "persistent_workers", True)
         is_short = self.epoch_batches < _WARMUP + len(self.loop.wait_s)
         return count_workers(self.loader) > 0 and not keeps and is_short
 
     def make_placeholder(self) -> EmulatedStep | None:
-        """Make a step as long and busy as yours on batches that lie ready. Trials train nothing."""
+        """Return the step of a trial: an emulated one, because a trial must not train your model.
+
+        It takes as long, and as much of a core, as your step takes on batches in memory.
+        """
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
         step_s = self.cached.step_s
@@ -163,16 +167,22 @@ class Situation:
         return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
-        """Choose how many workers to try where one takes so long for an image: the smallest number
-        above the present one that keeps the step busy, or one for each core.
+        """Choose how many workers to try: the smallest of 1, 2, 4 and 8 that is larger than the
+        present number, and that keeps either the step or all cores busy.
+
+        If none of them does, 8 are tried. If your loader has 8 or more already, 16 are tried.
+
+        Args:
+            load_ms: Time that one worker takes for an image.
+            cpu_ms: CPU time that loading an image takes.
         """
         step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
         needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
-        counts = [count for count in (1, 2, 4, 8) if count > count_workers(self.loader)]
-        for count in counts:
-            if count >= needed:
+        workers = count_workers(self.loader)
+        for count in (1, 2, 4, 8):
+            if count > workers and count >= needed:
                 return count
-        return counts[-1] if counts else 16
+        return 8 if workers < 8 else 16
 
 
 @contextmanager
@@ -185,11 +195,19 @@ def open_like(
     persistent: bool = False,
     packs: bool = False,
 ) -> Iterator[Any]:
-    """Open a loader like yours, for a trial of one change: other data, other workers, more batches
-    ahead, workers that stay, or `make_loader`. An epoch has as many images as yours.
+    """Open a loader like yours for a trial, with one change.
+
+    Args:
+        now: What is known of your loader.
+        dataset: Other data, repeated until an epoch has as many images as yours; None keeps yours.
+        workers: Number of workers; None keeps yours.
+        prefetch: Batches that each worker loads ahead; None keeps yours.
+        persistent: Whether workers stay after an epoch. Those of your loader stay if they did.
+        packs: Whether `make_loader` makes the loader.
 
     Raises:
-        ColabUtilsError: your dataset deals its work to the workers itself.
+        ColabUtilsError: your dataset is iterable, and no other is given. It shares out its samples
+            to the workers itself.
     """
     loader = now.loader
     same = dataset is None
@@ -204,7 +222,7 @@ def open_like(
     prefetch = prefetch or now.prefetch
     batch_size = now.loop.batch_size
     if packs or isinstance(loader, Loader):
-        # Where there is a GPU, the masks of other people's loaders are expanded on it, too.
+        # The device expands packed masks: the GPU does it if the program uses one.
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         rebuilt: Any = make_loader(
             data,
@@ -215,7 +233,8 @@ def open_like(
             deliver=getattr(loader, "deliver", "dense"),
         )
     else:
-        # The constructor would not take over what it was not given.
+        # A copy keeps all attributes of your loader. A new DataLoader would have only those that
+        # are passed to it.
         rebuilt = copy(loader)
         changes: dict[str, Any] = {"num_workers": workers, "dataset": data, "_iterator": None}
         if workers:
@@ -235,15 +254,15 @@ def open_like(
 
 
 def find_fixes(now: Situation) -> list[Fix]:
-    """Find every fix that applies, and forecast its rate by a short trial. Where that is wanted,
-    the rate is measured, too.
+    """Find every fix that applies, and forecast its rate by a short trial. With ``now.verify``,
+    also measure the rate by a longer one.
 
-    What costs least is tried first, each change alone; those of the data on a sample of it in a
-    temporary folder. A fix that cannot be tried, or for which there is no time left, has no
-    forecast: its sentence says why.
+    Fixes with less effort for you are tried first. Each trial changes one thing. Shards are tried
+    with a few images in a temporary folder. A fix that fails, or for which no time is left, has no
+    forecast, and its sentence says why.
 
     Returns:
-        The best first; of those within 5 %, the one that costs you least.
+        All fixes, the best first. Fixes within 5 % of the best are sorted by your effort.
     """
     workers = count_workers(now.loader)
     prefetch = 2 * now.prefetch
@@ -274,7 +293,7 @@ def find_fixes(now: Situation) -> list[Fix]:
 
 
 def _reads_one_by_one(loader: Any) -> bool:
-    """Return whether loose files of a slow folder are read without reading ahead."""
+    """Return whether a loader reads the image files of a remote folder one after the other."""
     dataset = loader.dataset
     if not isinstance(dataset, CocoFolder) or not is_remote(dataset.folder):
         return False
@@ -282,22 +301,20 @@ def _reads_one_by_one(loader: Any) -> bool:
 
 
 def _widen(dataset: CocoFolder) -> dict[str, Any]:
-    """Return the options of a loader that reads these files ahead, many at once."""
+    """Return the options of a loader that reads many files of this dataset at once."""
     wide = copy(dataset)
     wide.streams = "auto"
     return {"dataset": wide, "packs": True}
 
 
 def _make_fix(id: str, more: str = "") -> Fix:
-    """Return a fix that was not tried yet."""
+    """Return a fix that has not been tried yet. ``more`` is added to its sentence."""
     name, sentence = FIXES[id]
     return Fix(id, name, f"{sentence}{more}")
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """Sort fixes, the best first. Of those within 5 % of the best, the one that costs you least
-    comes first.
-    """
+    """Sort fixes, the best first. Fixes within 5 % of the best are sorted by your effort."""
     least = _SAME * max((fix.images_per_second for fix in fixes), default=0.0)
     costs = [*FIXES]
 
@@ -308,13 +325,13 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
 
 
 def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
-    """Forecast a fix by a short trial beside a placeholder for the step; measure it for longer, if
-    that is wanted. Trials take about ``each_s``.
+    """Forecast a fix by a short trial with an emulated step. With ``now.verify``, also measure it
+    by a longer trial with your step. A fix takes about ``each_s`` seconds.
     """
     why = f"there is no time left, it takes about {max(1, each_s):.0f} s more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
-            # What was timed lies in Drive's cache, which is read at full speed.
+            # A real Drive has cached the images by now, and would read them fast.
             with read_at_full_speed():
                 options = prepare()
             rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
@@ -325,7 +342,7 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
                 gain = f"about {rate:.1f} images/s"
             return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
         except Exception as error:
-            # An error of a trial must not end the diagnosis, whose results so far are worth more.
+            # A trial that fails must not lose the results that the diagnosis has so far.
             why = describe_error(error).removesuffix(".")
     return replace(fix, sentence=f"{fix.sentence}. Not tried: {why}.")
 
@@ -333,8 +350,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
 def _time(
     now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
 ) -> float:
-    """Measure images per second. Each trial starts at the same batch, because the images of a slow
-    Drive differ in their times.
+    """Measure the images per second of a trial. Each trial opens its loader anew, and so starts at
+    the first batch: on a slow Drive, some images take longer than others.
     """
     with open_like(now, **options) as loader:
         watched = WatchedLoader(loader, TIMEOUT_S, "raise")
@@ -344,8 +361,8 @@ def _time(
 def time_loop(
     watched: WatchedLoader, step: Any, seconds: float, share: float, **options: Any
 ) -> BatchTimes:
-    """Time a loop for its share of the seconds of a diagnosis: today's loader warms up as those of
-    the trials do.
+    """Time a loop for a share of the seconds of a diagnosis. Your loader warms up here in the same
+    way as the loaders of the trials.
     """
     return time_batches(
         watched,
@@ -359,11 +376,11 @@ def time_loop(
 
 
 def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
-    """Other forms and places of the data; what costs you least is tried first."""
+    """Plan the fixes that store the data in another form or place, the least effort first."""
     dataset = now.loader.dataset
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return []
-    # No folder is slowed any more while a fix is prepared.
+    # This is asked now, because no folder is slowed while a fix is prepared.
     is_slow = find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
     is_slow = is_slow or isinstance(dataset.folder, UrlPath)
     is_folder = isinstance(dataset, CocoFolder)
@@ -383,9 +400,11 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
 
 
 def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> dict[str, Any]:
-    """Return a loader's options for shards of the images that were timed, as they are or resized.
+    """Put shards of some images on the local disk, and return the options of a loader for them.
 
-    They lie on the local disk; shards are copied to it where they lie on a slow one (``is_slow``).
+    Shards of a `CocoFolder` are written: of the images that were timed, resized where ``id`` is
+    "resize". Of a `ShardDataset` in a slow folder (``is_slow``), 0.2 GB are copied, or its first
+    shard where that is larger. A `ShardDataset` in a fast folder is used where it is.
     """
     dataset = now.loader.dataset
     shards = folder / ("resized" if id == "resize" else "shards")
@@ -393,7 +412,7 @@ def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> 
         annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
         limits = _SIDES if id == "resize" else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
-        # The shards are written to the disk now, and not during the trial.
+        # Otherwise the disk would still be writing the shards during the trial.
         os.sync()
     elif is_slow:
         first = dataset.index.shards[0]

@@ -8,15 +8,15 @@ from pathlib import PurePath
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
 
-# Fewer looks than these are no evidence. Of these or more, half must show the same.
+# Fewer looks than these are no evidence. Of more looks, at least half must show the same.
 _LEAST_LOOKS = 5
-# Threads of a worker that could run at once, in the mean: one loads, one sends.
+# A worker usually has up to this many threads that can run: one loads samples, one sends batches.
 _MANY_THREADS = 2
 _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
 _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
 _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
-# The file that calls the dataset and collate_fn, where torch's loader has no workers.
+# In this file, a DataLoader without workers calls the dataset and collate_fn.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
@@ -25,7 +25,7 @@ SAMPLE = "a sample"
 
 
 class Looks:
-    """Counts of what was seen.
+    """Counts of what was seen in all looks.
 
     Attributes:
         waits: how often each cause of a wait was seen while a sample was loaded, by a worker or by
@@ -43,7 +43,7 @@ class Looks:
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
         self._outside_count = 0
-        # These are counts of workers that could run, and of their threads that could.
+        # In all looks together, so many workers could run, and so many threads of these workers.
         self._runnable_workers = 0
         self._runnable_threads = 0
 
@@ -72,7 +72,7 @@ class Looks:
 
     @property
     def has_threads(self) -> bool:
-        """Return whether a worker had more than one thread to run in most looks."""
+        """Return whether a worker that could run had more than two threads to run, on average."""
         return self._runnable_threads > _MANY_THREADS * self._runnable_workers
 
     @property
@@ -83,19 +83,17 @@ class Looks:
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return the place where the loop was in at least half of the looks at a phase, and how
-        many looks these were, in words. Both are "" where there is no such place.
+        many looks these were, in words. Both are "" if there is no such place.
         """
-        places = self._places.get(phase, Counter())
-        if places.total() < _LEAST_LOOKS:
-            return "", ""
-        place, count = places.most_common(1)[0]
-        if 2 * count < places.total():
-            return "", ""
-        return place, f"in {count} of {places.total()} looks"
+        for place, _ in self._places.get(phase, Counter()).most_common(1):
+            share, looks = self.measure_place(phase, place)
+            if share >= 0.5:
+                return place, looks
+        return "", ""
 
     def measure_place(self, phase: str, place: str) -> tuple[float, str]:
         """Return the share of the looks at a phase in which the loop was at a place, and how many
-        looks these were, in words. Both are empty where there were too few looks.
+        looks these were, in words. They are 0 and "" if there were too few looks.
         """
         places = self._places.get(phase, Counter())
         if places.total() < _LEAST_LOOKS:
@@ -109,7 +107,7 @@ class Looks:
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
         if any(name in stack for name in _QUEUES):
-            # Unpickling is written in C, so the innermost line of Python is the one that calls it.
+            # Unpickling is written in C, so the innermost line of Python is the call of it.
             takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
             takes_in |= any(name in stack for name in _TAKES_IN)
             return HANDOFF if takes_in else WORKERS

@@ -1,4 +1,4 @@
-"""Memory of a loader's processes that grows, and when it will be full."""
+"""Growing memory of a loop's processes: how fast it grows, and when it will be full."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,16 @@ from colab_utils.diagnosis.system_calls import measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
-# Seconds between two readings; or this part of the time so far, if that is longer.
+# Seconds between two readings; or this share of the time so far, if that is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
-# Between two readings lies at least so many times what one takes.
+# The time between two readings is at least this many times the CPU time of a reading.
 _PAUSE_TIMES = 25
 _LEAST_READINGS = 5
-# A slope counts if it is so many standard errors over 0.
+# A slope counts if it is more than this many standard errors above 0.
 _SURE = 3
-# Growth as a share of the memory of all processes. Less is the allocator's breathing.
+# Growth counts if it is more than this share of the memory of all processes. Allocators cause
+# smaller changes.
 _LEAST_GROWTH = 0.05
 
 
@@ -28,13 +29,14 @@ _OWN_NAME = "this process"
 
 
 class Reading(NamedTuple):
-    """What was used at one moment; ``batches`` had been delivered."""
+    """Memory that was used at one moment, after ``batches`` batches."""
 
     batches: int
     own_bytes: Mapping[int, int]
-    """Bytes of each process, by its pid, that it does not share by way of a file or /dev/shm. Of
-    pages that a worker has in common with others it has a part: one that it writes to, or looks at
-    as a Python object, is copied, and counts more."""
+    """Bytes of each process, by its pid, without files and /dev/shm. Several workers may share a
+    page of memory; each then counts a part of it. A worker copies the page when it writes to it, or
+    only looks at a Python object in it, and then counts all of it.
+    """
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class Growth:
     """Memory that grows while a loader runs."""
 
     mb_per_batch: float
-    """MB a batch of all processes together."""
+    """MB a batch, of all processes together."""
     full_at_batch: int
-    """The batch at which memory is full if it goes on to grow."""
+    """Number of the batch at which memory is full, if it goes on growing."""
     by_process: Mapping[str, float]
-    """MB a batch of this process and of the workers together, where they grow."""
+    """MB a batch, of this process and of all workers together. Only those that grow are listed."""
 
     @property
     def cure(self) -> str:
@@ -65,12 +67,13 @@ class Growth:
 
 
 class MemoryLog:
-    """Readings of the memory of this process and its children: each quarter of a second, later
-    after each twelfth of the time so far.
+    """Readings of the memory of this process and its children: at first every quarter of a second,
+    later less often.
 
     Attributes:
-        readings: so far.
-        known_bytes: of this process that are no growth, as whoever looks on holds them.
+        readings: All readings so far.
+        known_bytes: Bytes of this process that do not count as growth, because `diagnose` itself
+            holds them.
 
     Example:
         >>> log = MemoryLog()
@@ -86,7 +89,7 @@ class MemoryLog:
         self._due_s = self._began_s
 
     def look(self, batches: int) -> None:
-        """Take a reading if one is due; there were so many batches."""
+        """Take a reading if one is due. There have been ``batches`` batches."""
         now_s = perf_counter()
         if now_s < self._due_s:
             return
@@ -99,11 +102,11 @@ class MemoryLog:
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
-    """Return by how much memory grows, of this process and of its workers; None where it does not,
-    or little.
+    """Return how fast the memory of this process and of its workers grows; None if it does not
+    grow, or only a little.
     """
     last = max((reading.batches for reading in readings), default=0)
-    # After the last batch, workers end.
+    # Readings after the last batch are left out, because workers end then.
     running = [reading for reading in readings if reading.batches < last]
     if not running:
         return None
@@ -113,7 +116,7 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     for batches, own_bytes in running:
         own_part = own_bytes[os.getpid()]
         own.append((batches, own_part))
-        # Workers that start or end meanwhile are no growth.
+        # Readings with other workers are left out: a worker that starts or ends is no growth.
         if own_bytes.keys() == newest.keys():
             workers.append((batches, sum(own_bytes.values()) - own_part))
     by_process = {}
@@ -129,10 +132,10 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
 
 
 def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
-    """Return bytes a batch by which memory surely grows, at least by so many bytes in all; else 0.
+    """Return the bytes by which memory grows with each batch. Return 0 if it grows by less than
+    ``least_bytes`` in all, if noise could be the reason, or if the growth slows down.
 
-    The second half of the readings counts, when caches and pools are full. Growth is not sure where
-    noise could be the reason, or where it slows down.
+    Only the second half of the readings is used: by then, caches and pools are full.
     """
     batches, own_bytes = np.array(points[len(points) // 2 :], np.float64).T
     middle = len(batches) // 2
@@ -145,7 +148,7 @@ def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
 
 
 def _measure_own() -> dict[int, int]:
-    """Return the memory of this process, less what it shares, and the part of each one below it."""
+    """Return the bytes that this process does not share, and those that count for each child."""
     own, *others = list_processes()
     memory = own.memory_info()
     own_bytes = {process.pid: measure_memory_part(process.pid) for process in others}

@@ -1,4 +1,4 @@
-"""One pass over a watched loader: the caller waits for the batches, a thread watches it waiting."""
+"""One pass over a watched loader. The caller waits for batches, and a thread watches its waits."""
 
 import os
 import signal
@@ -22,17 +22,17 @@ from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_d
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import quiet_fork, start_thread
 
-# Seconds between two looks; less where timeout_s is short.
+# Seconds between two looks at a loop. They are fewer if timeout_s is short.
 _PAUSE_S = 0.2
-# Seconds for which a worker is observed, and of one tick of them.
+# Seconds for which a worker is observed, and seconds of each sleep meanwhile.
 _LOOK_S = 0.5
 _TICK_S = 0.1
-# CPU seconds in that time from which a worker counts as being at work.
+# A worker that takes more CPU seconds than this while it is observed is at work.
 _BUSY_S = 0.025
-# Seconds of a wait after which the samples that are being loaded are noted.
+# After this many seconds of a wait, the sample that a worker is at is noted.
 _LATE_S = 0.1
-# This signal interrupts a system call that the main thread waits in. By default it is ignored: a
-# late one does no harm. Windows has none.
+# This signal interrupts a system call that the main thread is in. By default, the signal is
+# ignored, so one that comes late does no harm. Windows does not have it.
 INTERRUPT = getattr(signal, "SIGURG", 0)
 _END = object()
 
@@ -42,7 +42,15 @@ class _StallInterrupt(BaseException):
 
 
 class Pass:
-    """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
+    """One pass over a watched loader.
+
+    Args:
+        loader: The loader that is watched.
+        record: Where to note what happens in this pass.
+        timeout_s: Seconds to wait for a batch before the wait is explained.
+        raises: Whether a wait that takes too long ends with an error.
+        prints: Whether to print a summary at the end of the pass.
+    """
 
     def __init__(
         self, loader: Any, record: LoopRecord, timeout_s: float, *, raises: bool, prints: bool
@@ -56,12 +64,13 @@ class Pass:
         self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
         self._oom_kills = count_oom_kills()
-        # These are the thread that waits for a batch, and since when it does.
+        # This thread waits for a batch. It asked for the batch at this time.
         self._thread = threading.current_thread()
         self._asked_s: float | None = None
-        # This is the beginning of a wait that is to end, and why.
+        # A wait that is given up: when it began, and why it is given up.
         self._given_up: tuple[float, Stall] | None = None
-        # The wait is explained next after so many seconds; the verdicts so far follow.
+        # The current wait is explained when it has lasted this many seconds. These verdicts on it
+        # were reported already.
         self._due_s = 0.0
         self._verdicts = set[str]()
         self._can_interrupt = False
@@ -90,12 +99,12 @@ class Pass:
         """Return the next batch, or `_END`.
 
         Raises:
-            ColabUtilsError: why it does not come, where a worker ended or the wait was given up.
+            ColabUtilsError: a worker ended, or the wait was given up. The message says why.
         """
         try:
             batch = self._wait(asked_s)
         except _StallInterrupt:
-            # An interrupt is no part of the error, which is raised outside of this handler.
+            # The error is raised below, outside of this handler: the interrupt is no part of it.
             batch = None
         except Exception as error:
             stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
@@ -108,7 +117,7 @@ class Pass:
         return batch
 
     def _wait(self, asked_s: float) -> Any:
-        """Return the next batch, or `_END`; meanwhile the workers that it forks are seen."""
+        """Return the next batch, or `_END`. The monitor sees workers that are forked meanwhile."""
         waiting.monitor = self._monitor
         self._thread = threading.current_thread()
         is_main = self._thread is threading.main_thread()
@@ -130,22 +139,25 @@ class Pass:
                 signal.signal(INTERRUPT, outer_handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        """End the wait, unless the signal comes after the batch."""
+        """End a wait that was given up, unless its batch has come before the signal."""
         if self._asked_s is not None and self._find_reason(self._asked_s) is not None:
             raise _StallInterrupt
 
     def _find_reason(self, asked_s: float) -> Stall | None:
-        """Return why the wait that began then is to end; None where it is not."""
+        """Return why the wait that began at ``asked_s`` was given up; None if it was not."""
         if self._given_up is None:
             return None
         given_up_s, stall = self._given_up
         return stall if given_up_s == asked_s else None
 
     def _explain_end(self, error: Exception, asked_s: float) -> Stall | None:
-        """Return which worker ended, and how, where that is why the loader failed."""
+        """Return a stall that says which worker ended, and how; None if the loader failed for
+        another reason.
+        """
         dead = self._find_dead(error)
         if dead is None and isinstance(error, EOFError | ConnectionError):
-            # A worker closes its pipes before it has ended. torch may raise an error when it has.
+            # A worker closes its pipes shortly before it ends. When it ends, torch may raise an
+            # error in this thread.
             with suppress(RuntimeError):
                 sleep(_TICK_S)
             dead = self._find_dead(error)
@@ -159,14 +171,14 @@ class Pass:
     # --- the thread that watches
 
     def _watch(self) -> None:
-        """Look at each wait again and again, until the pass is over."""
+        """Look at the loop again and again until the pass is over."""
         asked_s: float | None = None
         while not self._over.wait(min(_PAUSE_S, self._timeout_s / 10)):
             if self._asked_s != asked_s:
                 asked_s = self._asked_s
                 self._due_s = self._timeout_s
                 self._verdicts = set()
-            # What is looked at may go away meanwhile. Then it is looked at again.
+            # A process may end while it is looked at. The next look starts anew.
             with suppress(Exception):
                 if asked_s is not None:
                     self._look(asked_s)
@@ -175,14 +187,14 @@ class Pass:
                 self._record.memory.look(self._record.clock.count)
 
     def _look(self, asked_s: float) -> None:
-        """Look at a wait, and explain it each time that it has lasted for ``timeout_s`` more."""
+        """Look at a wait, and explain it each time that another ``timeout_s`` has passed."""
         waited_s = perf_counter() - asked_s
         if waited_s <= _LATE_S:
             return
         blamed = self._find_blamed()
         sample = self._monitor.list_samples().get(blamed.pid, -1)
         self._record.note_samples((sample,) if sample >= 0 else blamed.indices)
-        # Explaining takes a while itself.
+        # An explanation takes half a second, so it begins before it is due.
         if waited_s > self._due_s - min(_LOOK_S, self._due_s / 2):
             self._due_s += self._timeout_s
             stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
@@ -190,7 +202,7 @@ class Pass:
                 self._act(asked_s, stall)
 
     def _act(self, asked_s: float, stall: Stall) -> None:
-        """Report a stall whose verdict is new, and end the wait if that is asked for."""
+        """Report a stall if its verdict is new. Give up the wait if stalls are to be raised."""
         is_new = stall.verdict not in self._verdicts and self._find_reason(asked_s) is None
         if is_new:
             self._verdicts.add(stall.verdict)
@@ -200,13 +212,13 @@ class Pass:
         if self._can_interrupt:
             signal.pthread_kill(self._thread.ident or 0, INTERRUPT)
         elif is_new:
-            # A filter may make the warning an error, and nobody could catch it in this thread.
+            # A filter may turn the warning into an error, which nobody could catch in this thread.
             with suppress(ColabUtilsWarning):
                 warnings.warn_explicit(str(stall), ColabUtilsWarning, __file__, 0)
 
     def _explain(self, asked_s: float, job: WorkerJob, ending: str) -> Stall:
-        """Return why no batch comes from a process: it ended, or it is observed for half a
-        second.
+        """Explain why no batch comes from a process. A process that has not ended is observed for
+        half a second.
         """
         if ending:
             verdict = "dead"
@@ -222,7 +234,9 @@ class Pass:
         return Stall(verdict, perf_counter() - asked_s, job, seen, file, cure)
 
     def _observe(self, asked_s: float, pid: int) -> tuple[str, Activity]:
-        """Observe a process until the batch comes, at most half a second; return the verdict."""
+        """Observe a process for half a second, or until the batch comes. Return the verdict, and
+        what the process does.
+        """
         before = self._inspect(pid)
         until_s = perf_counter() + _LOOK_S
         while self._asked_s == asked_s and perf_counter() < until_s:
@@ -243,16 +257,18 @@ class Pass:
         return verdict, after
 
     def _inspect(self, pid: int) -> Activity:
-        """Return what a worker does, or the waiting thread of this process."""
+        """Return what a worker does. For this process, return what its waiting thread does."""
         if pid == os.getpid():
             return self._monitor.inspect_thread(self._thread)
         return self._monitor.inspect_worker(pid)
 
     def _find_blamed(self) -> WorkerJob:
-        """Return who is waited for.
+        """Return the process that the loop waits for.
 
-        That is who has had the oldest batch; else the worker that has been longest at a sample;
-        else one that is not idle, unless this process is at a line of its own; else this process.
+        Our own loader knows the worker that has the oldest batch. For other loaders, it is the
+        worker that has been at its sample for longest. If no worker is at a sample, it is one that
+        is alive, best one that is not idle. Workers that wait for work are not blamed while this
+        process is at a line of its own. If no worker is left, it is this process.
         """
         if isinstance(self._loader, Loader):
             jobs = self._loader.list_jobs()
@@ -265,7 +281,7 @@ class Pass:
                 return WorkerJob(pids.index(pid), pid, indices=(sample,))
         alive = [pid for pid in pids if not read_ending(pid)]
         if not samples:
-            # Their samples are not seen. One that waits for work polls a pipe.
+            # The samples of these workers are not seen. A worker that waits for work polls a pipe.
             alive = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
         elif self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF):
             alive = [pid for pid in alive if find_wait(pid, pid) != "process"]
@@ -276,8 +292,8 @@ class Pass:
         return WorkerJob(None, os.getpid(), indices=() if own_sample is None else (own_sample,))
 
     def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
-        """Return the worker whose end made the loader fail, and how it ended; None where none
-        did.
+        """Return the worker whose end made the loader fail, and how it ended. Return None if the
+        loader failed for another reason.
         """
         if isinstance(self._loader, Loader):
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
@@ -287,15 +303,15 @@ class Pass:
             was_killed = "signal" in ending
             if was_killed:
                 return WorkerJob(place, pid), ending
-            # Linux tells an exit code only once. The loader asked for it, and its error has it.
+            # Linux gives an exit code only once. The loader took it, and its error holds it.
             if ending and (sample >= 0 or str(pid) in text):
                 return WorkerJob(place, pid), text
         return None
 
 
 def find_file(dataset: Any, sample: Any) -> str:
-    """Return the file of a sample, as our datasets know it; "" of others."""
-    # Somebody's own dataset may do anything.
+    """Return the file of a sample; "" if the dataset has no ``find_path``, or if that fails."""
+    # The method of a user's dataset may raise anything.
     with suppress(Exception):
         return str(dataset.find_path(sample))
     return ""

@@ -1,8 +1,7 @@
-"""What the worker processes of a loader do: at which sample they are, in which system call, and at
-which file.
+"""What the worker processes of a loader do: their sample, their system call, and its file.
 
-Read from outside, so that a process that hangs need not help. Forked workers also note the sample
-that they are at. Elsewhere than on Linux most of it stays unknown.
+Calls and files are read from outside, so this also works for a process that hangs. Forked workers
+note their samples themselves. On systems other than Linux, most of this is unknown.
 """
 
 import mmap
@@ -24,21 +23,21 @@ from numpy.typing import NDArray
 
 from colab_utils.diagnosis.system_calls import find_wait, measure_use, read_call, read_ending
 
-# Workers that are remembered.
+# There are rows for the notes of this many workers.
 _ROWS = 128
 _HERE = os.path.dirname(__file__)
-# Methods of a dataset that give a sample.
+# Methods of a dataset that load samples.
 _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
-# What a worker notes.
+# The notes of one worker.
 _ROW = np.dtype(
     [
         ("pid", np.int64),
-        # This is the sample that it is at, or -1, and since when.
+        # This is the sample that the worker is at, or -1, and when it began that sample.
         ("sample", np.int64),
         ("since_ns", np.int64),
         # These are the first four fields of SampleTimes.
         ("sums", np.float64, 4),
-        # These are the CPU seconds of earlier processes with this row, and of this process.
+        # These are the CPU seconds of earlier workers with this row, and of the present one.
         ("cpu", np.float64, 2),
     ]
 )
@@ -48,36 +47,39 @@ class Activity(NamedTuple):
     """What a process does."""
 
     stack: tuple[str, ...] = ()
-    """Python lines, innermost first; none of other processes."""
+    """Lines of Python, the innermost first. Empty for another process."""
     call: str = ""
-    """The system call that it is in."""
+    """Name of the system call that it is in; "" if it is in none."""
     path: str = ""
-    """The file of that call."""
+    """The file of that call; "" if the call has none."""
     sample: int | None = None
+    """Index of the sample that it loads; None if that is not known."""
     idle: bool = False
     """Whether it waits for work."""
     cpu_s: float = 0.0
     """CPU seconds that it has taken so far."""
     bytes_read: int = 0
+    """Bytes that it has read so far."""
 
 
 class SampleTimes(NamedTuple):
-    """How long samples took in workers that were forked under watch."""
+    """Times of all samples in workers that were forked under watch."""
 
     samples: float = 0
+    """Number of samples."""
     wall_s: float = 0.0
-    """Seconds that all samples took, in sum."""
+    """Seconds that all samples took, in total."""
     cpu_s: float = 0.0
-    """CPU seconds in that time."""
+    """CPU seconds of the workers' processes while they loaded samples."""
     bytes_read: float = 0
-    """Bytes that all samples read, in sum; 0 where Linux does not say."""
+    """Bytes that were read for all samples, in total; 0 if Linux does not say."""
     worker_cpu_s: float = 0.0
-    """CPU time of the workers, in samples and outside of them."""
+    """CPU seconds of the workers' processes, while they loaded samples and at other times."""
 
 
 class _SampleNotes:
-    """Where a worker notes its samples: a row of memory that it shares with the process that
-    watches. It takes the row over from a worker that ended.
+    """Notes of a worker on its samples, in a row of memory that it shares with the process that
+    watches. The row may have belonged to a worker that has ended.
     """
 
     def __init__(self, row: Any) -> None:
@@ -86,15 +88,18 @@ class _SampleNotes:
         row["cpu"] = (row["cpu"].sum(), 0)
         row["pid"] = os.getpid()
         self._io: int | None = None
-        # What Linux counts of the bytes that it reads. The file stays open: opening it for each
-        # sample would take longer than to read it.
+        # Linux counts here the bytes that this process reads. The file stays open, because opening
+        # it for each sample would take longer than reading it.
         with suppress(OSError):
             self._io = os.open("/proc/self/io", os.O_RDONLY)
 
     @contextmanager
     def mark_sample(self, sample: int, count: int) -> Iterator[None]:
-        """Note a sample, or the first of so many, while it is loaded, and how long it took."""
-        # A method may call another one of them, in threads of its own, too. The outer one counts.
+        """Note the sample that is loaded while a block runs, then note how long it took. If
+        ``count`` samples are loaded at once, ``sample`` is the first.
+        """
+        # A method that loads samples may call another such method, even in other threads. Only the
+        # outermost call counts.
         if self._row["sample"] >= 0:
             yield
             return
@@ -111,25 +116,26 @@ class _SampleNotes:
             self._row["cpu"][1] = process_time()
 
     def _count(self) -> NDArray[np.float64]:
-        """Return CPU seconds of this process, and bytes that it read, so far."""
+        """Return the CPU seconds of this process, and the bytes that it read, so far."""
         bytes_read = 0
         if self._io is not None:
             bytes_read = int(os.pread(self._io, 64, 0).split()[1])
         return np.array([process_time(), bytes_read])
 
 
-# Its `monitor` sees the workers that this thread forks, while it waits for a watched loader.
+# While a thread waits for a watched loader, `waiting.monitor` sees the workers that it forks.
 waiting = threading.local()
 
 
 class WorkerMonitor:
-    """What forked workers note where this process can see it.
+    """Notes of the forked workers of a loader, in memory that this process shares with them.
 
-    In a worker, and only there, the methods of the dataset's class that give a sample are wrapped.
+    A worker wraps the methods of the dataset's class that load samples. In this process, the class
+    does not change.
     """
 
     def __init__(self, dataset: Any) -> None:
-        # A Subset has the dataset that gives the samples.
+        # A Subset holds the dataset that loads the samples.
         while hasattr(dataset, "dataset"):
             dataset = dataset.dataset
         self.dataset = dataset
@@ -137,7 +143,7 @@ class WorkerMonitor:
         self._rows["sample"] = -1
 
     def enter(self) -> None:
-        """Let this process, a worker, be seen from now on."""
+        """Note the samples of this process, which is a worker, from now on."""
         notes = _SampleNotes(self._rows[os.getpid() % _ROWS])
         kind = type(self.dataset)
         for name in _METHODS:
@@ -145,7 +151,7 @@ class WorkerMonitor:
                 setattr(kind, name, self._wrap(getattr(kind, name), notes))
 
     def _wrap(self, method: Callable[..., Any], notes: _SampleNotes) -> Callable[..., Any]:
-        """Return a method that notes the sample which it is asked for."""
+        """Return a method that does the same, and notes the sample that it loads."""
 
         @wraps(method)
         def load_sample(dataset: Any, index: Any, *rest: Any) -> Any:
@@ -158,36 +164,36 @@ class WorkerMonitor:
         return load_sample
 
     def list_samples(self) -> dict[int, int]:
-        """Return the sample that each worker is at, or -1, by its pid; the one that was begun first
-        in front.
+        """Return the sample that each worker is at, or -1, by the pid of the worker. The sample
+        that was begun first comes first.
         """
         rows = np.sort(self._rows[self._rows["pid"] > 0], order="since_ns")
         return dict(zip(rows["pid"].tolist(), rows["sample"].tolist(), strict=True))
 
     def read_times(self) -> SampleTimes:
-        """Return how long samples took so far."""
+        """Return the times of all samples so far."""
         times = SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
         return times._replace(worker_cpu_s=float(self._rows["cpu"].sum()))
 
     @property
     def sees_samples(self) -> bool:
-        """Return whether a sample was seen."""
+        """Return whether any sample was seen."""
         return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
 
     def list_waits(self) -> list[str]:
-        """Return what each worker waits for that is at a sample, as `find_wait` calls it; where
-        samples are not seen, of each one that does not wait for work.
+        """Return what each worker that is at a sample waits for, in the words of `find_wait`. If
+        samples are not seen, return it for each worker that does not wait for work.
         """
         samples = self.list_samples()
         pids = [pid for pid, sample in samples.items() if sample >= 0]
         if not pids and not self.sees_samples:
             workers = [*samples] or list_other_workers()
-            # One that waits for work polls a pipe.
+            # A worker that waits for work polls a pipe.
             pids = [pid for pid in workers if read_call(pid, pid)[0] != "poll"]
         return [find_wait(pid, pid) for pid in pids]
 
     def forget_ended(self) -> None:
-        """Leave out the workers that are no more."""
+        """Forget the workers that have ended."""
         for row in self._rows:
             if row["pid"] and read_ending(int(row["pid"])):
                 row["pid"] = 0
@@ -196,7 +202,8 @@ class WorkerMonitor:
         """Return what a worker does in its main thread."""
         sample = self.list_samples().get(pid, -1)
         call, path = read_call(pid, pid)
-        # The samples of a stream are not seen. A worker without any may be at one.
+        # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
+        # be at work.
         has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
         waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
         idle = sample < 0 and has_worked and waits_for_pipe
@@ -208,7 +215,7 @@ class WorkerMonitor:
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
-            # These are the lines of the user's program, or its libraries, within our own.
+            # Frames further out than our own do not say what the thread does now.
             if inner.f_code.co_filename.startswith(_HERE):
                 break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
@@ -218,13 +225,13 @@ class WorkerMonitor:
         return Activity(tuple(lines), call, path, self._find_sample(frame), False, *use)
 
     def _find_sample(self, frame: FrameType) -> int | None:
-        """Return the index in the outermost call of the dataset's methods."""
+        """Return the index that the outermost call of one of the dataset's methods was given."""
         sample = None
         for outer, _ in walk_stack(frame):
             code = outer.f_code
             if code.co_name not in _METHODS or code.co_argcount < 2:
                 continue
-            # A parameter may have been deleted.
+            # A method may have deleted its parameter.
             dataset = outer.f_locals.get(code.co_varnames[0])
             index = _read_index(outer.f_locals.get(code.co_varnames[1]))
             if dataset is self.dataset and index >= 0:
@@ -233,8 +240,8 @@ class WorkerMonitor:
 
 
 def _read_index(index: Any) -> int:
-    """Return the index of a sample, or of the first in a list of them; -1 of what is neither, such
-    as an array of several.
+    """Return the index of a sample, or the first one of a list of indices. Return -1 for anything
+    else, such as an array of several indices.
     """
     if isinstance(index, list) and index:
         index = index[0]
@@ -245,18 +252,18 @@ def _read_index(index: Any) -> int:
 
 
 def list_other_workers() -> list[int]:
-    """Return the processes that multiprocessing started in another way than by a fork."""
+    """Return the pids of children that multiprocessing started in another way than by a fork."""
     children = [*vars(multiprocessing.process)["_children"]]
     return [child.pid for child in children if child._popen.method != "fork"]
 
 
 def _enter_child() -> None:
-    """Let a forked worker be seen."""
+    """Make a forked worker note its samples."""
     monitor = getattr(waiting, "monitor", None)
     if monitor is not None:
-        # What a worker forks is no worker.
+        # A process that the worker forks is no worker.
         waiting.monitor = None
-        # A worker that cannot be seen still works.
+        # A worker must work even if it cannot note its samples.
         with suppress(Exception):
             monitor.enter()
 

@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 
 from colab_utils.loading.ranks import find_ranks
 
-# A rank that waits for so much more of its time than the others, 0 to 1.
+# The others wait for a rank if its wait share is at least this much larger than theirs.
 _MORE = 0.1
 
 
@@ -19,19 +19,19 @@ def find_rank() -> int | None:
 
 
 def compare_ranks(loader: int, wait_share: float) -> str:
-    """Tell the other ranks for how much of its time this one waits for batches, and compare.
+    """Give the other ranks the wait share of this one, and compare the shares of all ranks.
 
-    The process group's own store is used, and nobody is waited for: the last rank of a pass knows
-    them all.
+    The ranks exchange their shares through the store of the process group. None of them waits for
+    the others here, so only the rank that ends a pass last knows all shares.
 
     Args:
-        loader: its number, in the order in which each rank began to watch loaders.
-        wait_share: of this rank, 0 to 1.
+        loader: Number of the loader, in the order in which each rank began to watch loaders.
+        wait_share: Share of its time for which this rank waits for batches, 0 to 1.
 
     Returns:
-        A sentence; "" where not all are known, or none is slower.
+        A sentence; "" if some shares are not known yet, or if no rank is slower.
     """
-    # A run that ends may have taken its store away already.
+    # At the end of a run, the store may be gone already.
     with suppress(RuntimeError):
         ranks = find_ranks()
         store = distributed_c10d._get_default_store()
@@ -43,7 +43,8 @@ def compare_ranks(loader: int, wait_share: float) -> str:
 
 
 def describe_ranks(wait_shares: Sequence[float]) -> str:
-    """Name the rank that waits for batches more than all others; its place in the list.
+    """Return a sentence that names the rank that waits for batches more than all others; "" if
+    there is none. A rank is a position in the list.
 
     Example:
         >>> describe_ranks([0.02, 0.45, 0.04])

@@ -11,7 +11,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_count, require_number
 
 _ROUNDING_S = 1e-9
-# More would keep you waiting for minutes and tell nothing new.
+# More batches would take minutes to simulate, and show nothing new.
 _MAX_BATCHES = 1_000_000
 
 
@@ -24,8 +24,9 @@ class Span(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What one worker, or the step, did: span ``k`` handled ``batch[k]`` (int64 [K], from 0) from
-    ``start_s[k]`` to ``end_s[k]`` (float64 [K], seconds; cut at the end of the simulation).
+    """What one worker, or the step, did. It handled ``batch[k]`` (int64 [K], counted from 0) from
+    ``start_s[k]`` to ``end_s[k]`` (float64 [K], seconds). The end of the simulation cuts off what
+    comes later.
     """
 
     batch: np.ndarray
@@ -35,12 +36,17 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `simulate` found: ``batches`` whose step ended within ``seconds``, and when everything
-    happened.
+    """Result of `simulate`.
 
-    ``utilisation`` is the share of the time in which the step ran (0 to 1); ``loads`` has one
-    `Trace` for each worker (one, the training process itself, without workers); ``steps`` is the
-    step's own. At most ``workers * prefetch`` batches are on their way at a time.
+    Attributes:
+        workers: Number of worker processes.
+        seconds: How much time was simulated.
+        batches: Number of batches whose step ended in this time.
+        utilisation: Share of the time in which the step ran, 0 to 1.
+        loads: One `Trace` for each worker. Without workers, one for the training process.
+        steps: The `Trace` of the step.
+        prefetch: Batches asked for ahead of time for each worker. At most ``workers * prefetch``
+            batches are being loaded, or are ready, at a time.
     """
 
     workers: int
@@ -76,33 +82,35 @@ def simulate(
     seconds: float = 30,
     seed: int = 0,
 ) -> Simulation:
-    """Simulate a PyTorch DataLoader that feeds a training step, second by second.
+    """Simulate how a PyTorch DataLoader feeds a training step in the course of time.
 
-    It follows the rule of ``torch.utils.data.DataLoader``: each worker loads its batches one after
-    the other, the loader asks for one more whenever the step takes one. With W workers and
-    P = ``prefetch``, batch i is loaded, taken and trained on by
+    The simulation follows the rule of ``torch.utils.data.DataLoader``: each worker loads its
+    batches one after another, and the loader asks for one more whenever the step takes one. With W
+    workers and P = ``prefetch``, the times of batch i are
     ``start_i = max(done_(i-W), taken_(i-WP))``, ``done_i = start_i + load_i`` and
     ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``.
 
     Args:
-        workers: worker processes; 0 loads in the training process, so loading and training
-            alternate.
-        load_s: mean seconds in which one worker loads one batch.
-        step_s: mean seconds of one training step.
-        load_cv: spread of the loading times, standard deviation / mean of a lognormal; 0 means all
-            equal.
-        step_cv: the same for the step.
-        prefetch: batches asked for ahead of time for each worker (the DataLoader's
+        workers: Number of worker processes. With 0, the training process loads, so loading and
+            training alternate.
+        load_s: Mean seconds in which one worker loads one batch.
+        step_s: Mean seconds of one training step.
+        load_cv: Coefficient of variation of the loading times, which are lognormal: standard
+            deviation / mean. With 0, all are equal.
+        step_cv: The same for the steps.
+        prefetch: Batches asked for ahead of time for each worker (the DataLoader's
             ``prefetch_factor``).
-        seconds: how much time to simulate.
-        seed: of the random times: the same seed draws the same times for every number of workers.
+        seconds: How much time to simulate.
+        seed: Seed of the random times. The same seed draws the same times for every number of
+            workers.
 
     Raises:
-        ColabUtilsError: an argument that no loader could have.
+        ColabUtilsError: an argument is out of its range, or there would be no batch, or more than a
+            million.
 
-    Patrick Park's setting (jpatrickpark.com/post/loader_sim, seven loaders, a step of 100 ms, 30 s)
-    reports 98, 295 and 275 batches for loads of 2 s, 350 ms and 700 ms; equal times give 98, 296
-    and 293 here, ``load_cv=0.22`` 275.
+    Patrick Park (jpatrickpark.com/post/loader_sim) reports 98, 295 and 275 batches in 30 s, for
+    loads of 2 s, 350 ms and 700 ms, with seven workers and a step of 100 ms. Equal times give 98,
+    296 and 293 here. With ``load_cv=0.22``, the last number is 275.
 
     Example:
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
@@ -127,7 +135,7 @@ def simulate(
             "Give load_s or step_s more than 0, or fewer seconds."
         )
 
-    # Without workers the training process loads: one lane, one batch ahead.
+    # A lane loads one batch after another. Without workers, the training process is the only lane.
     lanes = max(1, workers)
     ahead = max(1, workers * prefetch)
     load_times = _draw_times(load_s, load_cv, seed, stream=0)
@@ -178,8 +186,5 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
 def _make_trace(spans: list[Span], seconds: float) -> Trace:
     """Return the spans that began within the simulated time, cut at its end."""
     begun = [span for span in spans if span.start_s < seconds - _ROUNDING_S]
-    return Trace(
-        batch=np.array([span.batch for span in begun], np.int64),
-        start_s=np.array([span.start_s for span in begun], np.float64),
-        end_s=np.minimum([span.end_s for span in begun], seconds),
-    )
+    batch, start_s, end_s = np.array(begun, np.float64).reshape(-1, 3).T
+    return Trace(batch.astype(np.int64), start_s, np.minimum(end_s, seconds))

@@ -20,10 +20,10 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 
-# No more images are timed.
+# At most this many images are timed.
 _IMAGES = 64
 _HANDED_BATCHES = 40
-# All stages of a sample may take so long, and three times what they should take besides.
+# The worker that times a sample fails after this, plus three times the seconds that it may take.
 _TIMEOUT_S = 60.0
 # Attributes of torchvision's datasets.
 _TRANSFORMS = ("transforms", "transform", "target_transform")
@@ -31,7 +31,7 @@ _TRANSFORMS = ("transforms", "transform", "target_transform")
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage of loading, or of training, takes **per image**, milliseconds."""
+    """Time that one stage of loading, or of training, takes **per image**, in milliseconds."""
 
     name: str
     median_ms: float
@@ -41,7 +41,7 @@ class Stage:
     cpu_ms: float
     """Mean CPU time."""
     mean_ms: float = 0.0
-    """Mean wall time: what decides how many images a second come through."""
+    """Mean wall time. It decides how many images a second pass through the stage."""
 
     @classmethod
     def from_calls(
@@ -66,10 +66,10 @@ def time_calls(
     max_s: float,
     images: float = 1,
 ) -> Stage:
-    """Time ``call(argument)`` for each of ``arguments`` (one at least), in this thread, for about
-    ``max_s`` seconds.
+    """Time ``call(argument)`` for each argument, in this thread, for about ``max_s`` seconds.
 
-    A call handles so many ``images``: the stage is per image.
+    There must be one argument at least. A call handles ``images`` images, and the times of the
+    stage are per image.
     """
     wall_ms = []
     began_s = perf_counter()
@@ -87,36 +87,30 @@ def time_calls(
 
 
 class LoadingStages(NamedTuple):
-    """What `time_stages` found; all of it is empty where a loader does not let itself be taken
-    apart.
-    """
+    """Result of `time_stages`. If samples cannot be loaded alone, it has at most the hand-off."""
 
     stages: dict[str, Stage]
-    """By name: of an image's way to a sample, then of a whole batch."""
+    """Stages by name: those of a sample, then those of a whole batch."""
     indices: list[int]
-    """Of the images that were timed."""
+    """Indices of the images that were timed."""
     unseen: str
-    """Why samples could not be timed."""
+    """The error, if samples could not be timed; else ""."""
 
 
 def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> LoadingStages:
-    """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many
-    ``images``.
+    """Time each stage of a loader, in about ``seconds``. ``batch`` is one of its batches, of
+    ``images`` images.
 
-    Samples are loaded in a worker of its own: a file that a dataset opens, or a thread that it
-    starts, would else be inherited by all later workers.
+    Samples are loaded in a new worker. Otherwise, the dataset could open a file or start a thread
+    in this process, and all later workers would inherit it.
     """
     dataset: Any = getattr(loader, "dataset", None)
     stages: dict[str, Stage] = {}
     indices: list[int] = []
     unseen = ""
-    if isinstance(dataset, CocoFolder | ShardDataset):
-        has_samples = True
-    else:
-        is_sampled = getattr(loader, "batch_sampler", None) is not None
-        is_stream = isinstance(dataset, IterableDataset)
-        has_samples = is_sampled and hasattr(dataset, "__len__") and not is_stream
-    if has_samples:
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+    is_sampled = getattr(loader, "batch_sampler", None) is not None
+    if isinstance(dataset, CocoFolder | ShardDataset) or (is_sampled and not is_stream):
         order = np.random.default_rng(0).permutation(len(dataset))
         indices = order[:_IMAGES].tolist()
         in_worker = partial(
@@ -140,7 +134,7 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)
         except ColabUtilsError as error:
-            # Whatever somebody's own dataset raises comes as this error.
+            # Any exception that a user's dataset raises arrives as this error.
             indices = []
             unseen = str(error).removeprefix("The loader gives no batch 1: ")
     devices = {tensor.device.type for tensor in find_tensors(batch)}
@@ -158,9 +152,7 @@ def _time_in_worker(
     collate: Callable[[Any], Any] | None,
     seconds: float,
 ) -> dict[str, Stage]:
-    """Time the stages of the dataset as the worker has it. This stands in for a ``collate_fn``,
-    which workers call.
-    """
+    """Time the stages of the dataset in a worker. The worker calls this as its ``collate_fn``."""
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
     if isinstance(dataset, CocoFolder | ShardDataset):
         stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
@@ -180,7 +172,8 @@ def time_dataset_stages(
     """Time each stage of loading an image alone, in about ``seconds``: ``read``, ``decode`` and
     ``masks``.
 
-    Takes a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold dense masks.
+    The dataset is a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold dense
+    masks.
     """
     blobs: list[bytes] = []
 
@@ -189,7 +182,7 @@ def time_dataset_stages(
         if dense and isinstance(dataset, ShardDataset):
             unpack_masks(masks, *dataset.sizes[index].tolist())
 
-    # A warm-up would put the first file into memory.
+    # There is no warm-up, because it would put the first file into the page cache.
     read = time_calls(
         "read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2
     )
@@ -201,7 +194,7 @@ def time_dataset_stages(
 
 
 def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Load the samples of a batch as torch does: at once, where a dataset has ``__getitems__``.
+    """Load the samples of a batch as torch does: all at once if the dataset has ``__getitems__``.
 
     Example:
         >>> load_samples("abc", [0, 2])
@@ -216,11 +209,11 @@ def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
 def time_samples(
     dataset: Any, indices: Sequence[int], *, images: int, seconds: float
 ) -> dict[str, Stage]:
-    """Time anybody's map-style dataset: ``sample``, and ``transform`` where it has torchvision's
-    attributes for it.
+    """Time any map-style dataset: ``sample``, and also ``transform`` if the dataset has one of
+    torchvision's attributes for transforms.
 
-    The second is the difference to a shallow copy of the dataset without transforms. ``images``
-    are loaded at once where it has ``__getitems__``.
+    ``transform`` is the time of a sample minus its time in a shallow copy of the dataset without
+    transforms. A dataset with ``__getitems__`` loads ``images`` samples at once.
     """
     count = min(images, len(indices)) if hasattr(dataset, "__getitems__") else 1
     firsts = range(0, len(indices) - count + 1, count)
@@ -246,10 +239,10 @@ def time_samples(
 
 
 def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
-    """Time how a batch that lies ready passes through one worker and torch's own queue.
+    """Time how one worker hands over a batch through torch's own queue.
 
-    The batch is copied each time, because shared memory that was handed over once is not handed
-    over anew. The time of the copy is taken off.
+    The worker copies the batch each time: the second time, the same tensors would lie in shared
+    memory already. The time of the copy is subtracted.
     """
     copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
     batches: Any = [batch] * 1000

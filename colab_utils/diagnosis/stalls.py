@@ -1,4 +1,4 @@
-"""What a stall is: the batch that does not come, who has it, and why, in words."""
+"""A stall: a batch that does not come, the process that has it, and why, in words."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,20 +6,20 @@ from typing import NamedTuple
 from colab_utils.diagnosis.processes import Activity
 from colab_utils.loading.prefetcher import WorkerJob
 
-# A message names so many samples of a batch, and so many lines of a stack.
+# A message names at most this many samples of a batch, and this many lines of a stack.
 _NAMED_SAMPLES = 16
 _NAMED_LINES = 4
 
 
 class _Finding(NamedTuple):
-    """The words for a verdict."""
+    """The words for a verdict, and what to do about it."""
 
     text: str
     cure: str
 
 
 FINDINGS = {
-    # What helps against a death depends on how the worker ended.
+    # What to do about a dead worker depends on how it ended. `Stall.cure` says it.
     "dead": _Finding("ended ({call})", ""),
     "read": _Finding(
         "is stuck in a read ({call} of {file})",
@@ -46,21 +46,26 @@ FINDINGS = {
 
 @dataclass(frozen=True)
 class Stall:
-    """A batch that did not come in time, and why, as far as that can be told."""
+    """A batch that did not come in time, and why, as far as that is known."""
 
     verdict: str
-    """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came),
-    "waiting" in another system call, or only "slow"."""
+    """Why the batch does not come, a key of `FINDINGS`. The process that has it is "dead", is stuck
+    in a "read", waits for a "lock", is "waiting" in another system call, or is only "slow"; or the
+    batch was "lost" after it was loaded.
+    """
     waited_s: float
     job: WorkerJob
-    """The worker that has the batch; our own loader knows which batch."""
+    """The worker that has the batch. Only our own loader knows the number of the batch."""
     seen: Activity
-    """What the worker, or this process, is at; the call of the dead is how they ended."""
+    """What the worker, or this process, does. For a dead worker, ``call`` is how it ended."""
     file: str
-    """The file that the sample is read from."""
+    """The file that the sample is read from; "" if it is not known."""
     cure: str
+    """What to do."""
 
-    def __str__(self) -> str:
+    @property
+    def why(self) -> str:
+        """Return which process has the batch, and why the batch does not come."""
         if self.job.worker is None:
             who = "this process"
         else:
@@ -68,7 +73,10 @@ class Stall:
         finding = FINDINGS[self.verdict].text
         what = finding.format(call=self.seen.call or "a call", file=self.file)
         waited = f"No batch came for {self.waited_s:.3g} s"
-        return f"{waited}: {who} {what}{self._describe_place()}. {self.cure}"
+        return f"{waited}: {who} {what}{self._describe_place()}."
+
+    def __str__(self) -> str:
+        return f"{self.why} {self.cure}"
 
     def _describe_place(self) -> str:
         """Return the sample, its file, and the lines of Python, as far as they are known."""

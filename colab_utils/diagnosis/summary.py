@@ -1,14 +1,11 @@
-"""Where the time of a whole run went: waits, steps and what lies between, and the causes of the
-waiting.
-"""
+"""Where the time of a run went: to waits, to steps and between steps; and what caused the waits."""
 
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,10 @@ from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
-from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
+from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.ranks import compare_ranks, find_rank
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers, find_error
+from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
 from colab_utils.progress import is_notebook
@@ -31,25 +29,25 @@ from colab_utils.slow_drive import find_profile
 from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
-# So many batches are listed, the slowest first.
+# A summary lists this many of the slowest batches.
 _WORST = 10
-# Steps that begin within these first seconds are shown.
+# A summary lists the steps that begin in this many seconds after the first request for a batch.
 _SHOWN_S = 10.0
-# The samples of so many batches are kept.
+# Samples are noted for at most this many batches.
 _KEPT = 1000
-# Batches to a step of the optimizer, from which gradients are accumulated.
+# A loop with this many batches, or more, for each step of the optimizer accumulates gradients.
 _ACCUMULATES = 1.5
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of every batch: its wait, its step, or what follows until the next batch is asked
-    for.
+    """One part of the time of all batches: their waits, their steps, or the time between a step and
+    the request for the next batch.
     """
 
     name: str
     share: float
-    """Of the whole loop, 0 to 1."""
+    """Share of the time of the whole loop, 0 to 1."""
     median_ms: float
     p95_ms: float
 
@@ -59,66 +57,69 @@ class SlowBatch:
     """One of the batches that took longest."""
 
     number: int
-    """Counted from 0 over all passes."""
+    """Number of the batch, counted from 0 over all passes."""
     wait_s: float
     step_s: float
     between_s: float
-    """After its step."""
+    """Time from the end of its step to the request for the next batch."""
     samples: tuple[int, ...]
-    """Indices of samples that were being loaded while it was waited for, as far as they were
-    seen.
+    """Indices of the samples that workers were loading while the loop waited for this batch. Some
+    may not have been seen.
     """
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the time of a loop went. Times are those of the wall clock, on a GPU those of its
-    stream.
+    """Where the time of a loop went. Times are wall time. If the loop uses a GPU, they are times of
+    its stream.
     """
 
     verdict: str
     """One line."""
     causes: tuple[Cause, ...]
-    """The largest share first; empty where the loop is fine."""
+    """Why the loop takes longer than its steps, the largest share first. Empty if it does not."""
     parts: tuple[Part, ...]
-    """*wait*, *step* and *between steps*; the first batch of each pass is not among the waits."""
+    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass."""
     seconds: float
-    """Of all passes and what lay between them."""
+    """Time of all passes, and of what lay between them."""
     start_s: float
-    """Until the first batch of each pass came, in sum."""
+    """Time until the first batch of a pass came, in total over all passes."""
     ends_s: float
-    """Between two passes, in sum: evaluation, and the like."""
+    """Time between passes, in total: evaluation, for example."""
     batches: int
     passes: int
     images: int
     error: float
     """Standard error of the mean time of a batch, as a share of it."""
     spans_s: tuple[tuple[float, float], ...]
-    """When each step of the first ten seconds began and ended, since its first batch was
-    asked for.
+    """When each step of the first ten seconds began and ended, in seconds from the first request
+    for a batch.
     """
     worst: tuple[SlowBatch, ...]
     """The ten batches that took longest, the longest first."""
     growth: Growth | None
-    """Of memory."""
+    """How memory grows; None if it does not."""
     unseen: tuple[str, ...]
+    """Sentences that say what could not be seen of the loop."""
     lost_share: float
-    """Of the loop's time, in which it could have run and its own processes had the cores, 0 to
-    1.
+    """Share of the loop's time in which it had no core, because its own processes had them all, 0
+    to 1.
     """
     rank: int | None
-    """Of this process, where several train together."""
+    """Rank of this process if several train together, else None."""
     slower_rank: str = ""
-    """Which rank the others wait for, in words; only the last rank of a pass knows it."""
+    """A sentence that names the rank that the others wait for, or "". Only the rank that ends a
+    pass last knows it.
+    """
 
     @property
     def wait_share(self) -> float:
-        """Waiting of the whole loop, the first batches included, 0 to 1."""
+        """Share of the loop's time spent waiting, including the first batches of passes, 0 to 1."""
         return self.parts[0].share + self.start_s / max(self.seconds, 1e-9)
 
     @property
     def images_per_second(self) -> float:
-        """Return the rate over the whole loop without the ends of passes."""
+        """Return the rate over the whole loop, without the time between passes."""
         return self.images / max(self.seconds - self.ends_s, 1e-9)
 
     def __str__(self) -> str:
@@ -149,24 +150,18 @@ class Summary:
         write_file(require_local_path(path), (json.dumps(content, indent=1) + "\n").encode())
 
 
-class LoopRecord:
-    """All that is noted while a watched loop runs.
+class LoopRecord(LoopFacts):
+    """Everything that is recorded while a watched loop runs.
 
     Args:
-        loader: that is watched.
+        loader: The loader that is watched.
 
     Attributes:
-        workers: worker processes of the loader.
-        restarts: whether these start anew in each pass.
-        phase: of the loop: "first start", "start" (of a later pass), "wait", "step", "between".
-        looks: at the loop and its workers.
-        use: of the cores, in all passes.
-        is_slowed: whether the dataset lies in a slowed folder.
-        times: of samples in workers.
-        seen: batch to the samples that were loaded while it was waited for.
-        memory: of this process and its children.
-        growth: of it.
-        stalls: every `Stall`.
+        clock: Times of batches.
+        monitor: What workers note of their samples.
+        memory: Readings of the memory of this process and its children.
+        phase: What the loop does now: "first start", "start" (of a later pass), "wait", "step" or
+            "between"; "" outside of passes.
     """
 
     _numbers = count()
@@ -176,22 +171,17 @@ class LoopRecord:
         self.clock = LoopClock()
         self.monitor = WorkerMonitor(getattr(loader, "dataset", None))
         self.memory = MemoryLog()
-        self.workers = count_workers(loader)
-        self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
         self.phase = ""
-        self.looks = Looks(self.monitor)
-        self.use = CpuUse(0.0, 0.0, 0.0)
-        folder = getattr(self.monitor.dataset, "folder", None)
-        self.is_slowed = isinstance(folder, Path) and find_profile(folder) is not None
-        self.times = SampleTimes()
-        self.growth: Growth | None = None
-        self.seen = dict[int, tuple[int, ...]]()
-        self.stalls = list[Any]()
         self._printed: Summary | None = None
+        workers = count_workers(loader)
+        restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
+        folder = getattr(self.monitor.dataset, "folder", None)
+        is_slowed = isinstance(folder, Path) and find_profile(folder) is not None
+        super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
 
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
-        """Around a pass: see where steps end, and count CPU time."""
+        """Note the ends of steps, and measure the use of the cores, while a pass runs."""
         clock = CpuClock()
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
@@ -204,13 +194,15 @@ class LoopRecord:
 
     @property
     def starts(self) -> bool:
-        """Return whether a worker may not have given its first batch of the pass."""
+        """Return whether workers may still be starting: this pass has had fewer batches than
+        workers.
+        """
         firsts = self.clock.firsts
         has_begun = bool(firsts) and not self.phase.endswith("start")
         return not has_begun or self.clock.count - firsts[-1] < self.workers
 
     def ask(self) -> float:
-        """Note that the next batch is asked for. Returns the time, by `time.perf_counter`."""
+        """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
         if self.phase:
             self.phase = "wait"
         else:
@@ -218,7 +210,7 @@ class LoopRecord:
         return self.clock.ask()
 
     def receive(self, images: int) -> None:
-        """Note that the batch came, with so many images."""
+        """Note that the batch came, with this many images."""
         self.phase = "step"
         self.clock.receive(images)
 
@@ -228,7 +220,7 @@ class LoopRecord:
         self.clock.end_step()
 
     def note_samples(self, samples: Sequence[int]) -> None:
-        """Note the samples that are being loaded while a batch is waited for."""
+        """Note the samples that workers are loading while the loop waits for a batch."""
         seen = self.seen
         number = self.clock.count
         if samples and len(seen) < _KEPT:
@@ -243,7 +235,7 @@ class LoopRecord:
             return None
         self.times = self.monitor.read_times()
         self.growth = find_growth(self.memory.readings)
-        every = count_batches_per_step(parts_s)
+        unseen = self._list_unseen(parts_s)
         parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
         is_first = np.isin(np.arange(len(waits)), clock.firsts)
@@ -257,7 +249,11 @@ class LoopRecord:
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
         later_s = parts_s.sum(axis=1) - np.where(is_first, waits, 0.0)
-        summary = Summary(
+        rank = find_rank()
+        slower_rank = ""
+        if rank is not None:
+            slower_rank = compare_ranks(self._number, float(waits.sum()) / whole_s)
+        return Summary(
             _describe(causes, parts, start_s / whole_s),
             tuple(causes),
             parts,
@@ -274,39 +270,38 @@ class LoopRecord:
                 for n in np.argsort(-later_s)[:_WORST].tolist()
             ),
             self.growth,
-            self._list_unseen(every),
+            unseen,
             find_lost_share(loop_s, self),
-            find_rank(),
+            rank,
+            slower_rank,
         )
-        if summary.rank is None:
-            return summary
-        slower_rank = compare_ranks(self._number, summary.wait_share)
-        return replace(summary, slower_rank=slower_rank)
 
-    def _list_unseen(self, every: float) -> tuple[str, ...]:
-        """Return what could not be seen of the loop, in sentences; ``every`` so many batches the
-        optimizer steps.
+    def _list_unseen(self, parts_s: _Array) -> tuple[str, ...]:
+        """Return sentences that say what could not be seen of the loop. ``parts_s`` is as in
+        `split_micro_batches`.
         """
         unseen = []
-        if every == inf:
+        steps = np.count_nonzero(parts_s[:, 2])
+        if steps == 0:
             unseen.append(
-                "No optimizer of torch stepped: the step is all that the loop does with a batch."
+                "No optimizer of torch stepped: all that the loop does with a batch counts as its "
+                "step."
             )
-        elif every >= _ACCUMULATES:
+        elif len(parts_s) >= _ACCUMULATES * steps:
             unseen.append(
-                f"The optimizer steps every {every:.0f} batches: what the others do after their "
-                "backward pass is told from these."
+                f"The optimizer steps every {len(parts_s) / steps:.0f} batches. The end of the "
+                "backward pass is estimated for the other batches."
             )
         if self.workers and not self.times.samples:
             unseen.append(
-                "Samples in the workers were not seen: they are no items of a forked worker's "
-                "dataset."
+                "Samples in the workers were not seen: this needs forked workers, and a dataset "
+                "with indices."
             )
         return tuple(unseen)
 
     def print_summary(self, *, only_news: bool) -> None:
-        """Print a summary if the loop has come further since the last one; ``only_news`` if it has
-        other causes.
+        """Print a summary, unless no batch has come since the last one. With ``only_news``, print a
+        later one only if its causes differ from those of the last.
         """
         summary = self.summarise()
         last = self._printed
@@ -318,33 +313,21 @@ class LoopRecord:
             or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]
         ):
             self._printed = summary
-            # It is written at once, because other processes write, too.
+            # Other processes may print, too: a single write keeps these lines together.
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
 
-def count_batches_per_step(parts_s: _Array) -> float:
-    """Return how many batches there are to one step of the optimizer; infinity where none stepped.
-
-    Example:
-        >>> float(count_batches_per_step(np.array([[0, 0.1, 0], [0, 0.1, 0.2]])))
-        2.0
-    """
-    steps = np.count_nonzero(parts_s[:, 2])
-    return len(parts_s) / steps if steps else inf
-
-
 def split_micro_batches(parts_s: _Array) -> _Array:
-    """Tell what follows the backward pass of a batch without a step of the optimizer from the
-    batches with one.
+    """Estimate where the step ends for batches after which the optimizer does not step.
 
-    Its forward and backward pass take about as long as a whole step does. What is left follows
-    them.
+    Forward and backward pass take about as long for these batches as for the others. What these
+    batches take longer is moved from the step to the time between steps.
 
     Args:
-        parts_s: of each batch, seconds, float64 [batches, 3]: wait, step, and what follows it.
+        parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].
 
     Returns:
-        The same, with the time of each batch shared out anew.
+        The same array where every batch has a step of the optimizer, or none has; else a new one.
 
     Example:
         >>> split_micro_batches(np.array([[0, 0.7, 0], [0, 0.1, 0.6]])).round(1).tolist()
@@ -369,7 +352,7 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
 
 
 def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
-    """Return when each step of the first seconds began and ended."""
+    """Return when each step that began in the first seconds began and ended."""
     _, steps, between = parts_s.T
     ended_s = np.cumsum(parts_s.sum(axis=1)) - between
     spans_s = np.stack([ended_s - steps, ended_s], axis=1)

@@ -1,4 +1,4 @@
-"""What Linux tells of a process: its system call and file, what it has used, and how it ended."""
+"""What Linux says of a process: its system call and file, what it has used, and how it ended."""
 
 import os
 import platform
@@ -23,26 +23,27 @@ _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
 _CALLS_WITH_PATH = ("openat", "newfstatat", "statx")
 _CALLS_OF_FILE = ("read", "pread64", "readv", "preadv", "preadv2", "fstat", "getdents64")
 _PATH_BYTES = 4096
-# A lock that only the threads of a process share says so in its operation.
+# A futex is a lock. The bit `_PRIVATE` of its operation says that only threads of one process share
+# it.
 _FUTEX = "futex"
 _SHARED_FUTEX = "shared futex"
 _PRIVATE = 128
 _LOCKS = (_SHARED_FUTEX, "flock", "fcntl", "semop", "semtimedop")
 _SLEEPS = ("nanosleep", "clock_nanosleep")
-# Where Linux sleeps in a page fault, until a mapped file's page has come.
+# In kernel functions with these names, a thread waits until a page of a mapped file has been read.
 _PAGE_WAIT = re.compile("folio|wait_on_page")
 
 
 def read_ending(pid: int) -> str:
-    """Return how a child process ended, in words; "" while a process lives.
+    """Return how a child process ended, in words; "" while it lives.
 
     Example:
         >>> read_ending(os.getpid())
         ''
     """
-    # Somebody else may have asked for it already, or the process has another parent.
+    # The answer may be taken already, or the process may have another parent.
     with suppress(ChildProcessError):
-        # WNOWAIT leaves the answer to the loader, which psutil would take away.
+        # WNOWAIT leaves the answer for the loader. psutil would take it away.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return ""
@@ -52,8 +53,8 @@ def read_ending(pid: int) -> str:
 
 
 def measure_use(folder: str) -> tuple[float, int]:
-    """Return CPU seconds and bytes read of a process or a thread, by its folder in /proc; 0 where
-    Linux does not say.
+    """Return the CPU seconds that a process or a thread has used, and the bytes that it has read; 0
+    if Linux does not say. ``folder`` is its folder in /proc.
     """
     # The name of the program comes before these words, in brackets, and may hold spaces.
     times = _read(f"{folder}/stat").rpartition(")")[2].split()
@@ -63,16 +64,17 @@ def measure_use(folder: str) -> tuple[float, int]:
 
 
 def measure_memory_part(pid: int) -> int:
-    """Return the bytes of a process that belong to no file, a page that others have, too, in parts:
-    a page that is copied when it is written to, or when a Python object in it is only looked at,
-    counts more. 0 where Linux does not say.
+    """Return the bytes of a process that belong to no file; 0 if Linux does not say.
+
+    A page that several processes share counts for each of them in part. A process copies the page
+    when it writes to it, or only looks at a Python object in it, and then counts all of it.
     """
     part = re.search(r"^Pss_Anon: +(\d+) kB", _read(f"/proc/{pid}/smaps_rollup"), re.M)
     return 1024 * int(part[1]) if part else 0
 
 
 def count_runnable(pid: int) -> int:
-    """Return how many threads of a process run, or could run and have no core.
+    """Return how many threads of a process run, or could run but have no core.
 
     Example:
         >>> count_runnable(os.getpid()) >= 1
@@ -86,10 +88,11 @@ def count_runnable(pid: int) -> int:
 
 
 def read_call(pid: int, task: int) -> tuple[str, str]:
-    """Return the system call that a thread is in, and its file."""
+    """Return the system call that a thread is in, and its file; "" for what is not known."""
     words = _read(f"/proc/{pid}/task/{task}/syscall").split()
     if len(words) < 8:
-        # It runs, is in a page fault, or may not be looked at: then where it sleeps in the kernel.
+        # The thread runs, is in a page fault, or may not be looked at. The function of the kernel
+        # that it sleeps in says more.
         return _read(f"/proc/{pid}/task/{task}/wchan").strip("0"), ""
     name = f"system call {words[0]}"
     if platform.machine() == "x86_64":
@@ -107,11 +110,11 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
 
 
 def find_wait(pid: int, task: int) -> str:
-    """Return what a thread waits for: "read" (a file), "lock" (of several processes), "sleep",
-    "process" (another one, or the network) or "thread" (another one of its process, or a lock of
-    theirs); "" while it runs.
+    """Return what a thread waits for: "read" (a file), "lock" (which processes share), "sleep",
+    "process" (another process, or the network) or "thread" (another thread of its process, or a
+    lock which only these threads share); "" while it runs.
 
-    One that waits for other threads of its process waits for what these wait for.
+    If the thread waits for other threads of its process, return what those wait for.
     """
     kind = classify_call(*read_call(pid, task))
     if kind != "thread":

@@ -1,4 +1,4 @@
-"""The clocks: what batches of a loader and their steps cost, in wall time and in CPU time."""
+"""Clocks that measure the wall time and the CPU time of batches and steps."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.processes import list_processes, quiet_fork
 
-# Of the cores' time is idle on a busy machine.
+# A machine is busy if its cores are idle for less than this share of their time.
 _HARDLY = 0.1
-# Timing waits for so many batches of each worker, or for so many times its seconds.
+# After ``max_s``, timing goes on until each worker has delivered this many batches, but not longer
+# than this many times ``max_s``.
 _ROUNDS = 3
 
 
@@ -26,16 +27,16 @@ class BatchTimes:
     """What `time_batches` measured."""
 
     wait_s: tuple[float, ...]
-    """Seconds of waiting for each batch."""
+    """Seconds for which each batch was waited for."""
     step_s: tuple[float, ...]
-    """Seconds of its step."""
+    """Seconds that the step of each batch took."""
     images: int
-    """In all batches."""
+    """Number of images in all batches."""
     cpu_s: float
     """CPU seconds of this process and its children."""
     step_cpu_s: float
-    """CPU seconds of this process in steps: of all threads, as a GPU's backward pass is launched by
-    another one.
+    """CPU seconds of this process during steps. All threads count, because another thread launches
+    the backward pass of a GPU.
     """
 
     @property
@@ -60,8 +61,8 @@ class BatchTimes:
 
     @property
     def cpu_ms_per_image(self) -> float:
-        """Return the CPU milliseconds that loading an image took, over all processes, without the
-        steps.
+        """Return the CPU milliseconds that all processes took to load an image. Steps do not
+        count.
         """
         return max(0.0, self.cpu_s - self.step_cpu_s) / self.images * 1000
 
@@ -71,8 +72,8 @@ class BatchTimes:
         return find_error(self.batch_s)
 
     def find_load_ms(self, workers: int) -> float:
-        """Return the milliseconds that a worker takes for an image where it is waited for. Without
-        workers, nothing is loaded during a step.
+        """Return the milliseconds that one worker takes for an image, if workers are never idle.
+        Without workers, nothing is loaded during a step.
         """
         at_work_s = sum(self.wait_s) + (sum(self.step_s) if workers else 0.0)
         return 1000 * max(1, workers) * at_work_s / self.images
@@ -97,25 +98,26 @@ def time_batches(
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step
     took.
 
-    A loader that ends earlier is iterated again. Where this process uses CUDA, it is synchronised
-    around each step. Slow workers deliver in rounds, a batch from each: whole rounds are timed.
+    A loader that ends earlier is iterated over again. If this process uses CUDA, it is synchronised
+    before and after each step. A round is one batch from each worker: slow workers deliver in
+    rounds, so timing that ends by ``max_s`` ends with a whole round.
 
     Args:
-        loader: anything iterable over batches.
-        step: called as ``step(images, targets)`` where a batch is such a pair, else as
+        loader: Anything that can be iterated over and yields batches.
+        step: Called as ``step(images, targets)`` if a batch is such a pair, else as
             ``step(batch)``.
-        batches: how many to time at most.
-        warmup: batches that come first, untimed: at least a round.
-        warmup_s: fewer after so many seconds, and after ``max_s``.
-        max_s: when to stop, seconds: after three rounds and ``least`` batches; after three times
-            ``max_s``, counted from the first timed batch, with the rounds there are.
-        least: so many batches even after ``max_s``.
-        on_batch: called with number (from 0) and batch after each timed batch, while the clocks
-            stand.
+        batches: Number of batches to time at most.
+        warmup: Number of first batches that are not timed. Unless it is 0, at least a round.
+        warmup_s: Seconds after which the warm-up ends earlier; ``max_s`` also ends it.
+        max_s: Seconds, with the warm-up, after which timing ends. Three rounds and ``least``
+            batches are timed in any case, unless the timed batches take three times ``max_s``.
+        least: Number of batches to time even after ``max_s``.
+        on_batch: Called after each timed batch with its number (from 0) and the batch. Its time
+            counts neither as wait nor as step.
 
     Raises:
-        ColabUtilsError: the loader yields nothing, too little, or raises, or the step does; the
-            message says at which batch.
+        ColabUtilsError: the loader yields nothing, or no more than the warm-up; or the loader or
+            the step fails, and the message says at which batch.
 
     Example:
         >>> from colab_utils.loading.emulated_step import EmulatedStep
@@ -165,7 +167,7 @@ def time_batches(
         cpu_s = measure_tree_cpu() - cpu_began_s
     if not waits:
         raise ColabUtilsError(
-            f"The loader gives no more than the {warmup} batches of the warm-up, and no second "
+            f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
     return BatchTimes(
@@ -180,17 +182,18 @@ def time_batches(
 class CpuUse(NamedTuple):
     """Where the time of the cores went."""
 
-    own_s: float
+    own_s: float = 0.0
     """CPU seconds of this process and its children."""
-    others_s: float
+    others_s: float = 0.0
     """CPU seconds of all other programs; 0 where cores were idle."""
-    queued_s: float
-    """Seconds in which a thread of this process could have run, and had no core: of the thread that
-    waited longest."""
+    queued_s: float = 0.0
+    """Seconds in which a thread of this process could have run, but had no core. Only the thread
+    counts that waited longest.
+    """
 
 
 class CpuClock:
-    """Reads where the time of the cores goes, from now on.
+    """Measures where the time of the cores goes, from the moment at which it is made.
 
     Example:
         >>> CpuClock().read().own_s < 60
@@ -203,10 +206,10 @@ class CpuClock:
         self._queues_s = measure_queues()
 
     def read(self) -> CpuUse:
-        """Return what was used so far."""
+        """Return where the time went so far."""
         own_s = measure_tree_cpu() - self._own_s
         machine_s = _measure_machine() - self._machine_s
-        # The fourth and the fifth of the times are those in which a core had nothing to do.
+        # In these two fields, idle and iowait, a core has nothing to do.
         idle_s = float(machine_s[3:5].sum())
         others_s = 0.0
         if idle_s < _HARDLY * float(machine_s.sum()):
@@ -218,31 +221,31 @@ class CpuClock:
 
 
 def _measure_machine() -> NDArray[np.float64]:
-    """Return seconds of all cores since the machine was started, by what they did; in the last two
-    that Linux gives, of guests, are others that count already.
+    """Return the seconds of all cores since the machine was started, by what they did, float64 [8].
+    Linux gives two more fields, for guests, but other fields include them already.
     """
     return np.array(psutil.cpu_times()[:8])
 
 
 def measure_queues() -> dict[int, float]:
-    """Return how long each thread of this process, by its native id, could have run and had no
-    core, in seconds.
+    """Return for how many seconds each thread of this process, by its native id, could have run,
+    but had no core.
 
-    Linux counts it in ``/proc/self/task/ID/schedstat``; elsewhere nothing is counted.
+    Linux counts this in ``/proc/self/task/ID/schedstat``. The result is empty on other systems.
     """
     queued_s = {}
     for path in glob("/proc/self/task/*/schedstat"):
-        # A thread may end meanwhile, and not every kernel counts.
+        # A thread may end meanwhile, and not every kernel counts this time.
         with suppress(OSError, ValueError, IndexError), open(path) as file:
             queued_s[int(path.split("/")[4])] = int(file.read().split()[1]) / 1e9
     return queued_s
 
 
 def _run_step(step: Callable[..., Any], batch: Any, number: int) -> None:
-    """Run a step, until the device is done with it.
+    """Run a step, and wait until the device has finished it.
 
     Raises:
-        ColabUtilsError: it fails.
+        ColabUtilsError: the step fails.
     """
     try:
         if _is_pair(batch):
@@ -258,14 +261,14 @@ def _run_step(step: Callable[..., Any], batch: Any, number: int) -> None:
 
 
 def _synchronize() -> None:
-    # The first step may begin to use the GPU.
+    # This is asked each time, because the first step may initialise CUDA.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def count_workers(loader: Any) -> int:
-    """Return the number of workers of a `Loader` or a ``DataLoader``, and 0 where a loader does not
-    give one.
+    """Return the number of workers of a `Loader` or a ``DataLoader``; 0 for a loader that has no
+    such number.
 
     Example:
         >>> count_workers([1, 2])
@@ -280,8 +283,8 @@ def count_workers(loader: Any) -> int:
 
 
 def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
-    """Yield the batches of one epoch after the other. An error in the loader becomes one line that
-    names its place.
+    """Yield the batches of one epoch after another. An error of the loader becomes a
+    `ColabUtilsError` that says at which batch it came.
     """
     number = 0
     batches = None
@@ -296,7 +299,7 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
         except Exception as error:
             shut_down = getattr(batches, "_shutdown_workers", None)
             if shut_down is not None and not getattr(loader, "persistent_workers", False):
-                # The traceback would keep the workers alive.
+                # The traceback keeps the iterator, and the iterator would keep its workers alive.
                 shut_down()
             reason = describe_error(error)
             if not isinstance(error, ColabUtilsError):
@@ -305,12 +308,14 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
         if number == 0:
             raise ColabUtilsError("The loader gives no batch. Lower the batch size.")
         if number == before:
-            # An iterator cannot start again.
+            # This loader is an iterator, which cannot start again.
             return
 
 
 def _is_pair(batch: Any) -> bool:
-    """Return whether a batch is ``(images, targets)``. A list of two dicts is two samples."""
+    """Return whether a batch is ``(images, targets)``. A list of two dicts is no such pair, but two
+    samples.
+    """
     return type(batch) in (tuple, list) and len(batch) == 2 and not isinstance(batch[0], Mapping)
 
 
@@ -341,6 +346,6 @@ def measure_tree_cpu() -> float:
     for process in list_processes():
         # A process may have ended a moment ago. Its parent counts its time now.
         with suppress(psutil.Error):
-            # These are user and system times, of the process and of its ended children.
+            # The first four fields are user and system time, of the process and its ended children.
             total_s += sum(process.cpu_times()[:4])
     return total_s

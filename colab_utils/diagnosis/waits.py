@@ -1,9 +1,8 @@
-"""What batches are waited for: by what was counted of samples, and seen of the workers and of this
-process.
-"""
+"""Why a loop waits for batches: what the times of samples, and looks at the processes, say."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,28 +11,32 @@ from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import HANDOFF, SAMPLE, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.diagnosis.stalls import Stall
 from colab_utils.diagnosis.timing import CpuUse
 from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
 
 Array = NDArray[Any]
-# Of the batches.
+# A few batches are rare if they are at most this share of all batches.
 _RARE = 0.25
-# Of what a part of the loop takes, by rare batches.
+# Rare batches are the reason if they take at least this share of the time.
 _HOLDS = 0.6
-# Seconds from which a batch may be called slow.
+# A batch is not called slow below this many seconds.
 _LEAST_SLOW_S = 0.05
-# A third of what Drive gives where it is reached (`slow_drive.DRIVE_PROFILES`).
+# Bandwidth limits reads that are faster than this. It is a third of the bandwidth of Drive
+# (`slow_drive.DRIVE_PROFILES`).
 _SENDS_MB_PER_S = 20
-# Looks at workers that tell what they wait for.
+# Fewer looks than these do not say what samples wait for.
 _LEAST_LOOKS = 5
-# A part of the time of samples that is worth a word.
+# A message names what takes at least this share of the time of samples.
 _WORTH_A_WORD = 0.1
-# Of the time of samples. Two workers that only take turns wait for half of it.
+# A lock is the cause if samples wait for it for at least this share of their time. Two workers that
+# only take turns wait for a lock for half of their time.
 _IN_TURN = 0.3
-# Workers that were at work for less than this part of the waits were idle.
+# Workers count as idle if they were at work for less than this share of the waits.
 _IDLE = 0.5
-# What takes the time of samples, by the names of `find_wait`: the cause, and its words.
+# What may take the time of a sample: the words of `find_wait`, and more. Each has the id of a cause
+# and the words of a message.
 _EVIDENCE = {
     "work": ("work", "of work"),
     "queue": ("work", "until a core is free"),
@@ -41,41 +44,46 @@ _EVIDENCE = {
     "lock": ("lock", "for a lock that other processes hold"),
     "process": ("other_process", "for another process or the network"),
     "sleep": ("sleep", "asleep, in a call of sleep"),
-    "thread": ("wait", "for a lock, or a thread of its own"),
+    "thread": ("wait", "for another thread of the process, or a lock of its threads"),
     "unseen": ("wait", "for what was not seen"),
-    "collate": ("collate", "of work after it, in collate_fn or on the way here"),
+    "collate": ("collate", "of work after it, in collate_fn or to hand over the batch"),
 }
 
 
-class LoopFacts(Protocol):
-    """What was noted while a loop ran, beside its times."""
+@dataclass(eq=False)
+class LoopFacts:
+    """What was noted of a loop, besides the times of its batches."""
 
     workers: int
-    """Worker processes of the loader."""
+    """Number of worker processes of the loader."""
     restarts: bool
-    """Whether these start anew in each pass."""
-    use: CpuUse
-    """Of the cores, in all passes."""
+    """Whether the workers start again in each pass."""
     is_slowed: bool
     """Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read."""
-    times: SampleTimes
     looks: Looks
-    seen: dict[int, tuple[int, ...]]
-    """Batch to the samples that were loaded while it was waited for."""
-    stalls: list[Any]
-    growth: Growth | None
+    """Looks at the loop and its workers."""
+    use: CpuUse = field(default_factory=CpuUse)
+    """Use of the cores in all passes."""
+    times: SampleTimes = field(default_factory=SampleTimes)
+    """Times of samples in workers."""
+    growth: Growth | None = None
+    """How memory grows; None if it does not."""
+    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """For a batch, the samples that workers were loading while the loop waited for it."""
+    stalls: list[Stall] = field(default_factory=list)
+    """Every stall so far."""
 
 
 def find_rare(seconds: Array) -> NDArray[np.int64]:
-    """Return the few batches that hold most of it; none where many share it."""
+    """Return the numbers of the few batches that take most of the seconds; none if many do."""
     large = np.flatnonzero(seconds > max(5 * float(np.median(seconds)), _LEAST_SLOW_S))
     holds = seconds[large].sum() >= _HOLDS * seconds.sum()
     return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
 
 
 def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    """Explain why the first batch of each later pass is late: this process is at a line of its own,
-    or workers start anew.
+    """Explain why the first batch of each later pass is late: this process runs a line of its own,
+    or workers start again.
     """
     share = float(starts.sum()) / loop_s
     each_s = f"{starts.mean():.2g} s each"
@@ -84,12 +92,14 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if line:
         return make_cause("main_process", share, f"{why}: {line}.")
     if facts.restarts:
-        return make_cause("restarts", share, f"{why}: workers start anew.")
+        return make_cause("restarts", share, f"{why}: workers start again.")
     return make_cause("restarts", share, f"{why}.", cure="starts")
 
 
 def _find_own_line(phase: str, facts: LoopFacts) -> str:
-    """Return in words at which line of its own this process was in a phase; "" where it waited."""
+    """Return, in words, the line that this process ran in most of a phase; "" if it was waiting
+    for its workers, received a batch, or loaded samples.
+    """
     place, looks = facts.looks.find_place(phase)
     if place in ("", WORKERS, HANDOFF, SAMPLE):
         return ""
@@ -97,8 +107,8 @@ def _find_own_line(phase: str, facts: LoopFacts) -> str:
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    """Explain why batches come late: by this process, a slow sample, or what takes the time of all
-    samples.
+    """Explain why batches come late: because of this process, of work after samples, of one slow
+    sample, or of what takes the time of all samples.
     """
     share = float(waits.sum()) / loop_s
     times = facts.times
@@ -112,24 +122,25 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
     if is_idle and times.samples and facts.looks.works_outside:
-        why = "Workers are busy after their samples, in collate_fn or on the way here."
+        why = "Workers are busy after their samples, in collate_fn or handing over batches."
         return make_cause("collate", share, why)
     if is_idle and times.samples:
-        why = "Workers are idle while a batch is waited for: what it waits for was not seen."
+        why = "Workers are idle while the loop waits for a batch. The reason was not seen."
         return make_cause("wait", share, why, cure="idle")
     return _explain_slow_sample(waits, share, facts) or _explain_samples(share, loop_s, facts)
 
 
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
-    """Name what takes most of the time of samples, by the evidence for each."""
+    """Explain what takes most of the time of samples."""
     times = facts.times
     evidence = weigh_evidence(facts)
-    # Where a worker waits for a core, others may wait for what it holds.
+    # A worker that waits for a core may hold what others wait for. So the wait for a core is the
+    # cause only if it takes more than half of the time.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
     if waits_for_cores(evidence):
         largest = "queue"
-    # What a worker does while it holds a lock, the others wait for.
+    # One worker works while it holds the lock, so work may take longer than the wait for the lock.
     if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):
         largest = "lock"
     id, _ = _EVIDENCE[largest]
@@ -157,8 +168,8 @@ def waits_for_cores(evidence: Mapping[str, float]) -> bool:
 
 
 def weigh_evidence(facts: LoopFacts) -> dict[str, float]:
-    """Return seconds of samples by what takes them, a key of `_EVIDENCE`; where no samples were
-    seen, looks.
+    """Return for how many seconds of samples each key of `_EVIDENCE` is the reason. If no samples
+    were seen, return for how many looks it is.
     """
     times = facts.times
     looks = facts.looks
@@ -183,13 +194,16 @@ def weigh_evidence(facts: LoopFacts) -> dict[str, float]:
         seconds = min(left_s, wall_s * number / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds
-    # In the other looks a thread of the worker could run, and had no core.
+    # The rest of the time is no CPU time and no wait that was seen. A thread of the worker could
+    # run, but had no core.
     evidence["queue"] = left_s
     return evidence
 
 
 def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks: Looks) -> str:
-    """Say what takes the time of a sample, the most first; what takes little is left out."""
+    """Return in words what takes the time of a sample, the largest part first. Small parts are left
+    out.
+    """
     whole = sum(evidence.values())
     unit = "%"
     scale = 100 / whole
@@ -206,9 +220,9 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
 
 
 def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
-    """Name the sample that a few batches wait for, which hold most of all waits."""
+    """Explain that one sample is slow: a few batches waited for it, and took most of all waits."""
     batches: dict[int, list[int]] = {}
-    # The watch goes on to note samples.
+    # This needs a copy, because another thread may note samples meanwhile.
     for number, samples in [*facts.seen.items()]:
         for sample in samples:
             if number < len(waits):
@@ -218,7 +232,7 @@ def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause 
         is_rare = 1 < len(numbers) <= _RARE * len(waits)
         if is_rare and waits[numbers].sum() > _HOLDS * waits.sum():
             slow.append(sample)
-    # Of samples that are always in one batch, nobody knows which is slow.
+    # If several samples always come together, it is not known which of them is slow.
     if len(slow) != 1:
         return None
     slow_waits = waits[batches[slow[0]]]

@@ -1,4 +1,4 @@
-"""A loader under watch: its batches come unchanged, and at the end it says where the time went."""
+"""A loader under watch: its batches come unchanged, and a summary says where the time went."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -28,31 +28,30 @@ def watch(
 ) -> "WatchedLoader":
     """Watch a loader: its batches come unchanged, and you see where the time goes.
 
-    When your loop ends, or is left, a summary is printed: waits, steps and what lies between them,
-    the causes, and what to do. A later pass prints one where its causes are others, and the end of
-    the program, or of the watched loader, a last one; ``summary()`` gives it at any time. A step
-    ends where an optimizer of torch steps. A batch that takes too long is explained within a
-    second.
+    When your loop ends, or is left, a summary is printed: waits, steps and the time between steps,
+    the causes, and what to do. A later pass prints a summary only if the causes have changed. A
+    last summary is printed when the program ends, or when the watched loader is deleted.
+    ``summary()`` returns a summary at any time. A step ends when an optimizer of torch steps.
 
-    The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which
-    sample and file, in which call, and whether it ended, is stuck in a read, waits for a lock, or
-    is only slow. It comes again when the verdict changes. Only workers that are forked while this
-    watches report their samples. The file of a sample is named where the dataset has
-    ``find_path(index)``, as ours have.
+    A batch that takes longer than ``timeout_s`` is explained within a second, by a
+    `ColabUtilsWarning` and a `Stall` in ``stalls``. They name the worker, its sample, its file and
+    its system call, and say whether the worker ended, is stuck in a read, waits for a lock, or is
+    only slow. They come again when the verdict changes. Only workers that are forked under watch
+    report their samples. The file of a sample is named if the dataset has a method
+    ``find_path(index)``, as the datasets of this package have.
 
-    Let a framework prepare the loader first, then watch what it prepared: some make a loader of
-    their own from yours, and nobody would watch that.
+    If a framework prepares your loader, watch the loader that it returns. Some frameworks make a
+    new loader from yours, and that one would not be watched.
 
     Args:
-        loader: a ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
-        timeout_s: seconds to wait for a batch before it is explained.
-        on_stall: "report" waits on, however long; a worker that ended is an error. "raise" ends the
-            waiting with the explanation as an error: in the main thread at once, in another thread
+        loader: A ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
+        timeout_s: Seconds to wait for a batch before the wait is explained.
+        on_stall: "report" goes on waiting; only a worker that ended is an error. "raise" ends the
+            wait with the explanation as an error: in the main thread at once, in another thread
             when the loader returns.
 
     Raises:
-        ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall``
-            tells.
+        ColabUtilsError: an argument is not valid. While you iterate: see ``on_stall``.
 
     Example:
         >>> watched = watch([1, 2, 3], timeout_s=5)
@@ -72,10 +71,12 @@ def watch(
 
 
 class WatchedLoader:
-    """A loader under watch, made by `watch`; what it has no attribute for, the loader answers.
+    """A loader under watch, made by `watch`. It also has all attributes of the loader.
 
     Attributes:
-        stalls: every `Stall` that was reported.
+        timeout_s: Seconds to wait for a batch before the wait is explained.
+        on_stall: What to do then, as in `watch`.
+        stalls: Every `Stall` that was reported.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class WatchedLoader:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Hand what a framework sets, such as ``worker_init_fn``, to the loader."""
+        """Set an attribute of the loader, as frameworks do with ``worker_init_fn``."""
         if name.startswith("_") or name in _OWN:
             object.__setattr__(self, name, value)
         else:
@@ -134,8 +135,8 @@ class WatchedLoader:
 
 
 class WatchedDataLoader(WatchedLoader, DataLoader[Any]):  # type: ignore[misc]
-    """A ``DataLoader`` under watch: a framework that gives each process its share asks for that
-    class.
+    """A ``DataLoader`` under watch. It has this class, because frameworks check it before they give
+    each process its share of the data.
 
     The constructor of ``DataLoader`` never runs: all attributes are those of the loader under
     watch.
@@ -143,7 +144,7 @@ class WatchedDataLoader(WatchedLoader, DataLoader[Any]):  # type: ignore[misc]
 
 
 def take_watched(loader: Any) -> Any:
-    """Return the loader that is watched, or the same loader where it is not.
+    """Return the loader that a `WatchedLoader` watches. Return any other loader as it is.
 
     Example:
         >>> take_watched(watch([1, 2])), take_watched([1, 2])

@@ -71,7 +71,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "share": 0.3,
             },
             "restarts",
-            r"Passes after the first \(3\) wait 1 s each.* start anew.*persistent_workers=True",
+            r"Passes after the first \(3\) wait 1 s each.* start again.*persistent_workers=True",
         ),
         # Workers stay, so that cure is in place.
         (
@@ -112,7 +112,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1)},
             "wait",
-            r"Workers are idle while a batch is waited for.*was not seen.*would not help",
+            r"Workers are idle while the loop waits for a batch.*was not seen.*would not help",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4)},
@@ -193,7 +193,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "looks": {"thread": 30, "": 20},
             },
             "wait",
-            r"42 ms for a lock, or a thread of its own",
+            r"42 ms for another thread of the process, or a lock of its threads",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 13.0), "cpu_s": 14.0},
