@@ -83,6 +83,9 @@ BATCH_SIZES = (2, 8, 16)
 LARGE_BATCH = 8
 # Of the minutes, so much may be the tests'.
 TESTS_SHARE = 0.25
+# Steps before the rate of a loop is measured, and those that are timed.
+WARMUP_STEPS = 4
+TIMED_STEPS = 30
 # Characters of an error in the table.
 SHOWN = 60
 MARKS = "<!-- gpu: written by benchmarks.gpu -->", "<!-- end of gpu -->"
@@ -241,13 +244,13 @@ def _measure_rates(
     batches = (batch for _ in range(1000) for batch in loader)
     ready = next(batches)
     rates = []
-    for source in (batches, iter([ready] * 40)):
-        for batch in islice(source, 4):
+    for source in (batches, iter([ready] * (WARMUP_STEPS + TIMED_STEPS))):
+        for batch in islice(source, WARMUP_STEPS):
             step(batch)
         _finish(device)
         began_s = perf_counter()
         images = 0
-        for batch in islice(source, 30):
+        for batch in islice(source, TIMED_STEPS):
             step(batch)
             images += _count_images(batch)
         _finish(device)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import unicodedata
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -140,13 +141,21 @@ def read_quotes(page):
     return headings + re.findall(r"(?:the message is|says) `([^`]+)`", page)
 
 
-def find_source(quote):
-    """Return the module whose texts hold all parts of a quoted message, or None."""
-    parts = [part.strip() for part in quote.split("...")]
+@cache
+def read_texts():
+    """Return the texts of each module of the package."""
+    texts = {}
     for path in sorted((ROOT / "colab_utils").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        texts = [value for value in constants if isinstance(value, str)]
+        texts[path] = [value for value in constants if isinstance(value, str)]
+    return texts
+
+
+def find_source(quote):
+    """Return the module whose texts hold all parts of a quoted message, or None."""
+    parts = [part.strip() for part in quote.split("...")]
+    for path, texts in read_texts().items():
         if all(any(part in text for text in texts) for part in parts):
             return path
     return None

@@ -26,8 +26,10 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile
 from colab_utils.training import train as loop
 from tests.drive_mount import DriveMount, mount_or_skip
+from tests.tiny_model import TINY_MODEL
 
 TINY = {
+    "model": TINY_MODEL,
     "weights": None,
     "min_size": 64,
     "max_size": 96,
@@ -88,7 +90,8 @@ COMMANDS = {
 class World:
     """A folder of a mounted Drive with images and shards, an SSD, and what the commands print.
 
-    ``drive`` is the folder as the commands see it; ``backing`` the same folder without the mount.
+    ``drive`` is the folder as the commands see it; ``backing`` the same folder without the mount;
+    ``begun`` has the runs that can be resumed.
     """
 
     def __init__(
@@ -97,9 +100,11 @@ class World:
         name: str,
         backing: Path,
         ssd: Path,
+        begun: dict[int, Path],
         output: pytest.CaptureFixture[str],
     ):
         self.mount = mount
+        self.begun = begun
         self.drive = mount.folder / name
         self.backing = backing
         self.ssd = ssd
@@ -130,6 +135,19 @@ def made(tmp_path_factory, tiny_dataset) -> Path:
 
 
 @pytest.fixture(scope="module")
+def begun(made, tmp_path_factory, one_thread) -> dict[int, Path]:
+    """Of each number of steps a run that did all of them but the last one."""
+    runs = {}
+    for steps in (STEPS - 1, STEPS):
+        run = tmp_path_factory.mktemp("begun") / "run"
+        loop.train(made / "shards", run, steps=steps, checkpoint_steps=1, **TINY)
+        newest = max(run.glob("*.pt"))
+        newest.unlink()
+        runs[steps] = run
+    return runs
+
+
+@pytest.fixture(scope="module")
 def mounted(tmp_path_factory) -> Iterator[DriveMount]:
     """One mount for all tests: each has a folder of its own on it."""
     folder = tmp_path_factory.mktemp("mounted")
@@ -139,7 +157,7 @@ def mounted(tmp_path_factory) -> Iterator[DriveMount]:
 
 
 @pytest.fixture
-def world(mounted, made, tmp_path, capsys, monkeypatch, one_thread) -> Iterator[World]:
+def world(mounted, made, begun, tmp_path, capsys, monkeypatch, one_thread) -> Iterator[World]:
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.02, 0.05, 0.2, 0.4))
     train = loop.train
     monkeypatch.setattr(
@@ -147,7 +165,7 @@ def world(mounted, made, tmp_path, capsys, monkeypatch, one_thread) -> Iterator[
     )
     backing = mounted.folder.parent / "backing" / tmp_path.name
     shutil.copytree(made, backing)
-    yield World(mounted, tmp_path.name, backing, tmp_path / "ssd", capsys)
+    yield World(mounted, tmp_path.name, backing, tmp_path / "ssd", begun, capsys)
     mounted.fail()
     shutil.rmtree(backing)
 
@@ -156,20 +174,13 @@ def world(mounted, made, tmp_path, capsys, monkeypatch, one_thread) -> Iterator[
 def direct_world(world, tmp_path) -> Iterator[World]:
     """The kernel keeps nothing of this mount, so that a short read reaches the reader."""
     with mount_or_skip(world.backing, tmp_path / "direct", direct=True) as mount:
-        yield World(mount, "", world.backing, world.ssd, world.output)
+        yield World(mount, "", world.backing, world.ssd, world.begun, world.output)
 
 
 def prepare(world: World, command: str, *, steps: int = STEPS) -> None:
     """A run that is to be resumed was begun before, and did all of these steps but the last one."""
     if command == "resume":
-        loop.train(
-            world.backing / "shards",
-            world.backing / "run",
-            steps=steps,
-            checkpoint_steps=1,
-        )
-        newest = max((world.backing / "run").glob("*.pt"))
-        newest.unlink()
+        shutil.copytree(world.begun[steps], world.backing / "run")
 
 
 def check_result(world: World, command: str, result: dict) -> None:

@@ -22,6 +22,8 @@ def test_every_measurement_runs(tmp_path, monkeypatch, capsys, one_thread):
     monkeypatch.setattr(
         gpu, "time_steps", lambda model, batches, device, changes: {"step_ms": 10.0 - len(changes)}
     )
+    monkeypatch.setattr(gpu, "WARMUP_STEPS", 1)
+    monkeypatch.setattr(gpu, "TIMED_STEPS", 3)
     small = {"n": 8, "width": 96, "height": 80, "workers": 1}
     monkeypatch.setattr(gpu, "make_dataset", lambda folder, n: make_dataset(folder, **small))
     command = [

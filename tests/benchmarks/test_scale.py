@@ -8,10 +8,16 @@ from benchmarks import scale
 from colab_utils.shards.verify import verify_shards
 
 
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The data of each kind and size are made once for all steps."""
+    return tmp_path_factory.mktemp("scale") / "work"
+
+
 @pytest.mark.parametrize("step", scale.STEPS)
-def test_each_step_runs_at_two_sizes(tmp_path, step, capsys):
+def test_each_step_runs_at_two_sizes(tmp_path, work, step, capsys):
     steps = ["plan", step] if step == "plan again" else [step]
-    arguments = ["--steps", *steps, "--sizes", "30", "60", "--work", str(tmp_path / "work")]
+    arguments = ["--steps", *steps, "--sizes", "30", "60", "--work", str(work)]
     assert scale.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["images"] for row in rows if row["step"] == step] == [30, 60]

@@ -23,7 +23,7 @@ from tests.loading.test_loader import join_group
 
 GROUPS = 8
 BATCH = 16
-SLOW = DriveProfile("test", open_s=0.1, bytes_per_s=1e6, source="made up for the test")
+SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=2e6, source="made up for the test")
 
 
 @pytest.fixture(scope="module")

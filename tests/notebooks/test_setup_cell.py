@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tools.setup_cell import ROOT, read_setup_cell, write_setup_cells
-from tools.workshop import MOST_BYTES, build_wheel, carry_wheel, write_workshop
+from tools.workshop import MOST_BYTES, build_wheel, carry_wheel
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RUN = """
@@ -88,6 +88,20 @@ def wheel(tmp_path_factory):
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """What the command of the workshop prints, and the folder that it wrote."""
+    folder = tmp_path_factory.mktemp("workshop") / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.workshop", "--output", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout, folder
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_notebook_has_this_setup_cell(path):
     assert read_cells(path)["setup"] == read_setup_cell(), "run make setup-cells"
@@ -153,8 +167,8 @@ def test_a_missing_package_is_one_sentence(run_cell, wheel, name):
     assert "CPU or T4 GPU" in printed
 
 
-def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, tmp_path):
-    handed_out = write_workshop(tmp_path / "workshop")
+def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, workshop, tmp_path):
+    handed_out = sorted(workshop[1].iterdir())
     assert [path.name for path in handed_out] == [path.name for path in NOTEBOOKS]
     assert max(path.stat().st_size for path in handed_out) < MOST_BYTES
     for mine, theirs in zip(NOTEBOOKS, handed_out, strict=True):
@@ -183,16 +197,10 @@ def test_a_cell_without_a_place_for_the_wheel_is_refused(wheel):
         carry_wheel("import sys", wheel)
 
 
-def test_make_workshop_says_what_it_wrote(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.workshop", "--output", tmp_path / "out"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"{path.name} (" in done.stdout for path in NOTEBOOKS)
-    assert "Upload notebook" in done.stdout
+def test_make_workshop_says_what_it_wrote(workshop):
+    printed, _ = workshop
+    assert all(f"{path.name} (" in printed for path in NOTEBOOKS)
+    assert "Upload notebook" in printed
 
 
 def test_an_interrupt_says_what_is_safe_and_ends_the_run():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from colab_utils import train
+from colab_utils.__main__ import main
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import read_index
@@ -115,17 +116,21 @@ def test_a_run_needs_a_folder(source):
         train(**source)
 
 
-@pytest.mark.parametrize("ssd", ["--ssd", "--local"])
-def test_the_command_line_trains_from_images(source, tmp_path, ssd):
+def list_words(source, tmp_path, ssd):
+    """The command that trains the tiny model, with this name of its option for the local disk."""
+    words = ["train", "--images", source["images"], "--annotations", source["annotations"]]
+    words += ["--drive", source["drive"], ssd, source["ssd"], "--run", tmp_path / "run"]
+    words += ["--model", TINY_MODEL, "--min-size", "64", "--epochs", "1", "--json", "-"]
+    return [str(word) for word in words]
+
+
+def test_the_command_line_trains_from_images(source, tmp_path):
     command = [
         sys.executable,
         "-c",
         "import sys, tests.tiny_model, colab_utils.__main__ as m\nsys.exit(m.main())",
-        "train",
+        *list_words(source, tmp_path, "--ssd"),
     ]
-    command += ["--images", source["images"], "--annotations", source["annotations"]]
-    command += ["--drive", source["drive"], ssd, source["ssd"], "--run", tmp_path / "run"]
-    command += ["--model", TINY_MODEL, "--min-size", "64", "--epochs", "1", "--json", "-"]
     # The tests' own model is imported from the repository.
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
@@ -134,10 +139,14 @@ def test_the_command_line_trains_from_images(source, tmp_path, ssd):
     assert verify_shards(source["ssd"]).bad == ()
 
 
-def test_the_command_line_says_in_one_line_what_is_missing(source, tmp_path):
-    command = [sys.executable, "-m", "colab_utils", "train", "--images", source["images"]]
-    command += ["--run", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+def test_the_earlier_name_of_the_option_for_the_local_disk_is_taken(source, tmp_path, capsys):
+    assert main(list_words(source, tmp_path, "--local")) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 6
+    assert verify_shards(source["ssd"]).bad == ()
+
+
+def test_the_command_line_says_in_one_line_what_is_missing(source, tmp_path, capsys):
+    words = ["train", "--images", str(source["images"]), "--run", str(tmp_path / "run")]
+    assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: The data of a run are either shards, or images")
