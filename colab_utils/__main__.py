@@ -1,5 +1,6 @@
-"""The command line: ``python -m colab_utils COMMAND``; each command calls one function of the
-package.
+"""The command line: ``python -m colab_utils COMMAND``.
+
+Each command calls one function of the package, and prints what the function returns.
 """
 
 import argparse
@@ -36,10 +37,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on
-    Ctrl-C. Training also ends with 143 and 129, after SIGTERM and SIGHUP.
+    """Run one command, and return its exit status.
+
+    The status is 0 after success, 2 after bad input, 3 if the images per second are below
+    ``--fail-below``, and 130 after Ctrl-C. Training also ends with 143 after SIGTERM, and with 129
+    after SIGHUP.
     """
-    # What is left of the options is passed on to the command's function.
+    # Three entries are for this function. All others are arguments of the command's function.
     options = vars(_make_parser().parse_args(arguments))
     command = options.pop("command")
     run = options.pop("run_command")
@@ -49,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
             _check_json(target)
-            # Standard output is the result's: torch would announce a download there.
+            # Only the result belongs on standard output, and torch prints its downloads there.
             with redirect_stdout(sys.stderr), explain_limits():
                 report = run(**options)
             return 0 if report is None else _finish(report, command, target)
@@ -69,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _finish(report: Any, command: str, target: str) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
     content = {"command": command, **dataclasses.asdict(report)}
-    # The older name stays in the JSON.
+    # Programs that read the JSON know the stages under this older name.
     if "stages" in content:
         content["layers"] = content.pop("stages")
     text = _to_json(content)
-    # By now --repair or --report may lie there.
+    # The command itself may have written another file under this name: --repair or --report.
     _check_json(target)
     if target == "-":
         _print(text)
@@ -96,7 +100,7 @@ def _finish(report: Any, command: str, target: str) -> int:
             problem for problem in report.problems if not problem.effect.startswith("note")
         )
         cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
-        # Some effects end with what to do.
+        # An effect with a colon says already what to do.
         if ": " in problem.effect:
             cure = ""
         raise ColabUtilsError(
@@ -107,14 +111,14 @@ def _finish(report: Any, command: str, target: str) -> int:
 
 
 def _check_json(target: str) -> None:
-    """Refuse a place where the JSON cannot be written, or would lie over somebody's file."""
+    """Refuse a file name where the JSON cannot be written, or would replace another file."""
     if target in ("", "-"):
         return
     folder = Path(target).parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ColabUtilsError(f"The folder {folder} of --json does not exist. Make it first.")
     path = require_new(Path(target), _JSON_START)
-    # Work of hours must not end at a name that is too long, or a full disk.
+    # Write a first file now: a name that is too long, or a full disk, must not end hours of work.
     with explain_write(folder):
         temporary = name_temporary(path)
         temporary.write_bytes(_JSON_START)
@@ -129,7 +133,7 @@ def _to_json(content: dict[str, Any]) -> str:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a number of numpy as Python's own, and anything else as text."""
+    """Return a numpy number as a Python number, and any other value as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -138,7 +142,8 @@ def _print(text: str) -> None:
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
     except OSError as error:
-        # Nobody reads on, or the disk is full: Python would try once more at exit, with noise.
+        # The reader has closed the pipe, or the disk is full. At its exit Python would write again,
+        # and print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise
@@ -231,7 +236,7 @@ def _diagnose(
             "--fail-below is given without --against. Name the JSON of an earlier run with "
             "--against."
         )
-    # It is read before the work, so that a wrong file is said at once.
+    # Read the earlier run before the work begins, so that a wrong file is refused at once.
     before = read_run(against) if against else None
     if shards and not (images or annotations):
         dataset: Any = colab_utils.ShardDataset(shards)
@@ -299,7 +304,7 @@ def _preprocess(
         )
     begun = find_recipe(shards) if storage == "auto" else None
     if begun:
-        # What is not asked for stays as it was begun.
+        # Some shards are written already: without --storage, the others are stored the same way.
         storage = begun["storage"]
     opened: Annotations = annotations
     if plan or storage == "auto":
@@ -325,7 +330,7 @@ def _preprocess(
 
 
 def _name_skipped(report: Any) -> Any:
-    """Print each image that was left out; return the report."""
+    """Print the name of each image that was left out, and return the report."""
     for image in report.skipped:
         print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
@@ -394,7 +399,7 @@ def _train(run: str, **options: Any) -> Any:
     """Train a torchvision Mask R-CNN on shards or images; continues where it stopped."""
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
     report = colab_utils.train(run=run, **options, log=log)
-    # Of several processes the first one speaks.
+    # With several processes, only the first one prints the report.
     return report if os.environ.get("RANK", "0") == "0" else None
 
 
@@ -498,8 +503,9 @@ def _add_compare_options(command: _Parser) -> None:
 
 
 def positive_number(text: str) -> float:
-    """Return a number above 0. Argparse names this function in its message: "invalid
-    positive_number value: ...".
+    """Return a number above 0.
+
+    The name of this function appears in argparse's message: "invalid positive_number value: ...".
     """
     value = float(text)
     if not 0 < value < math.inf:
@@ -508,12 +514,12 @@ def positive_number(text: str) -> float:
 
 
 def number_or_auto(text: str) -> int | str:
-    """Return a whole number or "auto". Argparse names this function in its message, too."""
+    """Return a whole number or "auto". The name appears in argparse's message, too."""
     return text if text == "auto" else int(text)
 
 
 def part_of_all(text: str) -> tuple[int, int]:
-    """Return the number of a part, and of how many: "3/16"."""
+    """Return the number of a part, and the number of all parts: (3, 16) for "3/16"."""
     match = re.fullmatch(r"(\d+)/([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[1]) > int(match[2]):
         raise argparse.ArgumentTypeError(f"part {text} is none of 1/N to N/N: name one of them")
@@ -521,8 +527,9 @@ def part_of_all(text: str) -> tuple[int, int]:
 
 
 def local_path(text: str) -> str:
-    """Return the path of a folder or a file as it was given; a URL is told before any work
-    begins.
+    """Return the path of a folder or a file unchanged, and refuse a URL.
+
+    Argparse calls this function, so that a URL is refused before any work begins.
     """
     try:
         require_local_path(text)
@@ -532,8 +539,9 @@ def local_path(text: str) -> str:
 
 
 def place(text: str) -> str:
-    """Return the path or the URL of a folder or a file as it was given; one that cannot be read
-    here is told before any work begins.
+    """Return the path or the URL of a folder or a file unchanged.
+
+    A URL whose protocol cannot be read on this machine is refused before any work begins.
     """
     try:
         open_place(text)
@@ -547,7 +555,7 @@ def _add_path(command: _Parser, option: str, metavar: str, meaning: str, **setti
 
 
 def _add_place(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:
-    """Add an option that takes a URL that fsspec knows, too."""
+    """Add an option that takes a path, or a URL that fsspec knows."""
     command.add_argument(
         option, metavar=metavar, type=place, help=f"{meaning}, or its URL", **settings
     )
@@ -567,10 +575,11 @@ def _add_number(command: _Parser, option: str, meaning: str, **settings: Any) ->
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. An option that is not given is left to the default of the
-    command's function.
+    """Return the parser of all commands.
+
+    An option that you leave out takes the default of the command's function.
     """
-    # Help names the program as it was started: where the script is, `python` may be another one.
+    # Help names the program as you started it: `python` may be another Python than the script's.
     script = Path(sys.argv[0]).name
     parser = _Parser(
         prog=script if script == _SCRIPT else "python -m colab_utils",

@@ -1,7 +1,8 @@
 """Places where data lies: folders, and URLs that fsspec knows, such as buckets and web servers.
 
-fsspec knows the protocols and finds the credentials; its documentation says how to set them. This
-module adds errors that say what to do, and files that appear only when they are complete.
+fsspec reads and writes the files at URLs, and finds your credentials; its documentation says how to
+set them. This module adds errors that say what to do, and files that appear only when they are
+complete.
 """
 
 import errno
@@ -30,10 +31,10 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
 _CHAIN = re.compile(r"[a-z][a-z0-9+.-]+::", re.IGNORECASE)
 _LOCAL = ("file", "local")
 WEB = ("http", "https")
-"""Protocols of web servers. They send a file whose name is known. They list no folders and take no
-files.
+"""Protocols of web servers. A web server sends a file if you know its name. It does not list a
+folder, and it cannot be written to.
 """
-# Stores in which a file appears only when it is complete.
+# Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
     "s3",
     "s3a",
@@ -65,17 +66,17 @@ _PACKAGES = {
     "smb": "smbprotocol",
     "webdav": "webdav4",
 }
-# Errors that would come again if the server were asked again.
+# Lasting errors: the same request would fail again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
 _LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
-# Of the statuses 400 to 499, those after which a request may be sent again.
+# HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 425, 429)
 _SILENT_S = 60.0
-# Bytes of a part: s3fs sends large files in parts.
+# s3fs sends large files in parts of so many bytes.
 _SENT_BYTES = 50 << 20
 _Result = TypeVar("_Result")
-# Servers that send the whole file when a part is asked for.
+# Servers that have sent a whole file in answer to a request for a part of it.
 _WITHOUT_RANGES: set[str] = set()
 
 
@@ -86,7 +87,7 @@ class ServerLostError(DriveLostError):
 
 
 class RefusedError(ColabUtilsError):
-    """A server refused a request, and would refuse it again: look at address and credentials."""
+    """A server refused a request, and would refuse it again. Look at address and credentials."""
 
 
 class UrlStatus(NamedTuple):
@@ -95,18 +96,19 @@ class UrlStatus(NamedTuple):
     st_size: int
     """Bytes."""
     st_mtime: float
-    """Seconds since 1970; now, where the server does not tell."""
+    """When the file was written, in seconds since 1970; the time now if the server does not say."""
 
 
 @dataclass(frozen=True, order=True)
 class UrlPath:
     """A file or a folder at a URL, with methods like those of `pathlib.Path`.
 
-    It is no ``os.PathLike``, so that no function takes it for a path of this machine by mistake.
+    A `UrlPath` is not an ``os.PathLike``, so that no function takes it for a path on this machine.
 
     Args:
         url: the URL, without a query.
-        query: what a web server needs after each name, such as a signature. It is never shown.
+        query: the part of a web address from "?" on, such as a signature. It is sent with every
+            request, and never printed.
 
     Example:
         >>> folder = UrlPath("s3://bucket/shards")
@@ -135,20 +137,20 @@ class UrlPath:
 
     @property
     def name(self) -> str:
-        """Return the last part."""
+        """Return the last part of the path: the name of the file or folder."""
         return self.url.rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> "UrlPath":
-        """Return the folder that it lies in."""
+        """Return the folder that holds this file or folder."""
         return replace(self, url=self.url.rstrip("/").rpartition("/")[0])
 
     def with_suffix(self, suffix: str) -> "UrlPath":
-        """Return the file in the same folder with another ending of its name."""
+        """Return the path with another suffix, such as ".json"."""
         return self.parent / PurePosixPath(self.name).with_suffix(suffix).name
 
     def absolute(self) -> "UrlPath":
-        """Return itself."""
+        """Return this path: a URL is always absolute."""
         return self
 
     def stat(self) -> UrlStatus:
@@ -196,7 +198,10 @@ class UrlPath:
             return bytes(system.cat_file(path))
 
     def read_range(self, start: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``start`` on; fewer at the end of the file, none after it."""
+        """Return ``count`` bytes of a file, beginning with byte ``start``.
+
+        At the end of the file there are fewer bytes, and none behind the end.
+        """
         with guard_server(self):
             system, path = self._locate()
             content = bytes(system.cat_file(path, start, start + count))
@@ -207,27 +212,31 @@ class UrlPath:
 
     @property
     def server(self) -> str:
-        """Return what comes before the path: the protocol, and the server or bucket."""
+        """Return the URL without its path: the protocol, and the server or bucket."""
         return "/".join(self.url.split("/")[:3])
 
     @property
     def has_ranges(self) -> bool:
-        """Return False if the server has sent a whole file when a part was asked for."""
+        """Return False if the server has sent a whole file in answer to a request for a part."""
         return self.server not in _WITHOUT_RANGES
 
     def open_stream(self) -> Any:
-        """Open a file to read it from its start on; for servers that send no parts of files."""
+        """Open a file to read it from start to end, as servers without ranges require."""
         with guard_server(self):
             system, path = self._locate()
             return system.open(path, "rb", block_size=0)
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Write a file. It appears under its name only when it is complete.
+        """Write a file. The file appears under its name only when it is complete.
 
-        Afterwards the content is compared with the server's MD5, or else the file is read back.
+        The content is then compared with the MD5 that the server gives. If the server gives none,
+        the file is read back.
 
         Raises:
-            OSError: EIO where the file reads back differently.
+            RefusedError: there is no such bucket or folder, or the server refuses.
+            ServerLostError: the server does not answer.
+            ColabUtilsError: the URL is that of a web server, which can only be read.
+            OSError: with ``EIO``, if the file reads back differently.
         """
         if self.protocol in WEB:
             raise ColabUtilsError(
@@ -256,7 +265,7 @@ class UrlPath:
         system.mv(temporary, path)
 
     def holds(self, content: bytes) -> bool:
-        """Return whether a file has this content, by the server's MD5 or by reading the file."""
+        """Return whether a file has this content: by the server's MD5, or else by reading it."""
         try:
             info = self._find_info()
         except FileNotFoundError:
@@ -265,13 +274,13 @@ class UrlPath:
             return False
         tag = str(info.get("ETag", "")).strip('"')
         if "md5Hash" in info:
-            # Google's name and form of it.
+            # Google gives the MD5 under another name, and in base64.
             tag = b64decode(info["md5Hash"]).hex()
-        # The tag is another one where the store encrypts, or where the file came in other parts.
+        # A store that encrypts has other tags, and so has a file that was sent in other parts.
         return tag == _make_tag(content, "-" in tag) or self.read_bytes() == content
 
     def replace(self, target: "UrlPath") -> None:
-        """Move a file to ``target``, and replace a file that is there."""
+        """Move a file to ``target``. A file at ``target`` is replaced."""
         with guard_server(self):
             system, path = self._locate()
             system.mv(path, target._locate()[1])
@@ -282,7 +291,7 @@ class UrlPath:
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""
-        # If there is no file, some servers raise an error and others do not.
+        # Some servers raise no error for a missing file, so look for the file first.
         if not self.exists():
             if missing_ok:
                 return
@@ -308,18 +317,18 @@ class UrlPath:
             system.rm(path, recursive=True)
 
     def list_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file of a folder by its name, from one listing."""
+        """List a folder once; return the size in bytes of each file, by its name."""
         entries = self._list().items()
         return {name: info.get("size") or 0 for name, info in entries if info["type"] == "file"}
 
     def glob(self, pattern: str) -> "Iterator[UrlPath]":
-        """Yield the files and folders of a folder whose names match."""
+        """Yield the files and folders in this folder whose names match the pattern."""
         for name in self._list():
             if fnmatch(name, pattern):
                 yield self / name
 
     def _list(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's facts on each name in a folder; none if there is no folder."""
+        """Return fsspec's information on each file in a folder; none if there is no folder."""
         with suppress(FileNotFoundError, NotADirectoryError), guard_server(self):
             system, path = self._locate()
             system.invalidate_cache()
@@ -333,7 +342,7 @@ class UrlPath:
             return dict(system.info(path))
 
     def _locate(self) -> tuple[Any, str]:
-        """Return fsspec's file system for this process, and the name of the file in it."""
+        """Return fsspec's file system of the server, and the path of this file in it."""
         system = _open_system(self.server, os.getpid())
         return system, system._strip_protocol(self.url) + self.query
 
@@ -342,7 +351,10 @@ Place = Path | UrlPath
 
 
 def _make_tag(content: bytes, is_in_parts: bool) -> str:
-    """Return the ETag that S3 gives a file that was sent as a whole, or in the parts of s3fs."""
+    """Return the ETag that S3 computes for a file.
+
+    A file that was sent in parts has another ETag than a file that was sent as a whole.
+    """
     if not is_in_parts:
         return hashlib.md5(content, usedforsecurity=False).hexdigest()
     view = memoryview(content)
@@ -356,7 +368,10 @@ def _make_tag(content: bytes, is_in_parts: bool) -> str:
 
 @lru_cache
 def _open_system(server: str, process: int) -> Any:
-    """Open fsspec's file system of a server; each process needs its own."""
+    """Open fsspec's file system of a server.
+
+    The number of the process is a key of the cache: a forked process cannot use its parent's.
+    """
     from fsspec.core import url_to_fs
 
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
@@ -364,14 +379,14 @@ def _open_system(server: str, process: int) -> Any:
     if protocol in WEB:
         from aiohttp import ClientTimeout
 
-        # A large file may take long. A server that sends nothing for so many seconds is lost.
+        # A large file may take long, so there is no limit in all. A limit without data is enough.
         silence = ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
         options["client_kwargs"] = {"timeout": silence}
     return url_to_fs(server, **options)[0]
 
 
 def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
-    """Return a folder or file of this machine, or one at a URL.
+    """Return a path on this machine as a `Path`, and a URL as a `UrlPath`.
 
     Raises:
         ColabUtilsError: fsspec does not know the protocol, a package for it is missing, or the path
@@ -406,7 +421,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
 
 
 def name_below(path: Place, folder: Place) -> str:
-    """Return the path of a file from a folder on, with slashes.
+    """Return the path of a file relative to a folder that holds it, with slashes.
 
     Example:
         >>> name_below(UrlPath("s3://bucket/a/b.jpg"), UrlPath("s3://bucket"))
@@ -418,7 +433,7 @@ def name_below(path: Place, folder: Place) -> str:
 
 
 def is_same_place(first: Place, second: Place) -> bool:
-    """Return whether two places are the same folder, or the same URL.
+    """Return whether two paths lead to the same folder, or are the same URL.
 
     Example:
         >>> is_same_place(Path("shards"), Path("shards/."))
@@ -430,7 +445,7 @@ def is_same_place(first: Place, second: Place) -> bool:
 
 
 def _require_protocol(url: str, protocol: str) -> None:
-    """Refuse a URL whose protocol cannot be read."""
+    """Refuse a URL if fsspec does not know its protocol, or lacks the package for it."""
     from fsspec import get_filesystem_class
 
     try:
@@ -450,12 +465,13 @@ def _require_protocol(url: str, protocol: str) -> None:
 
 @contextmanager
 def guard_server(path: UrlPath) -> Iterator[None]:
-    """Turn the errors of fsspec and its packages into errors that say what to do.
+    """Replace errors of fsspec and its packages by errors that say what to do.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no such file, folder or bucket.
-        ServerLostError: the server did not answer, or asks to try again later.
-        RefusedError: the server refused.
+        FileNotFoundError, NotADirectoryError: there is no such file, folder or bucket. These errors
+            are not replaced.
+        ServerLostError: the server did not answer, or failed. The same request may succeed later.
+        RefusedError: the server refused, and would refuse the same request again.
     """
     try:
         yield
@@ -479,7 +495,10 @@ def guard_server(path: UrlPath) -> Iterator[None]:
 
 
 def _find_cause(error: Exception) -> Exception:
-    """Return the real cause: fsspec says "not found" also where a web server failed."""
+    """Return the real cause of an error of fsspec.
+
+    fsspec raises FileNotFoundError for every failure of a web server, also if the file is there.
+    """
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
@@ -491,14 +510,14 @@ def _find_cause(error: Exception) -> Exception:
 
 
 def find_reason(error: BaseException) -> str:
-    """Return what a server or its package said when this error was raised, in a few words."""
+    """Return the reason that the server or its package gave for an error, in one short line."""
     while isinstance(error, ColabUtilsError) and error.__cause__ is not None:
         error = error.__cause__
     return _describe_cause(error)
 
 
 def _describe_cause(error: BaseException) -> str:
-    """Return an error in one line, without the address, which may hold a signature."""
+    """Return an error in one line, without the address: the address may hold a signature."""
     status = _find_status(error)
     text = getattr(error, "message", "") if status else ""
     text = " ".join(str(text or (status or error)).split())
@@ -508,7 +527,7 @@ def _describe_cause(error: BaseException) -> str:
 
 
 def _find_status(error: BaseException) -> int:
-    """Return the status that a web server answered with; 0 where there is none."""
+    """Return the HTTP status of an error; 0 if it has none."""
     for name in ("status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int):
@@ -517,7 +536,7 @@ def _find_status(error: BaseException) -> int:
 
 
 def _is_lasting(error: Exception) -> bool:
-    """Return whether an error would come again, however often the server is asked."""
+    """Return whether the same request would fail again."""
     status = _find_status(error)
     if status:
         return 300 <= status < 500 and status not in _PASSING_STATUS
@@ -529,13 +548,13 @@ def _is_lasting(error: Exception) -> bool:
 
 
 class UrlFile(io.RawIOBase):
-    """A file at a URL, read in pieces; threads may share it.
+    """A file at a URL, read in pieces. Threads may share it.
 
     Args:
         path: the file.
-        retries: how often each read is tried again. Without them the first error is raised.
-        block_bytes: the least bytes of one request. Bytes that are not needed yet are kept for the
-            next read.
+        retries: how often a failed read is tried again. By default the first error is raised.
+        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
+            read.
 
     Example:
         >>> from fsspec import filesystem
@@ -551,7 +570,8 @@ class UrlFile(io.RawIOBase):
         self.path = path
         self._retries = retries
         self._block_bytes = block_bytes
-        # Start and bytes of the last request. Both are replaced at once, for other threads.
+        # Start and content of the last request. One tuple holds both, so that another thread never
+        # sees the start of one request with the content of another.
         self._block = (0, b"")
         self._size: int | None = None
         self._place = 0
@@ -568,11 +588,11 @@ class UrlFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return where the next `readinto` without an offset begins."""
+        """Return the byte at which the next `readinto` without an offset begins."""
         return self._place
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a byte, counted from the start, from here or from the end; return its number."""
+        """Move to a byte, as in `io.IOBase.seek`; return its offset from the start of the file."""
         starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}
         start = starts[whence] if whence in starts else self.find_size()
         self._place = start + offset
@@ -584,10 +604,10 @@ class UrlFile(io.RawIOBase):
         return bytes(memoryview(content)[: self.readinto(content, offset)])
 
     def readinto(self, buffer: Any, offset: int | None = None) -> int:
-        """Fill a writable buffer with bytes of the file; return how many came.
+        """Fill a writable buffer with bytes of the file, and return the number of bytes read.
 
-        They are read from ``offset`` on, or from where the last call ended. Fewer than the buffer
-        holds come only at the end of the file.
+        Reading begins at ``offset``. By default it begins where the last such call ended. Only at
+        the end of the file is the number smaller than the buffer.
         """
         view = memoryview(buffer).cast("B")
         start = self._place if offset is None else offset
@@ -603,7 +623,7 @@ class UrlFile(io.RawIOBase):
         return count
 
     def find_size(self) -> int:
-        """Return the size of the file in bytes; 0 where the server does not tell."""
+        """Return the size of the file in bytes; 0 if the server does not say."""
         if self._size is None:
             self._size = self._run(self.path.stat).st_size
         return self._size
@@ -620,7 +640,7 @@ class UrlFile(io.RawIOBase):
         return self._retries.run(call) if self._retries else call()
 
     def _take(self, start: int, count: int) -> memoryview:
-        """Return at most ``count`` bytes from ``start`` on; none only at the end of the file."""
+        """Return 1 to ``count`` bytes that begin at ``start``; none at the end of the file."""
         block_start, block = self._block
         inside = start - block_start
         if not 0 <= inside < len(block):
@@ -639,7 +659,7 @@ class UrlFile(io.RawIOBase):
         try:
             content = self.path.read_range(start, count)
         except RefusedError:
-            # Servers refuse a part that begins behind the end of the file.
+            # Servers refuse a part that begins at the end of the file or behind it.
             if 0 < self.find_size() <= start:
                 return b""
             raise
@@ -648,9 +668,12 @@ class UrlFile(io.RawIOBase):
         return content
 
     def _read_stream(self, start: int, count: int) -> bytes:
-        """Read bytes of a file that the server sends as a whole. To go back, ask for it again."""
+        """Read bytes of a file that the server sends as a whole.
+
+        To read bytes before the current one, the file is requested again.
+        """
         stream = self._stream
-        # After an error, the next call opens another stream.
+        # If this call fails, the next call opens another stream.
         self._stream = None
         if stream is None or self._stream_place > start:
             stream = self.path.open_stream()
