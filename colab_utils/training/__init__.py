@@ -1,5 +1,6 @@
-"""Training a Mask R-CNN on shards: ``train`` chooses, ``trainer`` holds the loop, ``step`` is one
-step.
+"""Training a Mask R-CNN on shards.
+
+``train`` chooses the settings, ``trainer`` has the loop, and ``step`` trains one batch.
 """
 
 from colab_utils.training.losses import compute_losses

@@ -1,8 +1,8 @@
-"""What the processes that train together tell each other before the first step.
+"""Checks that the processes that train together agree before the first step.
 
-A process that loads other images, or stops at an error, would leave the others waiting for it in
-the middle of a step. So all of them compare what they have, and where it differs all of them end
-with the same words.
+If one process loads other images, or stops at an error, the others would wait for it in the middle
+of a step. So all processes compare their data and settings. If these differ, all end with the same
+message.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ _NAMED_RANKS = 4
 
 @contextmanager
 def share_errors(ranks: Ranks) -> Iterator[None]:
-    """Raise in every process where one of them had an error in the block: none waits for it.
+    """Raise an error in every process if one process has an error in the block.
 
-    The block itself must not wait for another process.
+    So no process waits for one that has stopped. The block must not wait for another process.
 
     Raises:
-        ColabUtilsError: Another process had an error. It is named, and so is its rank.
+        ColabUtilsError: Another process had an error. The message has that error and its rank.
 
     Example:
         >>> with share_errors(Ranks()):
@@ -43,15 +43,14 @@ def share_errors(ranks: Ranks) -> Iterator[None]:
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
-    """Refuse to train, in every process, where one of the facts is not the same in all of them.
+    """Raise an error in every process if a fact is not the same in all processes.
 
     Args:
         ranks: The processes that train together.
-        facts: What this process has, by the name that the message gives it: texts, numbers and
-            None.
+        facts: Texts, numbers and None of this process, each by a name for the message.
 
     Raises:
-        ColabUtilsError: They differ. Each difference is named, with the ranks that have each value.
+        ColabUtilsError: Some facts differ. The message lists their values, with the ranks of each.
 
     Example:
         >>> require_same(Ranks(), {"seed": 0})

@@ -1,4 +1,4 @@
-"""One file of a checkpoint: sealed with a checksum, and refused where anything else is read."""
+"""The file of a checkpoint. It ends with a seal, which holds a checksum of all bytes before it."""
 
 import io
 import zipfile
@@ -16,29 +16,29 @@ from colab_utils.files import hash_bytes, parse_file, read_whole
 from colab_utils.places import Place
 
 TORN = "is torn (cut short or damaged)"
-# The number is the version of the format; a checksum follows.
+# A seal begins with this text, where the number is the version of the format. The checksum follows.
 _SEAL = b"colab_utils 2 "
 _MOST_BYTES = 1e10
 _CURE = "Move this file away: the one before it is loaded then."
 
 
 class TornError(ColabUtilsError):
-    """A checkpoint is not as it was written: the same wrong bytes came twice."""
+    """A checkpoint is not as it was written. It gave the same wrong bytes twice."""
 
 
 def pack_state(state: Mapping[str, Any]) -> tuple[memoryview, bytes]:
-    """Return the content of a file that holds a state, and its seal, which is to be written last.
+    """Return the content of a file that holds a state, and the seal to write after it.
 
     Example:
         >>> content, seal = pack_state({"step": 120})
         >>> zipfile.is_zipfile(io.BytesIO(bytes(content) + seal)), seal[:14]
         (True, b'colab_utils 2 ')
     """
-    # Drive wants a file from its first byte to its last, written once.
+    # On Drive a file must be written once, from its first byte to its last.
     data = io.BytesIO()
     torch.save(state, data)
     content = data.getbuffer()
-    # A zip ends with the length of its comment.
+    # The seal becomes the comment of the zip, whose last two bytes are the length of its comment.
     content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")
     return content, _make_seal(content)
 
@@ -52,9 +52,9 @@ def read_sealed(path: Place) -> bytes:
 
     Raises:
         TornError: It is not as it was written.
-        ColabUtilsError: It is a complete zip without a seal: another program wrote it, or changed
-            it.
-        DriveLostError: Drive does not answer, or gives no bytes to rely on.
+        ColabUtilsError: It is a complete zip without a seal, because another program wrote or
+            changed it; or its seal is of another version.
+        DriveLostError: Drive does not answer, or gives other bytes at each try.
     """
     read = partial(read_whole, path, most_bytes=_MOST_BYTES)
     with explain_read(path):
@@ -62,13 +62,14 @@ def read_sealed(path: Place) -> bytes:
 
 
 def _check_seal(path: Place, content: bytes) -> bytes:
-    """Return ``content`` if its seal is right; raise what `read_sealed` raises."""
+    """Return ``content`` if its seal is right. Raises the errors of `read_sealed`."""
     length = len(_make_seal(b""))
     if content.endswith(_make_seal(memoryview(content)[:-length])):
         return content
     seal = content[-length:]
     if not seal.startswith(_SEAL):
-        # It is of another version; or a complete zip without a comment. Ours, cut short, is none.
+        # The seal is of another version, or there is none in a complete zip. A file of ours that is
+        # cut short is no complete zip.
         with suppress(zipfile.BadZipFile):
             is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
             if is_zip or seal.startswith(_SEAL[:-2]):
@@ -80,8 +81,7 @@ def _check_seal(path: Place, content: bytes) -> bytes:
 
 @contextmanager
 def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
-    """Refuse a checkpoint whose ``state``, as `CheckpointFolder.read` gives it, the block cannot
-    take.
+    """Refuse the checkpoint that `CheckpointFolder.read` gave if the block fails with its state.
 
     Example:
         >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
@@ -99,14 +99,14 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        # What fails for want of memory is the machine's fault, and not the checkpoint's.
+        # If memory ran out, the checkpoint is not to blame.
         if state is None or "memory" in str(error) or "CUDA" in str(error):
             raise
         raise _refuse(state["path"]) from error
 
 
 def choose_weights(state: Mapping[str, Any]) -> Any:
-    """Return the weights of a checkpoint: the averaged ones where an earlier version stored them.
+    """Return the weights of a checkpoint: the averaged ones if an earlier version stored them.
 
     Example:
         >>> choose_weights({"model": {"weight": 1}, "ema": {"weight": 2}})
@@ -120,14 +120,14 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
     """Load the weights of the checkpoint at ``path`` into a model.
 
     Raises:
-        ColabUtilsError: A weight is not a number.
-        RuntimeError: They are those of another model.
+        ColabUtilsError: A weight is not finite.
+        RuntimeError: The weights are those of another model.
     """
     model.load_state_dict(weights)
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise ColabUtilsError(
-                f"The checkpoint {path} cannot be used: {name} has values that are no numbers. "
+                f"The checkpoint {path} cannot be used: {name} has values that are not finite. "
                 f"{_CURE}"
             )
 
@@ -140,7 +140,10 @@ def _refuse(path: str | Place) -> ColabUtilsError:
 
 
 def load_content(path: Place, content: bytes) -> dict[str, Any]:
-    """Return the state that a file holds; what fails is no reason to rename the file."""
+    """Return the state that a file holds.
+
+    The seal of ``content`` is right, so a failure is no reason to rename the file.
+    """
     try:
         state: dict[str, Any] = torch.load(
             io.BytesIO(content), map_location="cpu", weights_only=True
@@ -158,10 +161,10 @@ def load_content(path: Place, content: bytes) -> dict[str, Any]:
 
 @contextmanager
 def explain_read(path: Place) -> Iterator[None]:
-    """Say what to do where the block cannot read a checkpoint, or the folder of them."""
+    """Say what to do if the block cannot read a checkpoint or its folder."""
     try:
         yield
-    # A ValueError is of a path that is no name of a file.
+    # A path that cannot be the name of a file raises a ValueError.
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ColabUtilsError(

@@ -1,5 +1,6 @@
-"""The checkpoints of a run: complete or absent, the newest two kept, waiting on this machine while
-Drive is lost.
+"""The checkpoints of a run. Each one is complete or absent, and the newest two are kept.
+
+While Drive is lost, new checkpoints wait on this machine.
 """
 
 import errno
@@ -41,14 +42,14 @@ Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 _PREFIXES = {"newest": "checkpoint", "best": "best"}
 _OTHERS_KEPT = {"newest": 1, "best": 0}
-# A random word in the folder of a run: one that is made anew at the same place has another.
+# The file holds random bytes. A folder that is deleted and made anew gets other bytes.
 _IDENTITY_NAME = "run-id"
 # A disk that is full, a quota that is used up, and a disk that became read-only.
 _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class FullDiskError(DriveLostError):
-    """The disk of a run takes no more files: what is written waits elsewhere, as for a lost
+    """The disk of a run takes no more files. Checkpoints wait on this machine, as for a lost
     Drive.
     """
 
@@ -58,15 +59,16 @@ class CheckpointFolder:
     on, and the best one.
 
     Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each
-    file ends with a checksum, as the comment of the zip that ``torch.save`` writes: what was
-    changed since is never trained on. While Drive or a server does not answer, or takes no more,
-    checkpoints wait on this machine's disk, in ``waiting``; the next one that it takes replaces
-    them. They belong to this run alone, which a random word in ``run/run-id`` tells from another
-    one at the same place. Who writes checkpoints holds the folder meanwhile: see `hold_folder`.
+    file ends with a checksum, which is the comment of the zip that ``torch.save`` writes. A file
+    that was changed later is never trained on.
+
+    While Drive or a server does not answer, or is full, checkpoints wait on this machine's disk, in
+    ``waiting``. The next checkpoint that reaches ``run`` replaces them. ``run/run-id`` holds random
+    bytes, so that another run at the same place does not take them for its own. A process that
+    writes checkpoints must hold the folder: see `hold_folder`.
 
     Args:
-        run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``. On
-            Google Drive each checkpoint is written once, from its first byte to its last.
+        run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``.
 
     Example:
         >>> import tempfile
@@ -83,17 +85,17 @@ class CheckpointFolder:
 
     @property
     def waiting(self) -> Path:
-        """Return the folder in which checkpoints of this run wait on this machine. It belongs to
-        the user alone.
+        """Return the folder on this machine in which checkpoints of this run wait. Only this user
+        can read it or write into it.
 
         Raises:
-            ColabUtilsError: Somebody else could write there.
+            ColabUtilsError: Another user could read it or write into it.
         """
         place = str(self.run.absolute()).encode(errors="surrogatepass")
         return _find_own_folder() / hash_bytes(place, self._identify())
 
     def _identify(self) -> bytes:
-        """Return the identity of this run, which `prepare` gives it; empty before."""
+        """Return the identity that `prepare` gave this run, or b"" if it has none yet."""
         if not self._identity:
             with suppress(FileNotFoundError, NotADirectoryError, DriveLostError):
                 self._identity = read_whole(self.run / _IDENTITY_NAME)
@@ -101,14 +103,14 @@ class CheckpointFolder:
 
     @property
     def newest(self) -> Place | None:
-        """Return the newest checkpoint that can be seen now, if there is one."""
+        """Return the newest checkpoint, or None. If Drive is lost, search this machine alone."""
         with suppress(DriveLostError, RefusedError):
             return next(reversed(self._list()), None)
         return next(reversed(_list_files(self.waiting, "newest")), None)
 
     def prepare(self, *, anew: bool) -> None:
-        """Make the folder, with an identity; ``anew`` moves older checkpoints to ``previous-1`` and
-        so on.
+        """Make the folder and give it an identity. ``anew`` moves older checkpoints to a free
+        folder in it: ``previous-1``, ``previous-2`` and so on.
 
         Raises:
             ColabUtilsError: The folder cannot be made or written to.
@@ -134,15 +136,21 @@ class CheckpointFolder:
         which: Which = "newest",
         is_last: bool = False,
     ) -> Place:
-        """Write one checkpoint; then the oldest of three goes, or the one that was best before.
+        """Write one checkpoint, then remove those that it replaces, and return its path.
 
-        Where Drive does not answer, the checkpoint waits on this machine, with a warning:
-        `send_waiting` sends it, or the next one that Drive takes replaces it. Of the last one of a
-        run the warning does not say that training goes on.
+        If Drive does not answer, the checkpoint waits on this machine, and a warning says so.
+        `send_waiting` sends it later, unless Drive takes a newer one before.
+
+        Args:
+            state: What is saved.
+            step: Steps that are done.
+            which: ``"newest"`` keeps the one before, too; ``"best"`` keeps this one alone.
+            is_last: Whether the run ends with it. The warning then does not say that training
+                goes on.
 
         Raises:
-            ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints
-                stay as they are.
+            ColabUtilsError: This machine's disk is full, or the folder cannot be written. Older
+                checkpoints stay as they are.
         """
         path: Place = self.run / f"{_PREFIXES[which]}-{step:08d}.pt"
         parts = pack_state({**state, "step": step})
@@ -171,21 +179,22 @@ class CheckpointFolder:
         return "Drive does not answer"
 
     def send_waiting(self) -> None:
-        """Send to the run's folder what waits on this machine; try for 81 seconds where Drive
-        fails.
+        """Send the checkpoints that wait on this machine to the run's folder. If Drive fails, try
+        again for 81 seconds.
 
         Raises:
-            DriveLostError: Drive did not take it. The message says where it lies, and what to do.
+            DriveLostError: Drive did not take a checkpoint. The message says where it lies, and
+                what to do.
             ColabUtilsError: The folder cannot be written, or a waiting file is damaged.
         """
         for which in get_args(Which):
             waiting = _list_files(self.waiting, which)
             if waiting:
-                # Once the newest has arrived, the older ones that wait go.
+                # Only the newest one is sent. The older ones are removed when it has arrived.
                 self._send(waiting[-1], which, read_sealed(waiting[-1]))
 
     def _send(self, waiting: Place, which: Which, content: bytes) -> Place:
-        """Write a checkpoint that waits into the run's folder, and return its path there."""
+        """Write a waiting checkpoint into the run's folder, and return its path there."""
         path = self.run / waiting.name
         try:
             self._write(path, which, content, patiently=True)
@@ -204,18 +213,24 @@ class CheckpointFolder:
         return path
 
     def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
-        """Read the newest or the best checkpoint that is complete, to the CPU, and add its
-        ``path``. Returns None where there is none.
+        """Read the newest or the best complete checkpoint to the CPU.
 
-        No file is changed, because another process may be training in the folder. That process
-        passes ``repair``: a file that is cut short or fails its checksum is renamed to ``.torn-1``,
-        one that waited here is sent to Drive. A file is torn only when the same wrong bytes came
-        twice.
+        A torn file is one that is cut short or fails its checksum, with the same wrong bytes when
+        it is read again. It is skipped with a warning.
+
+        Args:
+            which: ``"newest"`` or ``"best"``.
+            repair: Rename torn files to end in ``.torn-1`` and so on, and send a checkpoint that
+                waits on this machine to Drive. By default no file is changed, because another
+                process may be training in the folder.
+
+        Returns:
+            The state, with the ``path`` of its file; None if there is no checkpoint.
 
         Raises:
-            ColabUtilsError: The file cannot be loaded, is no checkpoint of this version, or was
-                changed by another program, or the disk does not answer, or all checkpoints of the
-                run are torn; no file is changed then.
+            ColabUtilsError: The disk does not answer; the file cannot be loaded, is of another
+                version, or was changed by another program; or all checkpoints of the run are torn.
+                No file is changed then.
         """
         torn: list[Place] = []
         for path in reversed(Retries().run(lambda: self._list(which))):
@@ -227,7 +242,7 @@ class CheckpointFolder:
             state = load_content(path, content)
             _set_aside(torn, repair=repair)
             if repair and path.parent == self.waiting:
-                # The user may have deleted the checkpoints of the run, and not its folder.
+                # A user who deleted the checkpoints of the run, but not its folder, expects none.
                 text = (
                     f"{path.name} waited in {self.waiting} of this machine, and is sent now. "
                     "If you deleted its run, pass resume='never' to begin anew"
@@ -238,7 +253,7 @@ class CheckpointFolder:
         if torn and which == "newest":
             names = ", ".join(path.name for path in torn)
             raise ColabUtilsError(
-                f"Of the run in {self.run} no checkpoint is complete: {names} {TORN}. Train with "
+                f"In the run {self.run} no checkpoint is complete: {names} {TORN}. Train with "
                 "resume='never' to move what is there to a folder of its own and to begin anew, or "
                 "choose another run folder."
             )
@@ -246,7 +261,7 @@ class CheckpointFolder:
         return None
 
     def _list(self, which: Which = "newest") -> list[Place]:
-        """Return the checkpoints of Drive and of this machine in the order of their steps."""
+        """Return the checkpoints in the run's folder and on this machine, sorted by step."""
         with explain_read(self.run), guard_drive(self.run):
             paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
         return sorted(paths, key=lambda path: path.name)
@@ -266,7 +281,7 @@ class CheckpointFolder:
                 write()
         except OSError as error:
             raise self._refuse_write(path, error) from error
-        # One file too many does no harm.
+        # If an old file cannot be removed, it does no harm.
         with suppress(OSError, ColabUtilsError):
             self._remove_others(path, which)
 
@@ -278,22 +293,23 @@ class CheckpointFolder:
         )
 
     def _remove_others(self, path: Place, which: Which) -> None:
-        """Remove the checkpoints that the one that was just written replaces."""
+        """Remove the checkpoints that the new one at ``path`` replaces."""
         others = [other for other in _list_files(path.parent, which) if other != path]
         old = others[: len(others) - _OTHERS_KEPT[which]]
         if path.parent != self.waiting:
             old += _list_files(self.waiting, which)
         for file in old:
             if isinstance(file, Path):
-                # Drive keeps what is deleted in its bin, on the user's quota.
+                # Drive moves deleted files to its bin, where they still count for the user's
+                # quota. An empty file takes none of it.
                 os.truncate(file, 0)
             file.unlink()
 
 
 @contextmanager
 def _guard_disk() -> Iterator[None]:
-    """Raise a `FullDiskError` where the block cannot write for want of room, and a
-    `ServerLostError` where a server refuses: credentials that expired may come again.
+    """Raise `FullDiskError` if the block finds no room to write, and `ServerLostError` if a server
+    refuses it. A server may take the next try, with renewed credentials.
     """
     try:
         yield
@@ -306,7 +322,7 @@ def _guard_disk() -> Iterator[None]:
 
 
 def _find_own_folder() -> Path:
-    """Return the folder in which checkpoints wait; nobody but this user can write there."""
+    """Return the folder in which checkpoints of all runs wait. No other user can write there."""
     folder = Path(tempfile.gettempdir(), f"colab_utils-checkpoints-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -321,11 +337,11 @@ def _find_own_folder() -> Path:
 
 
 def _set_aside(torn: Iterable[Place], *, repair: bool) -> None:
-    """Warn of torn checkpoints, and with ``repair`` rename them."""
+    """Warn of torn checkpoints. With ``repair``, rename them, too."""
     for path in torn:
         text = f"{path} {TORN}: the one before it is taken"
         if repair:
-            # The folder may be one that is only read.
+            # The folder may be read-only.
             with suppress(OSError, ColabUtilsError):
                 aside = _find_free_name(path.parent, f"{path.name}.torn-")
                 _move(path, aside)
@@ -334,8 +350,8 @@ def _set_aside(torn: Iterable[Place], *, repair: bool) -> None:
 
 
 def _list_files(folder: Place, which: Which) -> list[Place]:
-    """Return the checkpoints in the order of their steps. A Drive that is lost is an error, and
-    never an empty folder.
+    """Return the checkpoints in a folder, sorted by step. If Drive is lost, raise an error: it must
+    not look like an empty folder.
     """
     try:
         names = [*folder.list_sizes()] if isinstance(folder, UrlPath) else os.listdir(folder)
@@ -353,7 +369,7 @@ def _find_free_name(folder: Place, prefix: str) -> Place:
 
 
 def _move(path: Place, target: Place) -> None:
-    """Move a checkpoint; one that waits here goes to a server."""
+    """Move a checkpoint. One that waits on this machine may have to move to a server."""
     if isinstance(path, UrlPath) and isinstance(target, UrlPath):
         path.replace(target)
     elif isinstance(path, Path) and isinstance(target, Path):

@@ -13,17 +13,17 @@ from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 from colab_utils.training.checkpoint_folder import CheckpointFolder, Which
 
-# The least seconds between two checkpoints, and before the one at the end of an epoch.
+# The least seconds since the last checkpoint: in the middle of an epoch, and at its end.
 _PAUSES_S = (60.0, 10.0)
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread while training goes on, and tells when the next one is due.
+    """Writes checkpoints in a thread while training goes on, and decides when the next one is due.
 
     Args:
-        folder: Where they are written.
-        every_steps: Steps from one checkpoint to the next. Default: one a minute, and at the end of
-            an epoch.
+        folder: Where the checkpoints are written.
+        every_steps: Steps from one checkpoint to the next. Default: one checkpoint a minute, and
+            one at the end of an epoch if ten seconds have passed since the last.
 
     Example:
         >>> import tempfile
@@ -44,7 +44,7 @@ class CheckpointWriter:
         being written.
 
         Raises:
-            ColabUtilsError: The last one could not be written: said now, and not with the next one.
+            ColabUtilsError: The last checkpoint could not be written.
         """
         if not all(job.done() for job in self._jobs):
             return False
@@ -68,10 +68,10 @@ class CheckpointWriter:
         self._saved_s = perf_counter()
 
     def finish(self) -> None:
-        """Wait until everything is written.
+        """Wait until all checkpoints are written.
 
         Raises:
-            ColabUtilsError: It could not be written.
+            ColabUtilsError: One of them could not be written.
         """
         jobs = self._jobs
         self._jobs = []
@@ -84,8 +84,8 @@ class CheckpointWriter:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """Return a copy that training no longer changes. It is in the usual order of memory, as code
-    that reads weights expects it.
+    """Copy all tensors in a value to the CPU, so that training does not change them while they are
+    written. The copies are contiguous, because code that reads weights expects it.
 
     Example:
         >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})

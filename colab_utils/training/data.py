@@ -1,4 +1,4 @@
-"""The images of a run: its shards, whole or still arriving, and those that it is evaluated on."""
+"""The images of a run: those that it trains on, and those that it is evaluated on."""
 
 import warnings
 from collections.abc import Iterator
@@ -25,26 +25,26 @@ class OpenData:
     dataset: ShardDataset | CocoFolder
     """All images, with labels from 1 on."""
     rows: NDArray[np.int64]
-    """Those of the images that have objects: they are trained on."""
+    """Indices of the images with objects. Only these are trained on."""
     validation: ShardDataset | None
-    """The images that the average precision is measured on."""
+    """The images that the average precision is measured on; None without ``val_shards``."""
     is_loose: bool = False
-    """Whether the images are loose files, some of which turn out bad as they become shards."""
+    """Whether the images are loose files. Some may turn out bad while shards are made of them."""
 
     @property
     def order(self) -> str:
-        """Return a checksum of the order of the images that are trained on."""
+        """Return a checksum of the ids of the training images, in their order."""
         return hash_bytes(self.dataset.image_ids[self.rows].tobytes())
 
     def match_state(self, state: dict[str, Any], order: str | None) -> dict[str, Any]:
-        """Return where a loader stood, for these images.
+        """Return a loader's state from a checkpoint, made to fit the images of this session.
 
-        Where others turned out bad, they lie in another order, or shards were trained on and are
-        gone, its epoch begins anew.
+        The epoch begins anew, with a warning, if the images differ: more of them turned out bad,
+        they lie in another order, or shards that were trained on are gone.
 
         Args:
-            state: of the loader.
-            order: of the images then; None in checkpoints of older versions.
+            state: The state of the loader.
+            order: The ``order`` of the images in the checkpoint; None in those of older versions.
         """
         has_shards = isinstance(self.dataset, ShardDataset)
         difference = ""
@@ -64,13 +64,14 @@ class OpenData:
         return {**state, **anew}
 
     def describe(self) -> dict[str, Any]:
-        """Return what must be the same in all processes, or they would share no batches."""
+        """Return facts that must be the same in all processes, so that they share batches."""
         order = hash_bytes(self.dataset.image_ids.tobytes(), self.dataset.sizes.tobytes())
         facts: dict[str, Any] = {
             "dataset": self.dataset.fingerprint,
             "number of images": len(self.dataset),
             "number of images with objects": len(self.rows),
-            # Copies of as many images may hold others. The sizes decide which images share a batch.
+            # Two copies may have equally many images, but not the same ones. Sizes decide which
+            # images share a batch.
             "order of the images": order,
             "validation dataset": None,
             "number of validation images": None,
@@ -83,7 +84,7 @@ class OpenData:
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where the images of a run lie: shards, or loose files that become shards meanwhile."""
+    """Where the images of a run lie: in shards, or in loose files that are made into shards."""
 
     shards: str | Place | None = None
     images: str | Place | None = None
@@ -95,7 +96,7 @@ class DataSource:
     limit_gb: float | None = None
 
     def check(self) -> None:
-        """Refuse a source that names no data, or two."""
+        """Refuse a source that names no data, or both kinds."""
         others = (self.images, self.annotations, self.drive)
         if self.shards is not None:
             is_sound = others == (None, None, None)
@@ -109,7 +110,7 @@ class DataSource:
             )
 
     def open(self, seed: int) -> ShardDataset | CocoFolder:
-        """Open the nearest form of the images."""
+        """Open the images: shards if there are any, else the loose files."""
         if self.images is not None and self.annotations is not None and self.ssd is not None:
             return open_dataset(
                 self.images,
@@ -134,10 +135,10 @@ def open_data(
     val_shards: str | Place | None,
     seed: int,
 ) -> Iterator[OpenData]:
-    """Open the images of a run; end what is copied or written meanwhile afterwards.
+    """Open the images of a run. After the block, stop copying or writing shards.
 
     Raises:
-        ColabUtilsError: No image with objects, or validation images of other categories.
+        ColabUtilsError: No image has objects, or the validation images have other categories.
     """
     dataset = source.open(seed)
     try:
@@ -151,7 +152,7 @@ def _find_images(
     source: DataSource,
     val_shards: str | Place | None,
 ) -> OpenData:
-    """Return the dataset with the rows of its images with objects, and the validation images."""
+    """Find the images with objects, and open the validation images."""
     place = source.shards or source.images
     validation = None
     if val_shards:

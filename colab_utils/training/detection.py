@@ -1,4 +1,4 @@
-"""The objects that a model finds in images, with masks that stay in their boxes."""
+"""The objects that a model finds in images. Their masks are as large as their boxes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,26 +20,30 @@ from colab_utils.training.sizes import Size
 _RESULT = ("boxes", "labels", "scores", "masks")
 
 
-# This is not inference_mode: the model caches its anchors, and trains with them later.
+# In inference_mode the model would cache anchors that it cannot train with later.
 @torch.no_grad()
 def detect(
     model: nn.Module, images: Sequence[Tensor], *, device: str | torch.device = "cpu"
 ) -> list[dict[str, NDArray[Any]]]:
-    """Find the objects in a batch of images: uint8 [3, H, W] each, by a model in evaluation mode on
-    the device.
+    """Find the objects in a batch of images.
 
-    torchvision's own output holds a float image of every mask on the device: 4.8 GB for 100 objects
-    in a photo of 12 megapixels, made in a loop that reads from the device again and again. Here
-    masks stay in their boxes.
+    torchvision pastes every mask into a float image on the device: 4.8 GB for 100 objects in a
+    photo of 12 megapixels. Its loop also waits for the device at every mask. This function returns
+    each mask in the pixels of its box.
+
+    Args:
+        model: A model in evaluation mode, on the device.
+        images: uint8 [3, H, W] each.
+        device: Where the model runs.
 
     Returns:
-        For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D],
-            ``scores`` float32 [D], and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than
-            a Mask R-CNN bool [D, H, W].
+        A dict for each image, with its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels``
+        int64 [D], ``scores`` float32 [D], and ``masks`` float32 [D, 28, 28], 0 to 1. If the model
+        is no Mask R-CNN, ``masks`` are bool [D, H, W].
     """
     precision = choose_precision(device)
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
-        # They are made one at a time, because photos may be large.
+        # A generator makes one float image at a time, because photos may be large.
         floats = (send(image, device).float().div_(255) for image in images)
         if isinstance(model, MaskRCNN):
             sizes = [(image.shape[1], image.shape[2]) for image in images]
@@ -53,8 +57,9 @@ def detect(
 def _find_in_boxes(
     model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]
 ) -> list[dict[str, Tensor]]:
-    """Return the result of ``model(images)``, with masks as the mask head makes them. Source:
-    ``GeneralizedRCNN.forward``.
+    """Return the result of ``model(images)``, with the masks that the mask head makes.
+
+    Source: ``GeneralizedRCNN.forward`` in torchvision's ``models/detection``.
     """
     transform = model.transform
     resized = [transform.resize(transform.normalize(image))[0] for image in images]
@@ -78,9 +83,13 @@ def describe_detections(
     size: Sequence[int],
     category_ids: Mapping[int, int],
 ) -> list[dict[str, Any]]:
-    """Return the objects that `detect` found in an image as COCO's results, with boxes and masks.
+    """Return the objects that `detect` found in an image, in COCO's format of results.
 
-    Labels without a category id are left out; ``size`` is the image's height and width.
+    Args:
+        detections: The objects of the image.
+        image_id: COCO id of the image.
+        size: Height and width of the image.
+        category_ids: COCO category id of each label. Objects with other labels are left out.
     """
     from pycocotools import mask as coco_mask
 
@@ -108,12 +117,15 @@ def describe_detections(
 
 
 def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict[str, Any]]:
-    """Encode the masks that torchvision pastes into an image of ``size`` (height and width), above
-    0.5, as compressed RLE.
+    """Paste masks into an image, and encode the pixels above 0.5 as compressed RLE.
 
-    Bit for bit the masks of ``paste_masks_in_image`` in torchvision
-    ``models/detection/roi_heads.py``, from ``masks``, float32 [D, 28, 28], and ``boxes``, float32
-    [D, 4] in pixels.
+    The masks are bit for bit those of ``paste_masks_in_image`` in torchvision's
+    ``models/detection/roi_heads.py``.
+
+    Args:
+        masks: float32 [D, 28, 28], 0 to 1.
+        boxes: float32 [D, 4] in pixels.
+        size: Height and width of the image.
 
     Example:
         >>> boxes = torch.tensor([[2.0, 1, 3, 3]])

@@ -1,7 +1,7 @@
 """COCO average precision of a model on a dataset: `evaluate`.
 
-The model finds objects in batches of images, which threads decode ahead. Another process draws the
-masks and computes COCO's sums meanwhile.
+Threads decode the next images while the model finds objects in a batch. Another process draws the
+masks meanwhile, and computes the average precision at the end.
 """
 
 import io
@@ -33,7 +33,7 @@ _DECODING_THREADS = 2
 
 
 class EvaluationProcessError(ColabUtilsError):
-    """The process that draws masks and computes COCO's sums was killed, twice, or cannot start."""
+    """The process that draws masks for an evaluation was killed twice, or cannot start."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,17 @@ class AveragePrecision:
     """
 
     bbox: float
-    """Of boxes, over IoU 0.50 to 0.95."""
+    """Average precision of boxes, averaged over IoU 0.50 to 0.95."""
     segm: float
-    """Of masks, over IoU 0.50 to 0.95."""
+    """Average precision of masks, averaged over IoU 0.50 to 0.95."""
     bbox_50: float
-    """Of boxes, at IoU 0.50."""
+    """Average precision of boxes, at IoU 0.50."""
     segm_50: float
-    """Of masks, at IoU 0.50."""
+    """Average precision of masks, at IoU 0.50."""
     images: int
-    """Number of images."""
+    """Images that were evaluated."""
     step: int = 0
-    """Steps that ``train`` had done; the weights with the highest average precision are in
-    ``best-STEP.pt``.
-    """
+    """Steps that ``train`` had done; 0 outside of it."""
 
     def __str__(self) -> str:
         boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
@@ -75,22 +73,22 @@ def evaluate(
     device: str | torch.device = "cpu",
     batch_size: int = 8,
 ) -> AveragePrecision:
-    """Measure a model's average precision as ``COCOeval`` does: crowds included, 100 detections an
-    image.
+    """Measure a model's average precision by ``COCOeval``, with at most 100 detections an image.
 
-    On a GPU the model runs in half precision. Only images that are padded to the same shape share a
-    batch, so the result does not depend on ``batch_size``, except for rounding.
+    Crowds count as in ``COCOeval``: detections in them are ignored. On a GPU the model runs in half
+    precision. Only images that are padded to the same shape share a batch, so the result does not
+    depend on ``batch_size``, except for rounding.
 
     Args:
-        model: A Mask R-CNN, or a model that answers like one, which gets one image at a time. It is
-            left in the mode (training or not) that it had.
-        dataset: Its ``category_ids`` map the model's labels to COCO category ids.
-        device: Where the model runs.
-        batch_size: Most images in a batch.
+        model: A Mask R-CNN, or another model with the same outputs, which then gets one image at a
+            time. Afterwards it is in training or evaluation mode as before.
+        dataset: The images. Its ``category_ids`` map the model's labels to COCO category ids.
+        device: Where the model runs. Default: the CPU.
+        batch_size: The most images in a batch. Default: 8.
 
     Raises:
         EvaluationProcessError: The process that draws masks was killed twice, for example because
-            memory was full, or cannot start; the message names what is missing.
+            memory was full. Or it cannot start, and the message says why.
         ColabUtilsError: The images hold no objects, or the model's classes are not those of the
             dataset.
 
@@ -123,7 +121,7 @@ def evaluate(
 
 
 def _check_classes(model: Any, dataset: Any) -> None:
-    """Refuse a model whose labels mean other classes than those of the dataset."""
+    """Refuse a model whose labels are not those of the dataset."""
     if not isinstance(dataset, ShardDataset | CocoFolder):
         raise ColabUtilsError(
             f"A dataset of type {type(dataset).__name__} cannot be evaluated. Open a ShardDataset "
@@ -135,10 +133,10 @@ def _check_classes(model: Any, dataset: Any) -> None:
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if isinstance(predictor, FastRCNNPredictor):
         known = predictor.cls_score.out_features
-    # A model of raw COCO ids may have more classes than this dataset.
+    # If labels are COCO category ids, the model may have more classes than this dataset.
     is_raw = all(label == number for label, number in ids.items())
     fits = known == classes or (known > classes and is_raw)
-    # `load_trained_model` says which classes a model was trained on.
+    # `load_trained_model` gives a model the category ids that it was trained on.
     trained = getattr(model, "category_ids", ids)
     if not fits or not ids.items() <= trained.items():
         raise ColabUtilsError(
@@ -149,9 +147,7 @@ def _check_classes(model: Any, dataset: Any) -> None:
 
 @contextmanager
 def _set_up(model: nn.Module) -> Iterator[None]:
-    """Keep a model in evaluation mode with exact boxes. Afterwards, every module has the mode that
-    it had.
-    """
+    """Set a model to evaluation mode with exact boxes. Afterwards, restore every module's mode."""
     modes = [(module, module.training) for module in model.modules()]
     hooks = keep_boxes_exact(model)
     model.eval()
@@ -172,7 +168,7 @@ def _evaluate(
     size: int,
 ) -> AveragePrecision:
     ids = dataset.category_ids
-    # It is forked before there are threads.
+    # Fork the process before threads are started, because a fork with threads may hang.
     try:
         with explain_shared_memory():
             pool = fork_pool(1, _keep_truth, truth)
@@ -183,7 +179,7 @@ def _evaluate(
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
             for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
                 detections = detect(model, images, device=device)
-                # Those of the batch before.
+                # Wait for the drawings of the batch before, so that they do not pile up.
                 for job in drawing:
                     job.result()
                 numbers = dataset.image_ids[indices].tolist()
@@ -219,9 +215,7 @@ def _group_images(
 def _decode_ahead(
     dataset: Any, batches: Iterable[list[int]]
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield each batch with its images, which threads decode while the model works on the batch
-    before it.
-    """
+    """Yield each batch with its images. Threads decode the next batch meanwhile."""
 
     def decode(i: int) -> Tensor:
         image: Tensor = dataset.decode(dataset.read(i))
@@ -233,16 +227,16 @@ def _decode_ahead(
             yield batch, [*images]
 
 
-# pycocotools' COCO of the dataset.
+# The process that draws masks keeps these two: pycocotools' COCO of the dataset, and its results.
 _truth: list[Any] = []
 
 _results: list[dict[str, Any]] = []
 
 
 def _keep_truth(truth: Any) -> None:
-    # Training's own handler would only note it.
+    # The handler of the training loop would not end this process at SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The threads of the parent process do not exist in this one.
+    # torch might wait for threads of the parent process, which do not exist in this one.
     torch.set_num_threads(1)
     _truth[:] = [truth]
 
@@ -259,13 +253,13 @@ def _draw(
 
 
 def _score() -> AveragePrecision:
-    """Return the average precision of the results so far, by pycocotools."""
+    """Return the average precision of all results, by pycocotools."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     [truth] = _truth
     stats = []
-    # pycocotools prints, and its loadRes takes no empty list.
+    # pycocotools prints to stdout. Its loadRes does not take an empty list.
     with redirect_stdout(io.StringIO()):
         predictions = truth.loadRes(_results) if _results else COCO()
         for kind in ("bbox", "segm"):

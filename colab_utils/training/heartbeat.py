@@ -1,4 +1,4 @@
-"""The heartbeat of processes that train together: the others notice one that falls silent."""
+"""The heartbeat of processes that train together. It shows the others that a process is lost."""
 
 import os
 import socket
@@ -12,24 +12,24 @@ from torch import distributed
 
 from colab_utils.loading.ranks import Ranks
 
-# Seconds between two beats, and without one after which a process is lost. What is left of a minute
-# is for the last checkpoint.
+# Seconds between two beats, and seconds without a beat after which a process is lost. Training then
+# ends within a minute after the last beat: the rest of it is for the last checkpoint.
 _BEAT_S = 5.0
 _SILENCE_S = 40.0
 
 
 @contextmanager
 def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator[None]:
-    """Call ``on_silence`` in a thread where a process has not been heard for 40 seconds.
+    """Call ``on_silence`` in a thread if a process sends no beat for 40 seconds.
 
-    A link that is cut closes no connection: without a heartbeat, all processes wait for the next
-    gradients until torch's timeout, of half an hour. Each writes a beat into the store of
-    ``torchrun`` and reads those of the others. A process that evaluates goes on beating, since the
-    beats have a thread.
+    A cut cable closes no connection. Without a heartbeat, all processes would wait for the next
+    gradients until torch's timeout of half an hour. Each process writes its beats into the store of
+    ``torchrun``, and reads those of the others. A thread writes them, so that a process beats while
+    it evaluates, too.
 
     Args:
-        ranks: Which process this is.
-        on_silence: Gets the sentence that names the lost processes and their machines.
+        ranks: The processes that train together.
+        on_silence: Called with a sentence that names the lost processes and their machines.
     """
     store = _open_store(ranks)
     if store is None:
@@ -46,19 +46,19 @@ def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator[N
         yield
     finally:
         heartbeat.stopped.set()
-        # A thread that is inside torch when Python ends would abort the process.
+        # If a thread is inside torch when Python ends, the process is aborted.
         for thread in threads:
             thread.join()
 
 
 def _open_store(ranks: Ranks) -> distributed.TCPStore | None:
-    """Return a client of the store of ``torchrun``, where all processes reach it.
+    """Return a client of the store of ``torchrun``, or None if some process cannot reach it.
 
-    A group of the user's own may have none.
+    A process group that the user made may have no such store.
     """
     store = None
     if ranks.count > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        # A client of its own: the one of the group may wait for something else.
+        # The process group has a client, but it may be waiting for something else.
         with suppress(RuntimeError, ValueError):
             store = distributed.TCPStore(
                 os.environ["MASTER_ADDR"],
@@ -70,7 +70,7 @@ def _open_store(ranks: Ranks) -> distributed.TCPStore | None:
 
 
 class _Heartbeat:
-    """The beats of all processes, as this one has heard them.
+    """The beats of all processes, as this process has read them.
 
     Attributes:
         stopped: Set when training is over.
@@ -96,7 +96,7 @@ class _Heartbeat:
                     if value != last[rank]:
                         last[rank] = value
                         self._heard_s[rank] = monotonic()
-            # The store is gone, or its machine: then nobody is heard.
+            # The store or its machine is gone. All processes then seem lost after a while.
             except RuntimeError:
                 continue
 
@@ -106,7 +106,7 @@ class _Heartbeat:
         while not self.stopped.wait(_BEAT_S):
             now_s = monotonic()
             if now_s - looked_s > _SILENCE_S / 2:
-                # This process itself was stopped, and could not hear.
+                # This process itself was stopped for a while, and could not read beats.
                 self._heard_s = [now_s] * self._ranks.count
             looked_s = now_s
             silent = [

@@ -1,8 +1,8 @@
 """The forward pass in training: the losses of torchvision's Mask R-CNN on a packed batch.
 
-torchvision's own modules run, in the order in which torchvision calls them, so that they draw the
-same random numbers. One thing is done in another way: mask targets are sampled from packed masks,
-and no dense mask is made or resized.
+The modules of the model run in the order in which torchvision calls them, so that they draw the
+same random numbers. Only the mask targets are made in another way: they are sampled from packed
+masks, so that no dense mask is made or resized.
 """
 
 import math
@@ -41,21 +41,21 @@ def compute_losses(
 ) -> dict[str, Tensor]:
     """Return the losses of ``model(images, targets)`` in training mode, from a packed batch.
 
-    With the same random state they are torchvision's, and so are their gradients: mask targets
-    differ by a rounding of 1e-6, all else is equal. torchvision resizes all masks of an image and
-    makes floats of them. Here ``sample_masks`` takes each target, 28 x 28 pixels, from the stored
-    bits: memory for masks follows the boxes, not the image's area times its objects.
+    With the same random state, the losses and their gradients are those of torchvision. Only mask
+    targets differ, by a rounding of 1e-6. torchvision resizes all masks of an image as floats. This
+    function calls ``sample_masks``, which makes each target of 28 x 28 pixels from the stored bits.
+    So the memory for masks grows with the number of boxes, and not with the area of the image.
 
-    As in torchvision, autocast in half precision rounds boxes, too: call `keep_boxes_exact` for
-    the model once, as ``TrainingStep`` does.
+    As in torchvision, autocast in half precision rounds boxes, too. To prevent it, call
+    `keep_boxes_exact` for the model once, as ``TrainingStep`` does.
 
     Source: ``GeneralizedRCNN.forward`` and ``RoIHeads.forward`` in torchvision's
     ``models/detection``.
 
     Args:
-        model: In training mode, as ``build_mask_rcnn`` or torchvision makes it.
+        model: A Mask R-CNN in training mode, as ``build_mask_rcnn`` or torchvision makes it.
         batch: B images, with or without objects, on the model's device.
-        flips: bool [B]: the images to mirror left to right; none by default.
+        flips: bool [B]: the images to mirror left to right. Default: none.
 
     Returns:
         ``loss_classifier``, ``loss_box_reg``, ``loss_mask``, ``loss_objectness`` and
@@ -85,7 +85,8 @@ def compute_losses(
     if flips is None:
         flips = [False] * len(batch)
     images, targets = make_input(model.transform, batch, flips=flips)
-    # Here, the device has the images to work on while it is waited for.
+    # This check waits for the device. It comes after the images are queued, so that the device has
+    # work meanwhile.
     image_ids = batch.image_ids.repeat_interleave(batch.counts)
     check_objects(batch.boxes, batch.labels, image_ids, classes=_count_classes(model.roi_heads))
     features = model.backbone(images.tensors)
@@ -116,7 +117,7 @@ def compute_losses(
 
 
 def _check_input(model: Any, batch: Any) -> None:
-    """Refuse what is no Mask R-CNN in training mode, and a batch that is not packed."""
+    """Refuse a model that is no Mask R-CNN in training mode, and a batch that is not packed."""
     name = type(model).__name__
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise ColabUtilsError(
@@ -125,8 +126,8 @@ def _check_input(model: Any, batch: Any) -> None:
         )
     if not isinstance(model, MaskRCNN):
         raise ColabUtilsError(
-            f"{name} is no Mask R-CNN of torchvision. Call model(images, targets) with "
-            "deliver='dense'."
+            f"{name} is no Mask R-CNN of torchvision. Make the loader with deliver='dense', and "
+            "call model(images, targets)."
         )
     if not model.training:
         raise ColabUtilsError("The model is in evaluation mode. Call model.train() first.")
@@ -143,20 +144,20 @@ def make_input(
     *,
     flips: Sequence[bool],
 ) -> tuple[ImageList, list[dict[str, Tensor]]]:
-    """Return a packed batch as ``transform(images, targets)`` makes it, with targets without masks.
+    """Transform a packed batch as ``transform(images, targets)`` does, but without masks.
 
-    Images are taken one at a time, where the transform wants all of them as floats of their stored
-    size: a photo of 12 megapixels is 144 MB then.
+    Images are transformed one at a time. torchvision needs all images of a batch as floats in their
+    stored size at once, and a photo of 12 megapixels then takes 144 MB.
 
     Args:
-        transform: Of the model.
+        transform: The transform of the model.
         batch: B images, on the model's device.
         flips: bool [B]: the images to mirror left to right.
 
     Returns:
-        The images, mirrored, normalised, resized and padded, and the ``boxes`` and ``labels`` of
-        each. Under ``masks``, which torchvision's sampling looks for and does not read, they have
-        an empty tensor.
+        The images, mirrored, normalised, resized and padded, and a dict for each image with its
+        ``boxes``, ``labels`` and ``masks``. ``masks`` is an empty tensor: torchvision's sampling
+        requires the key, and does not read the value.
     """
     counts = batch.counts.tolist()
     boxes_of_images = batch.boxes.split(counts)
@@ -180,8 +181,8 @@ def make_input(
 
 
 def _count_classes(heads: RoIHeads) -> float:
-    """Return how many classes the predictors tell apart, the background included; infinity where
-    they do not say.
+    """Return the number of classes of the predictors, the background included. It is infinity for
+    predictors of an unknown kind.
     """
     scores = getattr(heads.box_predictor, "cls_score", None)
     masks = getattr(heads.mask_predictor, "mask_fcn_logits", None)
@@ -196,9 +197,9 @@ def _find_proposals(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the proposals of each image, and the losses of the proposal network.
 
-    torchvision compares all objects of an image with all anchors at once, in tensors that together
-    are eight times the result: 2.6 GB for 300 objects and the 269,000 anchors of 800 x 1333 pixels.
-    The same values come from a few objects at a time.
+    torchvision compares all objects of an image with all anchors at once. Its tensors together take
+    eight times the memory of the result: 2.6 GB for 300 objects and the 269,000 anchors of 800 x
+    1333 pixels. This function compares a few objects at a time, and gets the same values.
     """
     compare = rpn.box_similarity
     rpn.box_similarity = partial(_compare_in_parts, compare)
@@ -214,7 +215,7 @@ def _compare_in_parts(
     objects: Tensor,
     boxes: Tensor,
 ) -> Tensor:
-    """Return ``compare(objects, boxes)``, which is a row for each object."""
+    """Return ``compare(objects, boxes)``, with one row an object, from a few objects at a time."""
     rows = boxes.new_empty(len(objects), len(boxes))
     parts = rows.split(_COMPARED_OBJECTS)
     for part, few in zip(parts, objects.split(_COMPARED_OBJECTS), strict=True):
@@ -223,7 +224,7 @@ def _compare_in_parts(
 
 
 def _take_rows(parts: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return some rows of the part of each image."""
+    """Return the named rows of each image's tensor."""
     return [part[row] for part, row in zip(parts, rows, strict=True)]
 
 
@@ -239,11 +240,11 @@ def _compute_box_losses(
     """Return the losses of the classes and of the boxes of all regions.
 
     Args:
-        heads: Of the model.
-        features: Of its backbone.
+        heads: The heads of the model.
+        features: The features that its backbone computed.
         regions: float [R, 4] of each image.
         labels: int64 [R] of each image: the class of each region, 0 for the background.
-        offsets: float [R, 4] of each image: from each region to its object.
+        offsets: float [R, 4] of each image: what moves each region to its object.
         sizes: Height and width that each image was resized to.
     """
     pooled = heads.box_roi_pool(features, regions, sizes)
@@ -266,12 +267,12 @@ def _compute_mask_loss(
     """Return the loss of the masks of all positive regions.
 
     Args:
-        heads: Of the model.
-        features: Of its backbone.
+        heads: The heads of the model.
+        features: The features that its backbone computed.
         regions: float [R, 4] of each image.
-        matches: int64 [R] of each image: which of its objects each region is compared with.
+        matches: int64 [R] of each image: the index of the object that each region belongs to.
         labels: int64 [R] of each image: the class of each region, 0 for the background.
-        batch: Where the masks are.
+        batch: The batch that holds the masks.
         flips: bool [B]: the images that are mirrored.
         sizes: Height and width that each image was resized to.
     """
@@ -281,7 +282,7 @@ def _compute_mask_loss(
     logits: Tensor = heads.mask_predictor(heads.mask_head(pooled))
     if len(logits) == 0:
         return logits.sum() * 0
-    # The number of each image's first object, among those of the whole batch.
+    # The index of each image's first object among all objects of the batch.
     firsts = accumulate(batch.counts.tolist()[:-1], initial=0)
     objects = _take_rows(matches, positives)
     objects = [part + first for part, first in zip(objects, firsts, strict=True)]

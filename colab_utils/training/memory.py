@@ -1,4 +1,4 @@
-"""What makes every batch of a run fit into a GPU's memory: `plan_memory` tries the heaviest one."""
+"""Batches that fit into a GPU's memory: `plan_memory` trains the heaviest batch of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from colab_utils.training.sizes import choose_sizes
 from colab_utils.training.step import MOST_PARTS, TrainingStep
 from colab_utils.units import format_bytes
 
-# The share of the memory that a batch may take: proposals differ from step to step, and gaps
-# between allocations are lost.
+# The share of the memory that a batch may take. The rest is for steps with more proposals, and for
+# gaps between allocations.
 _MARGIN = 0.9
 _BATCH_SIZES = (16, 8, 4, 2, 1)
-# With less of the GPU's memory than this share, something else holds the rest.
+# If this process may have less than this share of the GPU's memory, other processes hold the rest.
 _ALONE = 0.75
 
 
@@ -30,13 +30,13 @@ class MemoryPlan:
     batch_size: int
     """Images of this process in a batch."""
     parts: int
-    """Parts in which each batch is trained."""
+    """Parts that each batch is cut into."""
     peak_bytes: int
-    """What the heaviest batch took."""
+    """Bytes that the heaviest batch took."""
     limit_bytes: int
-    """What this process may have."""
+    """Bytes that a batch of this process may take."""
     total_bytes: int
-    """The memory of the GPU."""
+    """Bytes of the GPU's memory in all."""
 
     def __str__(self) -> str:
         parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
@@ -57,21 +57,23 @@ def plan_memory(
     *,
     batch_size: int | None,
 ) -> MemoryPlan:
-    """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
+    """Find a batch size and a number of parts with which every batch of a dataset fits.
 
-    It is made from what is known of its images, their sizes, objects and crops: no file is read.
-    Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts.
-    Weights and statistics are left as they were. No object is ever left out.
+    The heaviest batch is trained for one step, without a change of the weights and of the
+    statistics of norms. With shards, it is made of black images of the right sizes and numbers of
+    objects, so that no image is read. Without a ``batch_size``, smaller and smaller batches are
+    tried. A given ``batch_size`` is kept, and the batch is cut into more and more parts. No object
+    is left out.
 
     Args:
-        step: With its model on a GPU.
-        dataset: The images, with labels as the model has them.
-        rows: Those of the images that are trained on.
+        step: The training step, with its model on a GPU.
+        dataset: The images, with the labels of the model.
+        rows: Indices of the images that are trained on.
         batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2
             and 1 that fits.
 
     Raises:
-        ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
+        ColabUtilsError: The heaviest batch does not fit. The message says what would free memory.
     """
     model = step.model
     counts = dataset.counts[rows]
@@ -95,7 +97,7 @@ def plan_memory(
             if fits and peak < _MARGIN * limit:
                 return MemoryPlan(images, step.parts, peak, limit, total)
     finally:
-        # The statistics of norms.
+        # Restore the statistics of norms, which the tries have changed.
         torch._foreach_copy_([*model.buffers()], buffers)
     raise ColabUtilsError(
         f"One image with {int(counts.max()):,} objects does not fit into the GPU's memory "
@@ -119,9 +121,9 @@ class _BlankImages:
 
 
 def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> PackedBatch:
-    """Return a batch of as many pixels and objects as these images have.
+    """Make a batch with as many pixels and objects as these images have.
 
-    Of loose files nothing is known of the masks' sizes: these are read.
+    Loose files are read, because the sizes of their masks are not known before.
     """
     if isinstance(dataset, CocoFolder):
         return collate_packed([dataset.read_packed(index) for index in indices])
@@ -132,16 +134,17 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
 
 
 def _find_limit(step: TrainingStep, free: int) -> int:
-    """Return the bytes that a batch may take, beside the optimiser's averages, which come later."""
+    """Return the bytes that a batch may take, beside the optimiser's averages of the first step."""
     averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
     trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
     return free + torch.cuda.memory_reserved(step.device) - averages * sum(trained)
 
 
 def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the images in an order whose first B are the heaviest batch of B. The largest image
-    comes first, because the others are padded to it. Images that are wide or upright as it is
-    follow, those with the most objects first.
+    """Return the images in an order in which the first B are the heaviest batch of B images.
+
+    The largest image comes first, because the others are padded to its size. Images of the same
+    orientation, wide or upright, follow. Of these, images with the most objects come first.
     """
     areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
     largest = int(np.lexsort((counts, areas))[-1])

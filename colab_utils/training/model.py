@@ -1,8 +1,9 @@
 """Mask R-CNN by name: torchvision's two ResNet-50 models, a light one that a laptop's CPU can
-train, and a tiny one that learns small, easy pictures.
+train, and a tiny one for small, easy pictures.
 
-`build_mask_rcnn` makes a model to train, `load_trained_model` reads one from a run. Every model is
-torchvision's own ``MaskRCNN``: its weights load into plain torchvision, and the other way round.
+`build_mask_rcnn` makes a model to train, and `load_trained_model` loads one from a run. Every model
+is torchvision's own ``MaskRCNN``. Its weights load into the same layers of torchvision, and the
+other way round.
 """
 
 import socket
@@ -39,7 +40,9 @@ LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
 TINY_MODEL = "maskrcnn_tiny_fpn"
 
 LARGEST_SIDE = 10_000
-"""In pixels: an image of 100 megapixels alone takes 1.2 GB."""
+"""The longest side that a model may resize images to, in pixels. An image of 10,000 x 10,000 pixels
+takes 1.2 GB.
+"""
 
 _WEIGHTS = {
     GPU_MODEL: get_weight("MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1"),
@@ -49,7 +52,7 @@ _WEIGHTS = {
 
 MODEL_NAMES = (*_WEIGHTS, TINY_MODEL)
 
-# By label.
+# The name of each label in the COCO weights.
 _COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))
 
 
@@ -66,32 +69,35 @@ def build_mask_rcnn(
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
     Args:
-        name: One of ``MODEL_NAMES``. The light one is a MobileNetV3-Large with a feature pyramid of
-            64 channels and an eighth of the usual proposals. The tiny one, seven convolutions
-            before its pyramid, learns small and easy pictures from random weights, as notebook 04
-            shows. It is not for photos.
+        name: One of ``MODEL_NAMES``. The light model is a MobileNetV3-Large with a feature pyramid
+            of 64 channels and an eighth of the usual proposals. The tiny model has seven
+            convolutions before its pyramid, and always starts from random weights. It learns small
+            and easy pictures, as notebook 04 shows, and is not for photos.
         num_classes: Classes including the background, as ``ShardDataset.num_classes``.
-        weights: ``"coco"`` downloads COCO weights (for the light model ImageNet weights of its
-            backbone, there are no others; for the tiny one none) and freezes the layers that
-            torchvision freezes; where the download fails, you are warned and the weights are
-            random. The folder of a run: the weights of its best checkpoint, else of its newest.
-            ``None``: random weights, every layer trains.
+        weights: ``"coco"`` downloads COCO weights and freezes the layers that torchvision freezes.
+            The light model gets ImageNet weights for its backbone instead, and the tiny model gets
+            random weights, since no others are published. If the download fails, you are warned,
+            and the weights are random. The folder of a run takes the weights of its best
+            checkpoint, or of its newest if there is no best one. ``None`` makes random weights and
+            trains every layer.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
-        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does: a
-            batch of a few images has no better ones, and `fold_norms` then folds them away.
-            ``"trained"`` trains them, as torchvision does with maskrcnn_resnet50_fpn_v2. Random
-            weights are always trained.
-        class_names: The name of each label, as ``ShardDataset.class_names``: the weights of classes
-            with the same name are kept. Other classes, and all classes without this argument, start
-            from random last layers.
+        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does. A
+            batch of a few images has no better statistics, and `fold_norms` makes frozen norms
+            part of the convolutions. ``"trained"`` trains the norms, as torchvision does with
+            maskrcnn_resnet50_fpn_v2. Norms with random weights are always trained.
+        class_names: The name of each label, as ``ShardDataset.class_names``. A class that the
+            weights know by the same name keeps its weights. The last layers of other classes start
+            from random weights. Without ``class_names``, the last layers of all classes do, unless
+            ``num_classes`` is that of the weights.
 
     Returns:
-        torchvision's own ``MaskRCNN``; its ``starts_from`` is ``"coco"``, ``"imagenet"`` or
-        ``"random"``.
+        torchvision's own ``MaskRCNN``. Its attribute ``starts_from`` is ``"coco"``, ``"imagenet"``
+        or ``"random"``.
 
     Raises:
-        ColabUtilsError: Unknown name or weights, a run of another model, or fewer than two classes.
+        ColabUtilsError: The name or the weights are unknown, the run has another model, or there
+            are fewer than two classes.
 
     Example:
         >>> model = build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=None, min_size=64)
@@ -100,7 +106,7 @@ def build_mask_rcnn(
     """
     if num_classes < 2:
         raise ColabUtilsError(
-            f"num_classes is {num_classes}, and it counts the background, too. Pass at least 2."
+            f"num_classes is {num_classes}, but it counts the background, too. Pass at least 2."
         )
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
@@ -134,11 +140,11 @@ def assemble_mask_rcnn(
     max_size: int,
     norms: Norms = "frozen",
 ) -> MaskRCNN:
-    """Build the layers of a model without pretrained weights, as a checkpoint needs them; see
-    ``build_mask_rcnn``.
+    """Build the layers of a model with random weights, to load a checkpoint into.
 
-    From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are
-    frozen, and all norms unless ``norms`` is ``"trained"``.
+    With ``starts_from="random"`` all layers are trained. With ``"imagenet"`` or ``"coco"`` the
+    first layers are frozen. The norms are then frozen, too, unless ``norms`` is ``"trained"``. For
+    the other arguments see ``build_mask_rcnn``.
 
     Raises:
         ColabUtilsError: Unknown name.
@@ -163,17 +169,16 @@ def assemble_mask_rcnn(
 def load_trained_model(
     run: str | Place, *, which: Literal["best", "newest"] = "newest"
 ) -> MaskRCNN:
-    """Load the model of a run's newest checkpoint, on the CPU, in evaluation mode; no file is
-    changed.
+    """Load the model of a run's newest checkpoint to the CPU, in evaluation mode.
 
-    The averaged weights are taken where an earlier version stored them. The model has
-    ``class_names`` (label to name) and ``category_ids`` (label to COCO category id) of the data
-    that it was trained on.
+    No file is changed. If an earlier version stored averaged weights, those are loaded. The model
+    has ``class_names`` (label to name) and ``category_ids`` (label to COCO category id) of its
+    training data.
 
     Args:
         run: Folder of the run.
-        which: ``"best"`` takes the weights with the highest average precision of masks on the
-            validation images.
+        which: ``"newest"``, the default, or ``"best"``: the checkpoint with the highest average
+            precision of masks on the validation images.
 
     Raises:
         ColabUtilsError: ``run`` holds no such checkpoint.
@@ -213,10 +218,10 @@ def _assemble_resnet(
 ) -> MaskRCNN:
     model = build(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
     if pretrained:
-        # torchvision trains the last three of five stages then.
+        # torchvision, too, trains only the last three of five stages of a pretrained backbone.
         for key, parameter in model.backbone.body.named_parameters():
             parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
-        # Its weights were trained so, see overwrite_eps in its source.
+        # These weights were trained with an eps of 0. See overwrite_eps in torchvision's source.
         if build is maskrcnn_resnet50_fpn:
             for norm in model.modules():
                 if isinstance(norm, nn.BatchNorm2d):
@@ -230,21 +235,19 @@ BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
     LIGHT_MODEL: assemble_light,
     TINY_MODEL: assemble_tiny,
 }
-"""What builds each model without weights: called with the number of classes, ``pretrained``, and
-the sizes.
+"""The function that builds each model without weights. Its arguments are the number of classes,
+``pretrained``, ``min_size`` and ``max_size``.
 """
 
 
 def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
-    """Fetch the published weights of a model. Returns None, with a warning, where the download
-    fails.
-    """
+    """Download the published weights of a model. If that fails, warn and return None."""
     timeout = socket.getdefaulttimeout()
-    # A network that swallows packets would hang for minutes, and not for 15 seconds.
+    # Without a timeout, a network that loses all packets would hang for minutes.
     socket.setdefaulttimeout(15.0)
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
-    # It is an error of the network, or of a file that is cut short or another one.
+    # The network failed, or the file is cut short or has another checksum.
     except Exception as error:
         text = (
             f"{name} starts from random weights because its weights could not be downloaded "
@@ -257,12 +260,12 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
 
 
 def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]:
-    """Load the model of a run's best checkpoint, or else of its newest, and its class names."""
+    """Load the model and the class names of a run's best checkpoint, or else of its newest."""
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
         raise ColabUtilsError(
-            f"The weights are {str(run)!r}, and that is no folder of a run. Pass 'coco', None or "
-            "the folder of a run."
+            f"The weights are {str(run)!r}, which is no folder of a run. Pass 'coco', None or the "
+            "folder of a run."
         )
     model = _read_model(state)
     trained = state["plan"]["model"]
@@ -278,8 +281,14 @@ def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]
 def _replace_heads(
     model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]
 ) -> None:
-    """Replace the last layers by those for other classes. The rows of classes whose name was
-    ``known`` are copied, and the rest is random.
+    """Replace the last layers by layers for other classes.
+
+    Args:
+        model: The model to change.
+        num_classes: Classes of the new layers, the background included.
+        names: The new name of each label. If a class of this name is in ``known``, its weights are
+            copied. All other weights are random.
+        known: The name of each label in the old layers.
     """
     labels = {
         name.lower(): label
@@ -290,7 +299,7 @@ def _replace_heads(
     for label, name in names.items():
         if name.lower() in labels:
             matches[label] = labels[name.lower()]
-            # The background.
+            # Label 0 is the background on both sides.
             matches[0] = 0
     heads = model.roi_heads
     boxes = heads.box_predictor

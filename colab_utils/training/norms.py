@@ -1,6 +1,7 @@
 """The batch norms of pretrained weights.
 
-`freeze_norms` keeps their statistics, `fold_norms` makes them part of the convolutions before them.
+`freeze_norms` freezes their statistics. `fold_norms` makes them part of the convolutions before
+them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ Norms = Literal["frozen", "trained"]
 
 
 def freeze_norms(model: nn.Module) -> None:
-    """Replace every batch norm by one that keeps its statistics; the state keeps its names.
+    """Replace every batch norm by a ``FrozenBatchNorm2d``. The names in ``state_dict`` stay.
 
     Example:
         >>> model = nn.Sequential(nn.BatchNorm2d(4))
@@ -33,15 +34,15 @@ def freeze_norms(model: nn.Module) -> None:
 
 
 def fold_norms(model: nn.Module) -> int:
-    """Fold every ``FrozenBatchNorm2d`` that follows a convolution into it; results stay the same,
-    except for rounding.
+    """Fold every ``FrozenBatchNorm2d`` into the convolution before it.
 
-    torchvision's layer computes its factors again at each call, and multiplies and adds in float32,
-    also where autocast computes in half precision. Names, parameters and ``state_dict`` do not
-    change: weights stay compatible both ways, and trainable weights go on training.
+    Results stay the same, except for rounding. It saves time: torchvision's layer computes its
+    factors again at each call, and multiplies and adds in float32, even under autocast. The names,
+    the parameters and the ``state_dict`` of the model do not change. So weights load both ways, and
+    trainable weights are still trained.
 
     Returns:
-        How many layers were folded.
+        The number of folded layers.
 
     Example:
         >>> block = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), FrozenBatchNorm2d(4))
@@ -56,14 +57,15 @@ def fold_norms(model: nn.Module) -> int:
             conv.register_buffer(name, None, persistent=False)
     if pairs:
         _compute_factors(model)
-        # Weights that are loaded later have other factors.
+        # Weights that are loaded later need new factors.
         model.register_load_state_dict_post_hook(_compute_factors)
     return len(pairs)
 
 
 def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
-    """Yield each convolution with the norm that follows it, in the order in which torchvision's
-    blocks call them.
+    """Yield each convolution with the norm that follows it among the children of a module.
+
+    torchvision's blocks call their children in this order.
     """
     for module in model.modules():
         for conv, norm in pairwise(module.children()):

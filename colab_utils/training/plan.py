@@ -1,4 +1,4 @@
-"""Everything that was decided for a run, as its log and its checkpoints have it."""
+"""The plan of a run: all of its settings, for its log and its checkpoints."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.prepare import PreparedStep
 from colab_utils.training.settings import Settings
 
-# A GPU with less memory, such as a T4, is slow, too: smaller images help it most.
+# A GPU with less memory than this, such as a T4, is slow, too. Smaller images help most there.
 _SMALL_GPU_BYTES = 20e9
-# The shorter side that the plan names first there, in pixels.
+# The plan then proposes this shorter side, in pixels.
 _SMALL_SIZE = 640
 
 
@@ -23,19 +23,19 @@ class TrainingPlan:
     model: str
     """One of ``MODEL_NAMES``."""
     starts_from: str
-    """Its weights at the start: "coco", "imagenet" or "random"."""
+    """The model's weights at the start: "coco", "imagenet" or "random"."""
     device: str
-    """As torch names it."""
+    """Name of the device in torch, such as "cuda:0"."""
     precision: str
-    """The dtype of autocast; float32 without it."""
+    """The dtype of autocast; "float32" without autocast."""
     num_classes: int
     """Classes, the background included."""
     images: int
-    """Images with objects: those that are trained on."""
+    """Images with objects. These are trained on."""
     skipped_images: int
     """Images without objects, which are left out."""
     objects: int
-    """That are trained on."""
+    """Objects that are trained on."""
     skipped_objects: int
     """Crowds, and boxes without area, which are left out."""
     batch_size: int
@@ -45,15 +45,15 @@ class TrainingPlan:
     max_size: int
     """Limit of the longer side, pixels."""
     learning_rate: float
-    """The highest, reached after the warm-up."""
+    """The highest learning rate, reached after the warm-up."""
     steps: int
     """Steps of the run, those of earlier sessions included."""
     seed: int
-    """Of the order of the images, the augmentation and random weights."""
+    """Seed of the order of the images, the augmentation and random weights."""
     first_step: int = 0
     """Steps that earlier sessions did."""
     augment: str = "flip"
-    """By name; "own" for transforms of your own."""
+    """Name of the augmentation: "flip", "none", or "own" for transforms of your own."""
     norms: str = "frozen"
     """Whether pretrained batch norms are "frozen" or "trained"."""
     ranks: int = 1
@@ -82,7 +82,7 @@ class TrainingPlan:
         )
 
     def _name_first_knob(self) -> str:
-        """Return what makes a step on a small GPU faster first; empty where that is done."""
+        """Return advice to make a step on a small GPU faster. It is empty if nothing is to do."""
         is_small = self.memory is not None and self.memory.total_bytes < _SMALL_GPU_BYTES
         if not is_small or self.min_size <= _SMALL_SIZE:
             return ""
@@ -93,7 +93,10 @@ class TrainingPlan:
 
 
 def count_steps(loader: Loader, data: OpenData, *, first_step: int, epochs: int) -> int:
-    """Return the steps of a run of so many epochs, with the loader where the run stands."""
+    """Return the steps of a run of ``epochs`` epochs, the ``first_step`` done steps included.
+
+    The ``loader`` stands at the place in the epoch where the run continues.
+    """
     if loader.epoch >= epochs:
         return first_step
     steps_an_epoch = -(-len(data.rows) // loader.batch_size)
@@ -112,10 +115,10 @@ def make_plan(
     """Write down everything that was decided for a run.
 
     Args:
-        settings: What it trains with.
+        settings: The settings of the run.
         data: The images that it trains on.
-        prepared: What it trains by.
-        seed: Of the order of the images, the augmentation and random weights.
+        prepared: The step, with its batch size and learning rate.
+        seed: Seed of the order of the images, the augmentation and random weights.
         first_step: Steps that earlier sessions did.
         steps: Steps of the run, those of earlier sessions included.
     """

@@ -1,4 +1,4 @@
-"""Half precision on a GPU: which one a GPU has, and what must stay exact beside it."""
+"""Half precision on a GPU: which dtype to use, and how boxes stay in float32."""
 
 from typing import Any
 
@@ -12,8 +12,9 @@ from torchvision.models.detection import (
 
 
 def choose_precision(device: str | torch.device) -> torch.dtype:
-    """Choose the dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), else
-    float16, and float32 on a CPU.
+    """Choose the dtype for autocast: float32 on a CPU, and on a GPU bfloat16 or float16.
+
+    bfloat16 needs a GPU with compute capability 8.0. Older ones, such as a T4, emulate it slowly.
 
     Example:
         >>> choose_precision("cpu")
@@ -25,15 +26,13 @@ def choose_precision(device: str | torch.device) -> torch.dtype:
 
 
 def keep_boxes_exact(model: nn.Module) -> list[RemovableHandle]:
-    """Compute a model's anchors, proposals and boxes in float32, also where autocast computes in
-    half precision.
+    """Compute a model's anchors, proposals and boxes in float32, even under autocast.
 
-    torchvision computes them in the dtype of the features. From 512 pixels on, bfloat16 has only
-    every fourth pixel, and float16 every half: without this, boxes are learned, cropped and found
-    at places that are off by as much.
+    torchvision computes them in the dtype of the features. From 512 pixels on, bfloat16 rounds
+    positions to 4 pixels, and float16 to half a pixel. Boxes would be wrong by as much.
 
     Returns:
-        Handles of the hooks, to remove them; none for a model without a region proposal network.
+        The handles that remove the hooks; none for a model without a region proposal network.
 
     Example:
         >>> keep_boxes_exact(nn.Linear(1, 1))
@@ -53,8 +52,9 @@ def _to_float(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 def _give_float_features(generator: nn.Module, inputs: tuple[Any, list[Tensor]]) -> Any:
-    """Replace the features for the anchors by empty ones in float32, because anchors take only the
-    shapes, the device and the dtype.
+    """Replace the features for the anchor generator by float32 tensors of the same shapes.
+
+    The generator reads only shape, device and dtype, so the values do not matter.
     """
     images, features = inputs
     return images, [part.new_empty((), dtype=torch.float32).expand(part.shape) for part in features]

@@ -1,4 +1,4 @@
-"""What a run trains by: the model on its device, its optimiser, and the batches that fit there."""
+"""The step of a run: its model on the device, its optimiser, and the batch size that fits."""
 
 import warnings
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from colab_utils.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step that can train: model, optimiser, batch size and learning rate."""
+    """A step that is ready to train, with its batch size and learning rate."""
 
     step: TrainingStep
     batch_size: int
@@ -43,20 +43,20 @@ def prepare_step(
     weights: str | Place | None,
     state: dict[str, Any] | None,
 ) -> PreparedStep:
-    """Build the model on its device, the same in every process, and decide its batch size.
+    """Build the model on its device, the same in every process, and choose the batch size.
 
     Args:
-        settings: What the run trains with.
+        settings: The settings of the run.
         data: The images that it trains on.
         device: Where the model is trained.
         ranks: The processes that train together.
         seed: Decides the random weights.
-        weights: What a new run starts from, see ``build_mask_rcnn``.
-        state: The checkpoint that the run continues from.
+        weights: The weights of a new run, see ``build_mask_rcnn``.
+        state: The checkpoint that the run continues from; None for a new run.
 
     Raises:
-        ColabUtilsError: The weights are none, or the heaviest batch does not fit into the GPU's
-            memory.
+        ColabUtilsError: The weights cannot be used, or the heaviest batch does not fit into the
+            GPU's memory.
     """
     torch.manual_seed(seed)
     network = _build_network(settings, data, ranks, weights, state)
@@ -88,7 +88,7 @@ def _build_network(
     weights: str | Place | None,
     state: dict[str, Any] | None,
 ) -> Any:
-    """Return the layers that a checkpoint needs, or the model that a new run starts from."""
+    """Return the layers to load a checkpoint into, or the model that a new run starts from."""
     sizes: dict[str, Any] = {
         "num_classes": data.dataset.num_classes,
         "min_size": settings.min_size,
@@ -98,7 +98,7 @@ def _build_network(
     if state:
         starts_from = state["plan"].get("starts_from", "")
         return assemble_mask_rcnn(settings.model, starts_from=starts_from, **sizes)
-    # The other processes take what the first one could download.
+    # The first process downloads the weights, and sends the model to the others.
     if not ranks.is_first:
         weights = None
     with share_errors(ranks):
@@ -112,7 +112,7 @@ def _build_network(
 
 
 def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> MemoryPlan | None:
-    """Find what makes every batch fit on a GPU; nobody knows it of transforms that are not ours."""
+    """Return how batches fit on a GPU; None for transforms of the user, whose output is unknown."""
     if step.device.type != "cuda" or settings.augment == OWN_TRANSFORMS:
         return None
     own_share = None
@@ -123,7 +123,7 @@ def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> Memo
 
 
 def _choose_batch_size(memory: MemoryPlan | None, ranks: Ranks) -> int:
-    """Return the most images that fit in every process; two a process where that was not tried."""
+    """Return the largest batch size that fits in every process, or two images a process untried."""
     if memory is None:
         return 2 * ranks.count
     return min(ranks.gather(memory.batch_size)) * ranks.count

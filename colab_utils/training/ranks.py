@@ -1,4 +1,4 @@
-"""The group of the processes that ``torchrun`` starts to train together."""
+"""The process group of torch, if ``torchrun`` starts several processes to train together."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,15 @@ from torch import distributed
 
 from colab_utils.loading.ranks import Ranks, find_ranks
 
-# How long the other processes wait for the first one, while it evaluates.
+# The other processes wait so long for the first one while it evaluates.
 _PATIENCE = timedelta(minutes=30)
 
 
 @contextmanager
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` started, by NCCL on GPUs and by gloo on CPUs. Without
-    ``torchrun``, this process is alone.
+    """Join the processes that ``torchrun`` started: by NCCL on GPUs, by gloo on CPUs.
+
+    Without ``torchrun``, this process is alone.
 
     Example:
         >>> with join_ranks(torch.device("cpu")) as ranks:
@@ -27,7 +28,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
-    # A group of the user's own is used, and stays.
+    # If the user has made a process group, it is used, and not destroyed afterwards.
     joins = not distributed.is_initialized()
     if joins:
         distributed.init_process_group(

@@ -1,4 +1,4 @@
-"""What a run reports: a line of its log every few steps, and all of it at the end."""
+"""The reports of a run: a log line every few steps, and a summary at the end."""
 
 import math
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ from colab_utils.units import format_bytes
 
 @dataclass(frozen=True)
 class LossPoint:
-    """The total loss of one step; the first step is 1."""
+    """The total loss of one step. The first step has the number 1."""
 
     step: int
     loss: float
 
 
 def average_losses(losses: Iterable[float]) -> float:
-    """Return the mean of the finite ones; NaN without any.
+    """Return the mean of the finite losses, or NaN if there are none.
 
     Example:
         >>> average_losses([1.0, math.nan, 2.0])
@@ -31,8 +31,8 @@ def average_losses(losses: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class LogLine:
-    """What happened since the line before, by the wall clock: evaluation, logs and checkpoints
-    count.
+    """A line of the log: what happened since the line before. Rates are by the wall clock, which
+    includes evaluation, logs and checkpoints.
     """
 
     step: int
@@ -40,17 +40,17 @@ class LogLine:
     steps: int
     """Steps of the run."""
     loss: float
-    """Mean total loss of these steps, those without a finite one left out."""
+    """Mean total loss of the steps since the line before, without losses that are not finite."""
     learning_rate: float
-    """Of the last of these steps."""
+    """Learning rate of the last step."""
     images_per_second: float
     """Images trained per second of the wall clock."""
     wait_share: float
     """Share of the wall clock in which the device waited for a batch, 0 to 1."""
     gpu_bytes: int | None = None
-    """The most that was held on the GPU; None on a CPU."""
+    """The most bytes that tensors took on the GPU so far; None on a CPU."""
     ap: AveragePrecision | None = None
-    """Of an evaluation since the line before."""
+    """Average precision, if there was an evaluation since the line before."""
 
     def __str__(self) -> str:
         memory = f"  GPU {format_bytes(self.gpu_bytes)}" if self.gpu_bytes else ""
@@ -68,26 +68,24 @@ class TrainReport:
     steps: int
     """Steps of the run, those of earlier sessions included."""
     losses: tuple[LossPoint, ...]
-    """Of each of these steps."""
+    """The loss of each of these steps."""
     images_per_second: float
-    """Images trained in this session per second of its wall clock, from the wait for the first
-    batch to the last evaluation: waits, evaluation, logs and checkpoints count. 0 where no step was
-    left to do.
+    """Images trained in this session per second of its wall clock. The time runs from the wait for
+    the first batch to the end of the last evaluation. It includes waits, evaluation, logs and
+    checkpoints. 0 if no step was left to do.
     """
     wait_share: float
     """Share of the same wall clock in which the device waited for a batch, 0 to 1."""
     checkpoint: str
     """Path of the newest checkpoint."""
     ap: AveragePrecision | None
-    """Of the last weights; None without ``val_shards``."""
+    """Average precision of the last weights; None without ``val_shards``."""
     plan: TrainingPlan
     """What was decided for the run."""
     best: AveragePrecision | None = None
-    """The highest one of masks, of the weights in ``best-STEP.pt``; None without ``val_shards``."""
+    """Average precision of the weights in ``best-STEP.pt``; None without ``val_shards``."""
     skipped_steps: int = 0
-    """Steps of this session that left the weights as they were, since their loss or a gradient was
-    not finite.
-    """
+    """Steps of this session that were skipped because their loss or a gradient was not finite."""
 
     def __str__(self) -> str:
         losses = [point.loss for point in self.losses if math.isfinite(point.loss)]

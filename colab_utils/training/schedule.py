@@ -1,4 +1,4 @@
-"""The optimiser of a model, and its learning rate from the warm-up to the last step."""
+"""The optimiser of a model, and the schedule of its learning rate."""
 
 import math
 
@@ -15,14 +15,14 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make SGD as in torchvision's references, or AdamW for the light and the tiny model.
 
-    It learns faster from random weights.
+    AdamW learns faster from random weights.
 
     Example:
         >>> make_optimizer(nn.Linear(2, 2), learning_rate=0.02).param_groups[0]["momentum"]
         0.9
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A fused one moves all weights in a few kernels.
+    # A fused optimiser moves all weights in a few kernels.
     fused = bool(trainable) and trainable[0].is_cuda
     if name in (LIGHT_MODEL, TINY_MODEL):
         return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=fused)
@@ -32,8 +32,11 @@ def make_optimizer(
 
 
 def choose_rate(name: str, batch_size: int) -> float:
-    """Return the highest learning rate: 0.02 for 16 images as in torchvision's references, less for
-    fewer.
+    """Return the highest learning rate for a batch size.
+
+    For the ResNet-50 models it is 0.02 at 16 images, as in torchvision's references, and less in
+    proportion for fewer images. For the light and the tiny model it is 0.001 at 2 images, and grows
+    with the square root of the batch size.
 
     Example:
         >>> choose_rate(GPU_MODEL, 4), choose_rate(LIGHT_MODEL, 2)
@@ -45,9 +48,10 @@ def choose_rate(name: str, batch_size: int) -> float:
 
 
 def compute_rate(step: int, *, steps: int, highest: float) -> float:
-    """Return the rate after ``step`` of ``steps`` steps.
+    """Return the learning rate of the next step when ``step`` of ``steps`` steps are done.
 
-    It rises to ``highest`` in a tenth of them, 500 at most, and then falls by half a cosine.
+    It rises to ``highest`` in the first tenth of the steps, or in 500 steps if that is less. Then
+    it falls by half a cosine to a hundredth.
 
     Example:
         >>> [round(compute_rate(step, steps=100, highest=1.0), 2) for step in (0, 9, 99)]

@@ -1,4 +1,4 @@
-"""What a run trains with: what was asked for, completed from its checkpoint, or by the defaults."""
+"""The settings of a run: those you name, else those of its checkpoint, else the defaults."""
 
 import math
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ Augment = Literal["none", "flip"]
 LARGEST_COUNT = (1 << 31) - 1
 """The most steps, epochs, or images in a batch."""
 OWN_TRANSFORMS = "own"
-"""The name of an augmentation by transforms of the user's own."""
+"""The name of the augmentation if the user passes transforms."""
 
 
 @dataclass(frozen=True)
 class AskedSettings:
-    """Settings that somebody named, or that a checkpoint holds; None where nothing is asked for."""
+    """Settings that a user named, or that a checkpoint holds. None stands for a missing setting."""
 
     model: str | None = None
     min_size: int | None = None
@@ -34,7 +34,7 @@ class AskedSettings:
         """Refuse values that ``train`` does not know.
 
         Raises:
-            ColabUtilsError: One of them is none that ``train`` takes.
+            ColabUtilsError: One of the settings has such a value.
         """
         if self.model is not None:
             require_choice("model", self.model, tuple(BUILDERS))
@@ -58,7 +58,7 @@ class AskedSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run trains with, as far as it is known before the model is built."""
+    """The settings of a run, as far as they are known before the model is built."""
 
     model: str
     """One of ``MODEL_NAMES``."""
@@ -67,20 +67,20 @@ class Settings:
     max_size: int
     """Limit of the longer side, pixels."""
     augment: str
-    """Augmentation by name; "own" for transforms of the user's own."""
+    """Name of the augmentation: "flip", "none", or "own" for transforms of the user."""
     norms: str
     """Whether pretrained batch norms are "frozen" or "trained"."""
     batch_size: int | None
-    """Images of a step, over all processes; None takes what fits."""
+    """Images of a step, over all processes; None for as many as fit."""
     learning_rate: float | None
-    """The highest learning rate; None follows the batch size."""
+    """The highest learning rate; None to choose it by the batch size."""
 
 
 def read_settings(plan: Mapping[str, Any]) -> AskedSettings:
     """Read the settings of a run from the plan that its checkpoint holds.
 
     Raises:
-        AttributeError, ValueError: It is the plan of something else.
+        AttributeError, ValueError: The plan has no such settings, or bad values.
 
     Example:
         >>> read_settings({"model": "maskrcnn_tiny_fpn", "batch_size": 4}).batch_size
@@ -90,18 +90,18 @@ def read_settings(plan: Mapping[str, Any]) -> AskedSettings:
     try:
         stored.check()
     except ColabUtilsError as error:
-        # The message tells to pass another value, and nobody passed this one.
+        # The message asks for another argument, but this value comes from the checkpoint.
         raise ValueError(str(error)) from error
     return stored
 
 
 def choose_settings(asked: AskedSettings, stored: AskedSettings, *, on_gpu: bool) -> Settings:
-    """Complete what was asked for: by what the run has stored, else by the defaults.
+    """Complete the settings that a user named: from the run's checkpoint, else by the defaults.
 
     Args:
-        asked: What the caller of ``train`` named.
-        stored: What the run's checkpoint holds; nothing for a new run.
-        on_gpu: Whether it is trained on a GPU.
+        asked: The settings that the caller of ``train`` named.
+        stored: The settings in the run's checkpoint. All are None for a new run.
+        on_gpu: Whether the model is trained on a GPU.
 
     Example:
         >>> settings = choose_settings(AskedSettings(batch_size=4), AskedSettings(), on_gpu=False)
@@ -113,7 +113,7 @@ def choose_settings(asked: AskedSettings, stored: AskedSettings, *, on_gpu: bool
     max_size = asked.max_size or stored.max_size or min(round(min_size * 5 / 3), LARGEST_SIDE)
     batch_size = asked.batch_size or stored.batch_size
     learning_rate = asked.learning_rate
-    # With another batch size, the rate follows the batch.
+    # A stored rate belongs to the stored batch size. For another one, choose a new rate.
     if learning_rate is None and batch_size == stored.batch_size:
         learning_rate = stored.learning_rate
     return Settings(

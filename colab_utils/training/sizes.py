@@ -1,4 +1,4 @@
-"""The sizes that a model's transform gives images, known without an image."""
+"""The sizes that a model's transform resizes and pads images to, without the pixels."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,15 +11,17 @@ Size = tuple[int, int]
 
 
 def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
-    """Choose the size that a model's transform gives each image. In training it is random where the
-    transform has several ``min_size``.
+    """Choose the size that a model's transform resizes each image to.
 
-    Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and
-    ``fixed_size``; the random numbers are the same ones, of torch on the CPU.
+    In training the size is random if the transform has several values of ``min_size``. It draws the
+    same random numbers as torchvision.
+
+    Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with ``_skip_resize`` and
+    ``fixed_size``.
 
     Args:
-        transform: of the model, in training or evaluation mode.
-        sizes: height and width of each image, as stored.
+        transform: The transform of the model, in training or evaluation mode.
+        sizes: Height and width of each image, as stored.
 
     Example:
         >>> choose_sizes(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
@@ -41,8 +43,9 @@ def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[i
 
 
 def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
-    """Return the shape to which torchvision pads a batch of images of these sizes: the largest
-    sides, each rounded up to a multiple of ``step``.
+    """Return the height and width that torchvision pads a batch of images to.
+
+    They are the largest height and width of the images, rounded up to multiples of ``step``.
 
     Example:
         >>> fit_shape([(800, 1066), (750, 1000)], step=32)

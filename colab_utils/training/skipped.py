@@ -1,4 +1,4 @@
-"""Steps that left the weights as they were, since their loss or a gradient was not finite."""
+"""Steps that were skipped because their loss or a gradient was not finite."""
 
 import math
 import warnings
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 from colab_utils.errors import ColabUtilsWarning
 
-# So many different batches in a row are not to blame: the weights are.
+# After so many skipped steps in a row, not the batches are to blame, but the weights.
 _MOST_IN_A_ROW = 10
-# float16 halves its scale of 2**16 at each of them, and is then where no gradient overflows.
+# With float16, each skipped step halves the scale, from 2**16 on. After so many steps the scale is
+# too small to be the cause.
 _MOST_WITH_SCALE = 40
 
 
 class SkippedSteps:
-    """Counts the steps that were skipped, tells of them, and says when training is in vain.
+    """Counts skipped steps, warns of them, and finds out when training is in vain.
 
-    Where float16 overflows while the loss is finite, it only looks for its scale: such a step is
-    not told.
+    With float16, a gradient may overflow while the loss is finite. The scaler then tries a smaller
+    scale. This is usual, so such a step causes no warning.
 
     Args:
-        has_scale: Whether the gradients are scaled, as float16 needs it.
+        has_scale: Whether the gradients are scaled, as float16 needs.
 
     Example:
         >>> skipped = SkippedSteps(has_scale=False)
@@ -33,12 +34,12 @@ class SkippedSteps:
         self.in_a_row = 0
         self._has_scale = has_scale
         self._told = 0
-        # Those of the first one that was told, and of the first one in a row.
+        # The first step to warn of, and the first skipped step in a row, each as text.
         self._first = ""
         self._first_in_a_row = ""
 
     def add(self, step: int, *, loss: float, ids: Sequence[int]) -> None:
-        """Count a step that was skipped, of the images with these ids."""
+        """Count a skipped step. ``ids`` are the ids of its images."""
         text = f"step {step}, of the images with the ids {', '.join(map(str, ids))}"
         if not self.in_a_row:
             self._first_in_a_row = text
@@ -49,26 +50,25 @@ class SkippedSteps:
         self._first = self._first or text
 
     def warn(self, *, is_last: bool) -> None:
-        """Tell of the first steps that were skipped, and at the end of a run of all of them."""
+        """Warn when the first steps are skipped, and again of all of them at the end of a run."""
         if self.count == self._told or (self._told and not is_last):
             return
         self._told = self.count
         steps = "1 step was" if self.count == 1 else f"{self.count} steps were"
         text = (
-            f"{steps} skipped, for a loss or a gradient that was no finite number: "
+            f"{steps} skipped, because a loss or a gradient was not finite: "
             f"{self._first}{', is the first' if self.count > 1 else ''}. "
-            "The weights are as they were before. Look at these images; where it goes on, "
-            "pass a lower learning_rate"
+            "The weights are as they were before. Look at these images. If more steps are "
+            "skipped, pass a lower learning_rate"
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=2)
 
     def find_failure(self, *, trained: int, is_last: bool) -> str:
-        """Return in words that nothing but skipped steps comes, or "" where it does.
+        """Return a text if too many steps are skipped for training to go on, else "".
 
         Args:
             trained: Steps of this session.
-            is_last: Whether the run ends after them. At least half of them must not be skipped
-                then.
+            is_last: Whether the run ends here. Then half of these steps are too many, too.
         """
         limit = _MOST_WITH_SCALE if self._has_scale else _MOST_IN_A_ROW
         if self.in_a_row >= limit:

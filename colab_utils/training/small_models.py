@@ -1,4 +1,4 @@
-"""The layers of the light and of the tiny Mask R-CNN, without weights."""
+"""The layers of the light and the tiny Mask R-CNN, with random weights."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,24 +18,24 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 
 def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    """Build a Mask R-CNN on MobileNetV3-Large; with ``pretrained`` its first stages are frozen."""
-    # Momentum 0.1, not MobileNet's 0.01: running statistics must settle within a few hundred steps.
+    """Build a Mask R-CNN on MobileNetV3-Large. With ``pretrained``, freeze its first stages."""
+    # MobileNet has a momentum of 0.01. With 0.1, running statistics settle in a few hundred steps.
     norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
     body = mobilenet_v3_large(weights=None, norm_layer=norm).features
     if pretrained:
-        # The stages up to stride 4, as torchvision freezes them for its own MobileNet.
+        # torchvision, too, freezes the stages up to stride 4 of its MobileNet.
         for stage in body[:4]:
             stage.requires_grad_(False)
-    # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the
-    # features. Anchors from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px
-    # large.
+    # The pyramid takes the last block of each of the strides 4, 8, 16 and 32. Deeper blocks have
+    # better features. The smallest anchors have 16 px, because images are resized to a short side
+    # at which objects of COCO have 10 to 200 px.
     levels = {"3": 24, "6": 40, "12": 112, "15": 160}
     anchors = (16, 32, 64, 128, 256)
     return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
 
 
 def assemble_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    """Build a Mask R-CNN on seven convolutions, which always starts from random weights."""
+    """Build a Mask R-CNN on seven convolutions. It ignores ``pretrained``: no weights exist."""
     widths = (24, 48, 64, 96)
     body = nn.Sequential(Conv2dNormActivation(3, widths[0], stride=2))
     for a, b in pairwise(widths):
@@ -53,10 +53,15 @@ def _put_heads(
     scale: int,
     **sizes: int,
 ) -> MaskRCNN:
-    """Build a feature pyramid on the stages of a body, with one size of anchors a level.
+    """Build a Mask R-CNN on a body, with a feature pyramid.
 
-    ``levels`` maps stages to channels. At a ``scale`` of 2 the heads have a quarter of
-    the usual channels.
+    Args:
+        body: The backbone.
+        levels: The stages of the body that the pyramid takes, with their channels.
+        anchors: The size of the anchors in pixels on each level, and on one more level.
+        num_classes: Classes, the background included.
+        scale: Factor of channels and proposals. At 2, heads have a quarter of the usual channels.
+        **sizes: ``min_size`` and ``max_size``.
     """
     names = {stage: str(level) for level, stage in enumerate(levels)}
     channels = 32 * scale

@@ -1,5 +1,6 @@
-"""One training step: forward, backward and optimiser, in the precision and the memory that the
-device has, alone or as one of several processes.
+"""One training step: forward, backward and optimiser, in one process or in several.
+
+It fits the precision and the memory of the device.
 """
 
 import gc
@@ -23,16 +24,14 @@ from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.schedule import make_optimizer
 
 Images = PackedBatch | list[Tensor] | None
-"""A packed batch, or images as torchvision takes them; None where a process has none of a batch's
-images.
-"""
+"""A packed batch, or images as torchvision takes them. None if a process has none of a batch."""
 Targets = list[dict[str, Tensor]] | None
-"""As torchvision takes them; None with a packed batch, which brings its own."""
+"""Targets as torchvision takes them. None with a packed batch, which has its own targets."""
 MOST_PARTS = 8
-"""Of a batch: it is halved at most three times."""
-# It is far above the usual norm, and only limits the first steps from random weights.
+"""The most parts that a batch is cut into. It is halved at most three times."""
+# Gradients usually have a far smaller norm. This limits only the first steps from random weights.
 _MAX_GRADIENT_NORM = 10.0
-# The words of torch, cuBLAS and cuDNN.
+# What torch, cuBLAS and cuDNN say when memory runs out.
 _OUT_OF_MEMORY = re.compile(
     "out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|"
     "CUDNN_STATUS_NOT_SUPPORTED|valid cuDNN algorithm|unable to find an engine"
@@ -40,26 +39,26 @@ _OUT_OF_MEMORY = re.compile(
 
 
 class TrainingStep:
-    """A callable that trains a torchvision detection model on one batch; ``train`` uses it too.
+    """A callable that trains a torchvision detection model on one batch. ``train`` uses it, too.
 
-    A batch that does not fit into the GPU's memory is cut in two, at most three times: from then on
-    each batch is trained in ``parts`` whose gradients are added up, and you are warned. The
-    effective batch size stays the same; a trainable batch norm sees each part alone.
+    If a batch does not fit into the GPU's memory, you are warned, and from then on each batch is
+    trained in two, four or eight ``parts``, whose gradients are added up. The effective batch size
+    stays the same, but a trainable batch norm sees each part alone.
 
-    A batch whose loss or gradients are not finite is skipped, in every precision: weights, averages
-    and the statistics of norms stay as they were. ``is_skipped``, a bool scalar on the device,
-    tells it of the last step.
+    If the loss or a gradient of a batch is not finite, the step is skipped: the weights, the
+    optimiser's averages and the statistics of norms stay as they were. ``is_skipped``, a bool
+    scalar on the device, says whether the last step was skipped.
 
     Args:
-        model: In training mode it returns a dict of losses.
+        model: A model that returns a dict of losses in training mode.
         device: Where the model is moved to and trained.
         optimizer: Default: SGD with a learning rate of 0.001, safe for any model and batch size.
-        ranks: The processes that train together, by ``DistributedDataParallel``. Default: this one
-            alone.
+        ranks: The processes that train together, by ``DistributedDataParallel``. Default: this
+            process alone.
 
     Raises:
-        ColabUtilsError: When not even one image at a time, or an eighth of a batch, fits into the
-            GPU's memory.
+        ColabUtilsError: The model does not fit into the GPU's memory. A call raises it, too, if
+            one image, or an eighth of a batch, does not fit.
 
     Example:
         >>> from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
@@ -89,14 +88,15 @@ class TrainingStep:
             if not _is_out_of_memory(error):
                 raise
             raise ColabUtilsError(
-                "The model does not fit into the GPU's memory: that is taken. Restart the session "
-                "(Runtime > Restart session), or end the other process that nvidia-smi lists."
+                "The model does not fit into the GPU's memory, as something else holds it. Restart "
+                "the session (Runtime > Restart session), or end the other process that nvidia-smi "
+                "lists."
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
         if self.precision != torch.float32:
             keep_boxes_exact(model)
-        # Only float16 underflows; a disabled scaler passes everything through.
+        # Only gradients in float16 underflow. A disabled scaler changes nothing.
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.precision == torch.float16
         )
@@ -104,13 +104,13 @@ class TrainingStep:
         self.is_skipped = torch.zeros((), dtype=torch.bool, device=self.device)
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
-        # Whether some weights have moved, and others have not.
+        # True while a step changes the weights: some are new then, and others old.
         self.is_applying = False
         self._memory_error = ""
         network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
-            # The first process saves its own statistics of batch norm, in buffers. The others'
-            # are of other images.
+            # Statistics of batch norms are buffers. Each process keeps its own, and the first one
+            # saves them.
             network = DistributedDataParallel(
                 network, broadcast_buffers=False, gradient_as_bucket_view=True
             )
@@ -124,12 +124,17 @@ class TrainingStep:
         flips: Sequence[bool] | None = None,
         total: int | None = None,
     ) -> Tensor:
-        """Train on one batch: ``images`` and ``targets`` as torchvision takes them, or a packed
-        batch on the device.
+        """Train on one batch.
 
-        ``flips``, bool [B], mirrors images of a packed batch. ``total`` is the number of images
-        over all processes (this one may have None of them). Returns the total loss, a detached
-        float32 scalar still on the device.
+        Args:
+            images: A packed batch on the device, or images as torchvision takes them. None if this
+                process has no image of the batch.
+            targets: Targets as torchvision takes them. None with a packed batch.
+            flips: bool [B]: the images of a packed batch to mirror. Default: none.
+            total: Number of images over all processes. Default: those of this process.
+
+        Returns:
+            The total loss, a detached float32 scalar on the device.
         """
         statistics = [buffer.clone() for buffer in self._statistics]
         loss = self.add_gradients(images, targets, flips=flips, total=total)
@@ -146,7 +151,7 @@ class TrainingStep:
         return loss
 
     def _double_parts(self, count: int) -> None:
-        """Train batches in twice as many parts, where one of ``count`` images did not fit."""
+        """Train batches in twice as many parts, because a batch of ``count`` images did not fit."""
         self.free_memory()
         if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
             size = -(-count // self.parts)
@@ -171,9 +176,10 @@ class TrainingStep:
         total: int | None = None,
         synchronize: bool = True,
     ) -> Tensor | None:
-        """Add the gradients of a batch, and return its loss, or None where memory ran out.
+        """Compute the gradients of a batch. Return its loss, or None if memory ran out.
 
-        ``synchronize=False`` leaves the gradients of several processes apart.
+        With ``synchronize=False`` each of several processes keeps its own gradients. For the other
+        arguments see ``__call__``.
         """
         count = 0 if images is None else len(images)
         size = max(1, -(-count // self.parts))
@@ -193,7 +199,7 @@ class TrainingStep:
                     share = 0.0
                     if count:
                         share = min(size, count - first) / (total or count)
-                    # Of several processes torch takes the mean of the gradients: the sum is meant.
+                    # torch averages the gradients over the processes, and their sum is needed.
                     self.scaler.scale(loss * share * self.ranks.count).backward()
                 loss_sum += loss.detach() * share
         except RuntimeError as error:
@@ -204,28 +210,28 @@ class TrainingStep:
         return loss_sum
 
     def apply_gradients(self, loss: Tensor) -> None:
-        """Move the weights: what follows `add_gradients`. They stay as they are where ``loss`` or a
-        gradient is not finite.
+        """Move the weights by the gradients of `add_gradients`. If ``loss`` or a gradient is not
+        finite, the weights stay as they are.
         """
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-        # All processes have the same sums, so that all of them skip the same steps.
+        # The loss and the gradients are the same in all processes, so all skip the same steps.
         self.is_skipped = ~torch.isfinite(norm + loss)
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             self._apply_on_device(parameters)
-        # Without a fused optimiser a GPU is waited for here.
+        # Without a fused optimiser, this line waits for the GPU.
         elif not self.is_skipped:
             self.optimizer.step()
         self.scaler.update()
 
     def _apply_on_device(self, parameters: Sequence[Tensor]) -> None:
-        """Step with a fused optimiser, which reads on the device whether to skip.
+        """Step with a fused optimiser. It reads on the device whether to skip the step.
 
         Source: ``GradScaler.step`` in torch's ``amp/grad_scaler.py``.
         """
         optimizer: Any = self.optimizer
-        # Where the first step is skipped, fused SGD keeps averages that were never written.
+        # If the first step is skipped, fused SGD would keep averages that were never written.
         if "momentum" in optimizer.defaults:
             for p in parameters:
                 averages = optimizer.state[p]
@@ -240,26 +246,25 @@ class TrainingStep:
             del optimizer.found_inf
 
     def free_memory(self) -> None:
-        """Free what a try took that ran out of memory: gradients, the graph, torch's own
-        reserve.
-        """
+        """Free the memory of a step that ran out of it: gradients, graph, and torch's reserve."""
         self.optimizer.zero_grad()
-        # Autograd keeps the graph of a backward pass that failed until the next one (seen with
-        # torch 2.15 on a CPU).
+        # After a failed backward pass, autograd keeps its graph until the next backward pass (seen
+        # with torch 2.15 on a CPU).
         torch.zeros((), device=self.device, requires_grad=True).backward()
         gc.collect()
         torch.cuda.empty_cache()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take the weights, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device.
+        """Load the weights, the optimiser and the scaler of a checkpoint, from any device.
 
         Raises:
-            ColabUtilsError: A weight is not a number.
-            LookupError, RuntimeError, TypeError, ValueError: It is the state of something else.
+            ColabUtilsError: A weight is not finite.
+            LookupError, RuntimeError, TypeError, ValueError: It is no state of this model and
+                optimiser.
         """
         load_weights(self.model, choose_weights(state), state["path"])
         saved = state["optimizer"]
-        # The settings are those of this version and device.
+        # The checkpoint gives the averages. The settings are those of this version and device.
         groups = self.optimizer.state_dict()["param_groups"]
         own_parameters = [group["params"] for group in groups]
         if own_parameters != [group["params"] for group in saved["param_groups"]]:
@@ -275,25 +280,23 @@ class TrainingStep:
                 if name == "step":
                     averages[name] = value.reshape(())
                 else:
-                    # A fused optimiser wants them in the same order of memory as the weights.
+                    # A fused optimiser needs averages in the same memory format as the weights.
                     averages[name] = torch.empty_like(parameter).copy_(value)
-        # It is empty where it was not needed, and holds numbers.
+        # The state of a disabled scaler is empty. Adding 0 fails for anything that is no number.
         if state["scaler"]:
             numbers = {name: value + 0 for name, value in state["scaler"].items()}
             self.scaler.load_state_dict(numbers)
 
 
 class _SummedLosses(nn.Module):
-    """The forward pass as one module that returns one number: what ``DistributedDataParallel``
-    wraps.
-    """
+    """A module that returns the sum of a model's losses, for ``DistributedDataParallel``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
-        # This process has no image of the batch, and the others wait for its gradients.
+        # This process has no image of the batch, but the others wait for its gradients: zeros.
         if images is None:
             sums = [p.sum() for p in self.model.parameters() if p.requires_grad]
             return torch.stack(sums).sum() * 0
@@ -305,5 +308,5 @@ class _SummedLosses(nn.Module):
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a GPU's memory ran out. Each of its libraries has its own message."""
+    """Return whether an error says that a GPU's memory ran out."""
     return bool(_OUT_OF_MEMORY.search(str(error)))

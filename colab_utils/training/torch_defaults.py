@@ -1,4 +1,4 @@
-"""Torch's switches, which a notebook may have set, while a model is trained."""
+"""Torch's global defaults during training, whatever a notebook has set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,18 +10,16 @@ from colab_utils.errors import ColabUtilsError
 
 @contextmanager
 def use_cpu() -> Iterator[None]:
-    """Make tensors on the CPU where code names no device, whatever ``torch.set_default_device`` was
-    given.
-    """
+    """Use the CPU as torch's default device, whatever ``torch.set_default_device`` has set."""
     cpu = torch.device("cpu")
-    # A default costs each of torch's functions a little time.
+    # Setting a default makes each of torch's functions a little slower.
     with nullcontext() if torch.get_default_device() == cpu else cpu:
         yield
 
 
 @contextmanager
 def use_training_defaults() -> Iterator[None]:
-    """Compute with gradients, and on the CPU where code names no device.
+    """Enable gradients, and use the CPU as torch's default device.
 
     Raises:
         ColabUtilsError: Torch's default dtype, which all threads share, is not float32.

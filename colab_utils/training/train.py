@@ -42,7 +42,7 @@ from colab_utils.training.settings import (
 from colab_utils.training.torch_defaults import use_training_defaults
 from colab_utils.training.trainer import Trainer
 
-# A batch that comes later moves to the end of its epoch.
+# A batch that takes longer than these seconds moves to the end of its epoch.
 _MAX_WAIT_S = 60.0
 _LARGEST_SEED = (1 << 64) - 1
 _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
@@ -76,74 +76,78 @@ def train(
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
     device: str | torch.device | None = None,
 ) -> TrainReport:
-    """Train a Mask R-CNN on shards, with checkpoints in ``run`` from which the same call continues.
+    """Train a Mask R-CNN on shards, with checkpoints in ``run``. The same call resumes from them.
 
-    On a CPU, a run that was killed and resumed gives the same losses as one left alone, bit for
-    bit. A resumed run keeps its model, sizes, batch size, augmentation and learning rate where you
-    name none; with another batch size it continues with the images that its epoch had left. On a
-    GPU the heaviest batch is trained once before the first step: what it takes to make it fit is
-    done and reported.
+    On a CPU, a run that was killed and resumed gives the same losses as an uninterrupted one, bit
+    for bit. A resumed run keeps its model, sizes, batch size, augmentation and learning rate
+    unless you name others. With another batch size it continues with the images that are left of
+    its epoch. On a GPU the heaviest batch is tried before the first step. If it does not fit, the
+    batch size is made smaller, or each batch is trained in parts; the plan reports it.
 
     Under ``torchrun`` all processes train one model by ``DistributedDataParallel``: each gets its
     share of every batch, and the first one evaluates and writes the files. With ``ssd`` one process
-    on each host copies or writes the shards, and the others follow it. Before the first step they
-    compare their data and settings: where these differ, all of them end with one message.
+    on each host copies or writes the shards, and the others read them. Before the first step the
+    processes compare their data and settings. If these differ, all processes end with the same
+    message.
 
     Args:
         shards: Folder of shards, or its URL, such as ``s3://bucket/shards``; images without objects
             are left out, as in torchvision's references.
-        run: Folder for the checkpoints, which one ``train`` at a time writes into; or a URL that
-            fsspec knows, such as ``s3://bucket/run``. While Drive or the server does not answer
-            they wait on this machine's disk, and are sent at the end of the run at the latest.
-        images: Image folder, or its URL, in place of ``shards``: training begins at once, see
-            ``open_dataset``.
+        run: Folder for the checkpoints, or a URL that fsspec knows, such as ``s3://bucket/run``.
+            Only one ``train`` at a time can write into it. While Drive or the server does not
+            answer, checkpoints wait on this machine's disk. They are sent at the end of the run at
+            the latest.
+        images: Image folder, or its URL, instead of ``shards``. Training begins at once, while the
+            shards are written; see ``open_dataset``.
         annotations: COCO instance JSON of ``images``.
-        drive: Folder on Drive for the shards that are made of ``images``; the next session begins
-            with them.
-        ssd: Folder on the SSD, where ``shards`` lie on Drive: they are copied there during
-            training, which begins with the first one that has arrived. Of ``images`` it gets the
-            shards.
+        drive: Folder on Drive for the shards that are made of ``images``. The next session reads
+            them.
+        ssd: Folder on this machine's SSD. ``shards`` are copied into it during training, which
+            begins when the first shard has arrived. With ``images``, their shards are written into
+            it.
         local: Another name of ``ssd``.
-        limit_gb: The most that they may take in ``ssd``, in GB, where the disk is smaller than
-            all of them.
+        limit_gb: The most that the copies of ``shards`` may take in ``ssd``, in GB. Use it if the
+            disk is too small for all shards.
         val_shards: Shards to measure the average precision on, after each epoch and after the last
-            step. The weights with the highest one of masks are kept as ``best-STEP.pt``.
+            step. The weights with the highest average precision of masks are kept as
+            ``best-STEP.pt``.
         steps: Steps of the run, those of earlier sessions included.
         epochs: Passes over the dataset instead of ``steps``. Default: 1.
         model: One of ``MODEL_NAMES``. Default: maskrcnn_resnet50_fpn_v2 on a GPU, the light one on
             a CPU.
         weights: ``"coco"``; the folder of another run, to continue from its weights with other
             data; or None for random weights. See ``build_mask_rcnn``.
-        batch_size: Images a step, over all processes. ``"auto"``: on a GPU the largest of 16, 8, 4,
-            2 and 1 a process whose heaviest batch fits; 2 a process on a CPU, and with transforms
-            of your own.
-        resume: ``"auto"`` continues from the newest complete checkpoint; ``"never"`` moves older
-            ones to ``run/previous-1`` and so on, and starts anew.
+        batch_size: Images a step, over all processes. ``"auto"`` takes, on a GPU, the largest of
+            16, 8, 4, 2 and 1 images a process whose heaviest batch fits. On a CPU, and with
+            transforms of your own, it takes 2 images a process.
+        resume: ``"auto"`` continues from the newest complete checkpoint. ``"never"`` starts anew,
+            and moves older checkpoints to ``run/previous-1``, ``run/previous-2`` and so on.
         seed: Decides the order of the images, the flips and the random weights.
-        checkpoint_steps: Steps between checkpoints. Default: one a minute, and at the end of an
-            epoch if ten seconds have passed. There are others after the last step, on Ctrl-C, on
-            SIGTERM and on errors. They are written in a thread while training goes on.
-        learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the
-            batch size.
+        checkpoint_steps: Steps between checkpoints. Default: one checkpoint a minute, and one at
+            the end of an epoch if ten seconds have passed since the last. A checkpoint is also
+            written after the last step, on Ctrl-C, on SIGTERM and on errors. Checkpoints are
+            written in a thread while training goes on.
+        learning_rate: The highest learning rate, reached after the warm-up. Default:
+            ``choose_rate`` of the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for
             the tiny one.
         max_size: Limit of the longer side in pixels, at most 10,000. Default: five thirds of
             ``min_size``.
-        augment: ``"flip"``, the default, mirrors half of the images; ``"none"``; or your own
-            ``torchvision.transforms.v2`` of (image, target), on the device.
+        augment: ``"flip"``, the default, mirrors half of the images; ``"none"`` mirrors none. Or
+            your own ``torchvision.transforms.v2`` of (image, target), which run on the device.
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms;
             ``"trained"`` trains them. See ``build_mask_rcnn``.
-        workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the
-            step needs. A batch that does not come from them within a minute moves to the end of
-            its epoch, and a warning names the image.
-        log: Called with the plan, then with a line every ten steps. Default: a progress bar
-            instead.
-        device: Default: the GPU if there is one.
+        workers: Loading workers, see ``make_loader``. On a CPU ``"auto"`` is one worker, because
+            the step needs the cores. If the workers do not deliver a batch within a minute, it
+            moves to the end of its epoch, and a warning names the image.
+        log: Called with the plan, then with a line every ten steps. Default: a progress bar is
+            shown instead.
+        device: Where the model is trained. Default: the GPU if there is one, else the CPU.
 
     Raises:
-        DriveLostError: Drive went away, and did not come back before its shards were needed; what
-            was done is saved. Or the run has ended, and Drive does not take its last checkpoint:
-            the message says where it lies.
+        DriveLostError: Drive went away, and did not come back before its shards were needed. The
+            steps so far are saved. Or the run has ended, and Drive does not take its last
+            checkpoint. Then the message says where the checkpoint lies.
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or
             model, another process that trains in ``run``, a full disk, a batch too large for the
             GPU, a loss that is not a number, or a default dtype of torch other than float32.
@@ -224,7 +228,7 @@ def train(
             state=state,
         )
         loader = make_loader(
-            # An array is a quarter of a list.
+            # An array takes a quarter of the memory of a list.
             Subset(data.dataset, cast(Sequence[int], data.rows)),
             batch_size=prepared.batch_size,
             device=device,
@@ -268,14 +272,14 @@ def train(
 
 
 def _warn_of_faults(data: OpenData) -> None:
-    """Tell of objects that are trained wrongly; loose files have told of theirs already."""
+    """Warn of objects in shards that are trained wrongly. Loose files have warned already."""
     for dataset in (data.dataset, data.validation):
         if isinstance(dataset, ShardDataset):
             warn_of_faults(dataset.folder, dataset.index.faults)
 
 
 def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int | None) -> None:
-    """Refuse numbers of steps or epochs that are none, and both of them at once."""
+    """Refuse bad numbers of steps or epochs, and both of them at once."""
     if steps is not None:
         require_count("steps", steps, most=LARGEST_COUNT)
     if epochs is not None:
@@ -287,7 +291,7 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
 
 
 def _check_paths(source: DataSource, val_shards: Any, *others: str | Place | None) -> None:
-    """Refuse what is no path, a URL where none is read, and data named twice."""
+    """Refuse values that are no paths, URLs that cannot be read, and data named twice."""
     source.check()
     named = {"shards": source.shards, "val_shards": val_shards, "images": source.images}
     for name, value in named.items():
@@ -301,10 +305,10 @@ def _check_paths(source: DataSource, val_shards: Any, *others: str | Place | Non
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
-    """Return the device that was named, or this process's GPU, or the CPU."""
+    """Return the device that was named. Without a name, return this process's GPU, or the CPU."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:
-        # It is read when CUDA starts. Without it, memory for batches of many sizes is cut into
-        # pieces that fit none.
+        # CUDA reads this setting when it starts. Without it, batches of different sizes leave gaps
+        # in the memory that are too small for the next batch.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch_device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if torch_device.type != "cuda":
@@ -326,7 +330,7 @@ def _choose_settings(
     device: torch.device,
     seed: int,
 ) -> Settings:
-    """Return what the run trains with, and refuse a checkpoint that cannot go on with it."""
+    """Return the settings of the run, and refuse a checkpoint that does not fit them."""
     on_gpu = device.type == "cuda"
     if state is None:
         return choose_settings(asked, AskedSettings(), on_gpu=on_gpu)
@@ -353,10 +357,10 @@ def _check_checkpoint(
 
     Args:
         state: The checkpoint.
-        settings: What the run would go on with.
-        data: The images that it would go on with.
-        device: Where it would go on.
-        seed: Of the order of the images.
+        settings: The settings of this session.
+        data: The images of this session.
+        device: Where this session trains.
+        seed: The seed of this session.
     """
     before = state["plan"]
     path = state["path"]
@@ -371,7 +375,7 @@ def _check_checkpoint(
         "seed": seed,
     }
     if data.is_loose:
-        # Some may have turned out bad since.
+        # Some images may have turned out bad since the checkpoint.
         del needed["images"]
     for name, value in needed.items():
         if before[name] != value:

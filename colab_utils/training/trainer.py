@@ -1,4 +1,4 @@
-"""The training loop, and the state between two steps that a checkpoint holds."""
+"""The training loop, and what a checkpoint saves of it between two steps."""
 
 import math
 import os
@@ -35,19 +35,19 @@ from colab_utils.training.schedule import compute_rate
 from colab_utils.training.skipped import SkippedSteps
 from colab_utils.training.step import TrainingStep
 
-# Steps between two lines of the log.
+# The log gets a line after so many steps.
 _LOG_STEPS = 10
-# A terminal that is closed sends the last one.
+# A terminal sends SIGHUP when it is closed.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Steps after which several processes ask each other whether to stop.
+# Several processes ask each other after so many steps whether to stop.
 _AGREE_STEPS = 10
-# Seconds for the last checkpoint, where another process is lost.
+# Seconds that the last checkpoint may take after another process is lost.
 _LAST_CHECKPOINT_S = 15.0
 
 
 class Trainer:
-    """A run between two steps: model, optimiser, place in the order of the images, losses. Made by
-    ``train``.
+    """Trains a run step by step, and keeps its state: the model, the optimiser, the place in the
+    order of the images, and the losses. ``train`` makes it.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Trainer:
         self.validation = data.validation
         self.ranks = step.ranks
         self.writer = CheckpointWriter(folder, checkpoint_steps)
-        # What each checkpoint says of the run.
+        # Each checkpoint holds these facts about the run.
         self._facts = {
             "plan": asdict(plan),
             "class_names": dict(data.dataset.class_names),
             "category_ids": dict(data.dataset.category_ids),
         }
         self.clock = LoopClock()
-        # Images, seconds of waiting and seconds of the wall clock at the last line of the log.
+        # Images, seconds of waiting and seconds of the wall clock, up to the last line of the log.
         self._measured = (0, 0.0, 0.0)
         self.done = 0
         self._saved_step = 0
@@ -83,27 +83,28 @@ class Trainer:
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
         self.skipped = SkippedSteps(has_scale=step.scaler.is_enabled())
-        # Losses still on the device, where asking for each would stall it, each with whether its
-        # step was skipped, and the images they are of.
+        # The losses of the latest steps stay on the device, because reading each one would stall
+        # it. Each has a flag for a skipped step beside it, and the ids of its images.
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._image_ids = data.dataset.image_ids[data.rows]
         self._order = data.order
-        # Images that a warning has named.
+        # The images that a warning has named already.
         self._late: set[int] = set()
-        # The signal that asked this run to stop.
+        # The number of the signal that asked this run to stop; 0 without one.
         self._signal = 0
         self._is_evaluating = False
 
     def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
-        """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it,
-        show a progress bar.
+        """Train until the plan's last step, evaluate, and return a report.
+
+        ``log`` is called with the plan, then with each line. Without it, a progress bar is shown.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
             SystemExit: Likewise after SIGTERM, with the status 143, and SIGHUP, with 129.
-            DriveLostError: The run has ended, and Drive does not take its last checkpoint or its
-                best one.
+            DriveLostError: The run has ended, and Drive does not take its last or its best
+                checkpoint.
         """
         if log:
             log(self.plan)
@@ -121,7 +122,7 @@ class Trainer:
                 if is_logged or self.done % _LOG_STEPS == 0:
                     self._log(log)
                 is_due = self.writer.is_due(self.done, epoch_ended=epoch_ended)
-                # The last step's checkpoint is written below, and is waited for.
+                # The checkpoint of the last step is written after the loop.
                 if is_due and self.done < self.plan.steps:
                     self.save()
                 self._stop_if_asked()
@@ -134,7 +135,7 @@ class Trainer:
             self.writer.finish()
         if self.ranks.is_first:
             self.folder.send_waiting()
-        # The report is of the whole session.
+        # The report measures from the start of the session, and not from the last line.
         self._measured = (0, 0.0, 0.0)
         images_per_second, wait_share = self._measure()
         return TrainReport(
@@ -153,7 +154,7 @@ class Trainer:
         """Yield the batches of one epoch after the other, until the plan's last step."""
         batches = chain.from_iterable(repeat(self.loader))
         while self.done < self.plan.steps:
-            # For transforms that run on the device.
+            # Transforms that run on the device draw random numbers inside next().
             self._seed(1)
             self.clock.ask()
             batch = next(batches)
@@ -161,7 +162,7 @@ class Trainer:
             yield batch
 
     def _warn_of_late(self) -> None:
-        """Name each image once that did not come in time."""
+        """Warn of each image that did not come in time, once."""
         for image, waited_s in self.loader.late:
             if image not in self._late:
                 self._late.add(image)
@@ -173,8 +174,11 @@ class Trainer:
                 )
 
     def _train(self, batch: Any) -> None:
-        """Train one step with a packed batch, with images and targets, or with None where this
-        process has no image of the batch.
+        """Train one step.
+
+        Args:
+            batch: A packed batch, or images and targets. None if this process has no image of the
+                batch.
         """
         rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
@@ -193,7 +197,7 @@ class Trainer:
         try:
             loss = self.step(images, targets=targets, flips=flips, total=total)
         except AssertionError as error:
-            # It is torchvision's, of boxes without an area.
+            # torchvision asserts that every box has an area.
             raise ColabUtilsError(
                 f"The boxes that came from your transforms cannot be trained on: {error} End them "
                 "with v2.SanitizeBoundingBoxes()."
@@ -205,7 +209,10 @@ class Trainer:
         self._position = self.loader.state_dict()
 
     def _choose_flips(self, total: int) -> list[bool] | None:
-        """Return which of this process's images are mirrored, of a batch of ``total`` images."""
+        """Choose which images of a batch are mirrored, and return the choice for this process.
+
+        ``total`` is the number of images over all processes.
+        """
         if self.plan.augment != "flip":
             return None
         is_flipped = np.random.default_rng([self.plan.seed, self.done]).random(total) < 0.5
@@ -213,15 +220,16 @@ class Trainer:
         return own
 
     def _seed(self, use: int) -> None:
-        """Seed all random numbers from (seed, step, process), so that no random state has to be
-        saved.
+        """Seed torch's random numbers from the seed, the step, the process and the ``use``.
+
+        So a checkpoint needs no random state.
         """
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
     def _measure(self) -> tuple[float, float]:
-        """Return the images per second of the wall clock since the last call, and the share of that
-        time in which batches were waited for.
+        """Return the images per second since the last call, and the share of that time that was
+        spent waiting for batches.
         """
         now = (self.clock.images, self.clock.read(), self.clock.seconds)
         images, wait_s, wall_s = np.subtract(now, self._measured).tolist()
@@ -253,9 +261,7 @@ class Trainer:
             log(line)
 
     def _evaluate(self) -> None:
-        """Measure the average precision, on the first process, and keep the weights if they are the
-        best so far.
-        """
+        """Evaluate on the first process, and save the weights if they are the best so far."""
         if self.validation and self.ranks.is_first:
             model = self.step.model
             self._is_evaluating = True
@@ -263,7 +269,7 @@ class Trainer:
                 measured = evaluate(model, self.validation, device=self.step.device)
                 self.ap = replace(measured, step=self.done)
             except (ColabUtilsError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-                # What was trained is not lost for it: the next evaluation tries again.
+                # Training goes on without this result, and the next evaluation tries again.
                 self.ap = None
                 text = f"this evaluation is skipped: {describe_error(error)}"
                 warnings.warn(text, ColabUtilsWarning, stacklevel=2)
@@ -281,12 +287,12 @@ class Trainer:
         self.ap, self.best = self.ranks.send((self.ap, self.best))
 
     def save(self, *, is_last: bool = False) -> None:
-        """Write the state as a checkpoint in a thread, if any step was done since the last one."""
+        """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
         if self.done == self._saved_step:
             return
         # A loss that is not a number must not be saved as progress.
         self._fetch_losses()
-        # Weights that give no finite loss must not take the place of those that did.
+        # Weights without a finite loss must not replace the last ones that had one.
         if self.skipped.in_a_row and not is_last:
             return
         if self.ranks.is_first:
@@ -303,13 +309,13 @@ class Trainer:
         self._saved_step = self.done
 
     def _save_last(self) -> None:
-        """Save the state that training ends with, and send what waits on this machine, patiently.
+        """Save the last state, and send the checkpoints that wait on this machine to Drive.
 
-        Where Drive does not take it, a warning says where it lies: what comes next is an
-        evaluation, or the error that ended training, and neither must get lost.
+        If Drive does not take them, a warning says where they lie. It is no error, because an
+        error would hide the one that ended training, or prevent the last evaluation.
         """
         try:
-            # A step that was applied in part is no state to save.
+            # In the middle of a step some weights are new and others old: that is no state to save.
             if not self.step.is_applying:
                 self.save(is_last=True)
         finally:
@@ -321,7 +327,10 @@ class Trainer:
                     warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
 
     def _end_without_ranks(self, text: str) -> None:
-        """End this process after a checkpoint, since its main thread waits for one that is lost."""
+        """Save a checkpoint in a thread, and end this process.
+
+        The main thread cannot do so: it waits for a process that is lost.
+        """
         saving = threading.Thread(target=self._save_last, daemon=True)
         saving.start()
         saving.join(_LAST_CHECKPOINT_S)
@@ -334,8 +343,9 @@ class Trainer:
         os._exit(1)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, whose model, optimiser and place in the order are loaded
-        already.
+        """Take the step, the losses and the best precision so far from a checkpoint.
+
+        The step and the loader have loaded their own parts of it before.
         """
         self.done = state["step"]
         self.losses = state["losses"].tolist()
@@ -350,8 +360,10 @@ class Trainer:
                 self.best = AveragePrecision(**best["ap"])
 
     def _fetch_losses(self) -> None:
-        """Read the losses of the latest steps from the device, and stop where one is not a number
-        although its step moved the weights.
+        """Read the losses of the latest steps from the device.
+
+        Raises:
+            ColabUtilsError: A loss is not finite, and its step was not skipped.
         """
         pending = self._pending
         self._pending = []
@@ -371,7 +383,10 @@ class Trainer:
                 )
 
     def _tell_skipped(self) -> None:
-        """Warn of steps that were skipped; stop, in all processes alike, where only such come."""
+        """Warn of skipped steps, and stop training if hardly any other steps come.
+
+        All processes have skipped the same steps, so all of them stop.
+        """
         is_last = self.done == self.plan.steps
         failure = self.skipped.find_failure(
             trained=self.done - self.plan.first_step, is_last=is_last
@@ -384,22 +399,22 @@ class Trainer:
             self.skipped.warn(is_last=is_last)
 
     def _refuse_loss(self, text: str) -> NoReturn:
-        """Raise an error that begins with ``text``: the weights are none to go on with."""
-        # They are not saved.
+        """Raise an error that begins with ``text``, because the weights are of no use any more."""
+        # This keeps such weights from being saved.
         self._saved_step = self.done
         self.writer.finish()
         raise ColabUtilsError(
-            f"{text}. Look at these, and go on from {self.folder.newest or 'the start'} with a "
-            f"learning_rate below {self.plan.learning_rate:g}."
+            f"{text}. Look at these images, and go on from {self.folder.newest or 'the start'} "
+            f"with a learning_rate below {self.plan.learning_rate:g}."
         )
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:
-        """Finish the step in progress at the first Ctrl-C, SIGTERM or SIGHUP, and save the state at
-        any error.
+        """Save the state when the block ends with an error. Let Ctrl-C, SIGTERM and SIGHUP wait for
+        the end of the step in progress.
 
-        A second signal, or one during an evaluation, interrupts at once. Of several processes none
-        does: ``torchrun`` sends several for one.
+        A second signal, or one during an evaluation, interrupts at once. That holds for a process
+        alone: ``torchrun`` sends each of its processes several signals for one Ctrl-C.
         """
 
         def note(number: int, _: object) -> None:
@@ -408,19 +423,19 @@ class Trainer:
             self._signal = number
 
         previous = {}
-        # Signals reach the main thread only.
+        # Only the main thread can set handlers of signals.
         if threading.current_thread() is threading.main_thread():
             previous = {number: signal.getsignal(number) for number in _SIGNALS}
         for number, handler in previous.items():
-            # A shell's background job ignores Ctrl-C, nohup ignores SIGHUP, and so does training.
+            # A background job of a shell ignores Ctrl-C, and nohup ignores SIGHUP. That stays so.
             if handler not in (signal.SIG_IGN, None):
                 signal.signal(number, note)
         try:
             yield
         except BaseException as error:
-            # Whatever it is: the state is that of the step before.
+            # Whatever the error is, the state after the last complete step is sound.
             self._save_last()
-            # A whole group was signalled, and its workers ended first.
+            # The signal went to the loading workers, too. Their end caused this error.
             if self._signal and isinstance(error, ColabUtilsError):
                 _interrupt(self._signal)
             raise
@@ -430,8 +445,8 @@ class Trainer:
                     signal.signal(number, handler)
 
     def _stop_if_asked(self) -> None:
-        """Stop if this process was interrupted, or any other: all of them after the same step."""
-        # To ask the others takes time.
+        """Stop if a signal reached this process or another one. All stop after the same step."""
+        # Asking the other processes takes time, so it is done every few steps.
         if self.ranks.count > 1 and self.done % _AGREE_STEPS and self.done < self.plan.steps:
             return
         number = max(self.ranks.gather(self._signal))
@@ -440,7 +455,9 @@ class Trainer:
 
 
 def _interrupt(number: int) -> NoReturn:
-    """Raise what ends a run after a signal: of all but Ctrl-C the exit status that shells know."""
+    """Raise KeyboardInterrupt for Ctrl-C. Otherwise exit with the status that shells use for the
+    signal.
+    """
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)

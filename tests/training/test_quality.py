@@ -416,7 +416,7 @@ def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
     name = next(iter(content["model"]))
     content["model"][name].view(-1)[0] = float("nan")
     CheckpointFolder(tmp_path).save(content, step=2)
-    with pytest.raises(ColabUtilsError, match=f"{name} has values that are no numbers"):
+    with pytest.raises(ColabUtilsError, match=f"{name} has values that are not finite"):
         train(shards, tmp_path, steps=3, **TINY)
 
 

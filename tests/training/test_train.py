@@ -788,7 +788,7 @@ WEIGHT = "model/backbone.body.0.0.weight"
 def test_a_checkpoint_of_another_version_or_model_is_refused(undisturbed, tmp_path, change):
     change_checkpoint(undisturbed, tmp_path, change)
     with pytest.raises(
-        ColabUtilsError, match=r"this version of colab_utils|values that are no numbers"
+        ColabUtilsError, match=r"this version of colab_utils|values that are not finite"
     ):
         load_trained_model(tmp_path)
 
