@@ -228,8 +228,3 @@ def _hold_link() -> Iterator[TextIO]:
             # Closing the file is not enough. A process that was forked in the meantime has the file
             # open, too, and would keep the lock.
             fcntl.flock(link, fcntl.LOCK_UN)
-
-
-"""The machine that this runs on, and what every module needs: progress bars, process pools, safe
-writing of files.
-"""
