@@ -1,7 +1,7 @@
 """Find and cure data-loading stalls when you train torchvision Mask R-CNN on Google Colab.
 
-Importing this package is fast. It loads no torch, uses no network, mounts nothing and makes no
-folder. Each name below is imported from its module when you first use the name.
+Importing this package is fast: it does not import torch, use the network, mount Drive or make a
+folder. Each public name is imported from its module when you first use it.
 """
 
 import os
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# OpenMP threads that wait for work must sleep. If they spin, they take the cores of the loader's
-# workers, and training on a CPU falls to a fifth of its speed. OpenMP reads this variable only
-# when torch is loaded: so import colab_utils before torch.
+# Waiting threads of OpenMP must sleep. If they spin, they take the cores from the loader's workers,
+# and training on a CPU falls to a fifth of its speed. OpenMP reads this variable once, when torch
+# is loaded, so import colab_utils before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [  # noqa: RUF022

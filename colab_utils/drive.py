@@ -16,30 +16,30 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableEr
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import SHORTAGES, explain_os_error
 
-# A burst of errors lasts seconds, a remount about a minute.
+# Seconds before each repetition. A burst of errors lasts seconds, and a remount about a minute.
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)
-# They come from a dead mount only.
+# Error numbers that only a dead mount gives.
 _GONE = (ENOTCONN, ECONNABORTED)
-# A broken disk gives them as well.
+# Error numbers that a broken disk gives as well.
 _GONE_ON_DRIVE = (EIO, ETIMEDOUT, ESTALE, ENODEV)
 _Result = TypeVar("_Result")
 
 
 class DriveLostError(UnavailableError):
-    """Drive went away in the middle of a read; what was finished before is safe."""
+    """A read failed because Drive went away. Everything that was finished before is safe."""
 
     place = "Drive"
-    """What failed, in words."""
+    """What failed, as named in messages."""
 
 
 class ShortReadError(DriveLostError):
-    """Fewer bytes of a file came than it holds."""
+    """A read returned fewer bytes than the file holds."""
 
 
 def is_on_drive(path: object) -> bool:
     """Return whether a path lies on a mounted Google Drive.
 
-    On Colab ``/content/drive`` counts before it is mounted, too.
+    On Colab, ``/content/drive`` counts as Drive even before it is mounted.
 
     Example:
         >>> is_on_drive("/tmp")
@@ -49,10 +49,11 @@ def is_on_drive(path: object) -> bool:
 
 
 def find_mount(path: object) -> Path | None:
-    """Return where the Google Drive that a path lies on is mounted; None of any other path.
+    """Return the folder in which the Google Drive of a path is mounted; None for other paths.
 
-    A URL lies on none. The table of mounts is asked, and not the mount, which may hang. Source:
-    ``flush_and_unmount`` in google/colab/drive.py knows Drive by its type there.
+    A URL is never on Drive. The table of mounts is read, because the mount itself may hang. In that
+    table Drive has the type ``fuse.drive``; ``flush_and_unmount`` in google/colab/drive.py looks
+    for the same type.
 
     Example:
         >>> find_mount("/tmp") is None
@@ -63,7 +64,7 @@ def find_mount(path: object) -> Path | None:
     kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     if is_colab():
         kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
-    # The second asks the mounts on its way.
+    # `abspath` comes first, because `realpath` reads the mounts on the path, which may hang.
     for resolve in (os.path.abspath, os.path.realpath):
         place = Path(resolve(path))
         for folder in (place, *place.parents):
@@ -76,11 +77,11 @@ def find_mount(path: object) -> Path | None:
 
 @contextmanager
 def guard_drive(path: object) -> Iterator[None]:
-    """Turn the errors of a Drive that went away into a `DriveLostError` with a cure; and those of a
-    machine that lacks memory or open files into an `UnavailableError`.
+    """Turn the errors of a lost Drive into a `DriveLostError` that says what to do.
 
-    Errno 107 comes from a dead mount only. Others, such as 5, also come from a broken disk: they
-    count only on Drive.
+    Errno 107 comes only from a dead mount. Errors such as errno 5 also come from a broken disk, so
+    they are turned only if the path is on Drive. If the machine has too little memory or too many
+    open files, an `UnavailableError` is raised.
 
     Example:
         >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
@@ -99,15 +100,16 @@ def guard_drive(path: object) -> Iterator[None]:
             raise
         mount = find_mount(path) or COLAB_ROOT / "drive"
         raise DriveLostError(
-            f"{path} cannot be read: Drive got disconnected or refuses, for its quota or too full "
-            f"a folder (errno {error.errno}). Remount it with drive.mount('{mount}', "
-            "force_remount=True), or restart the session; then run again: what is done is safe."
+            f"{path} cannot be read: Drive got disconnected or refuses, because its quota is used "
+            f"up or the folder is too full (errno {error.errno}). Remount it with "
+            f"drive.mount('{mount}', force_remount=True), or restart the session. Then run the "
+            "same again: what is done is safe."
         ) from error
 
 
 @contextmanager
 def explain_write(folder: object) -> Iterator[None]:
-    """Turn an error of writing into ``folder`` into one line with its cure.
+    """Turn an error of writing into ``folder`` into a `ColabUtilsError` that says what to do.
 
     Example:
         >>> import errno
@@ -120,7 +122,7 @@ def explain_write(folder: object) -> Iterator[None]:
         with guard_drive(folder):
             yield
     except (OSError, ValueError) as error:
-        # A ValueError: the path is not a valid file name.
+        # A path that is not a valid file name raises a ValueError.
         reason = explain_os_error(error, "Name another folder.")
         raise ColabUtilsError(
             f"Writing into {folder} failed: {reason} Then run the same again: it continues there."
@@ -128,14 +130,16 @@ def explain_write(folder: object) -> Iterator[None]:
 
 
 class Retries:
-    """Call again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds.
+    """Repeat calls that fail on Drive: up to four times each, after 1, 4, 16 and 60 seconds.
 
-    Threads may share it.
+    Several threads may share one object.
 
     Attributes:
-        count: how many times a call was tried again.
-        on_failure: called at each failure that is tried again; yours to set.
-        stop: an event, yours if you give one; once it is set, nothing is waited for or tried again.
+        count: Number of repetitions so far, of all calls.
+        on_failure: Function that you may set. It is called after each failure that is followed by a
+            repetition.
+        stop: Event that ends all waits once it is set. A call that fails after that is not
+            repeated. Default: a new event.
 
     Example:
         >>> retries = Retries()
@@ -148,14 +152,14 @@ class Retries:
         self._place = ""
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
-        # Drive said to the end of the waits that a file is missing.
+        # Whether Drive still called a file missing after the last wait.
         self._trusts_absence = False
 
     def run(self, call: Callable[[], _Result]) -> _Result:
-        """Return what ``call`` returns.
+        """Return the result of ``call``, which is repeated while it raises a `DriveLostError`.
 
         Raises:
-            DriveLostError: it failed every time; any other error comes through at once.
+            DriveLostError: Every attempt failed. Other errors are raised at once.
         """
         for wait_s in RETRY_WAITS_S:
             try:
@@ -171,16 +175,19 @@ class Retries:
         return call()
 
     def write(self, folder: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Return what ``call(*arguments)`` returns; errors of writing into ``folder`` get a cure.
+        """Return the result of ``call(*arguments)``, which writes into ``folder``; see `run`.
 
         Raises:
-            DriveLostError: it failed every time.
-            ColabUtilsError: the folder cannot be written to.
+            DriveLostError: Every attempt failed.
+            ColabUtilsError: The folder cannot be written to. The message says what to do.
         """
         return self.run(partial(explain_write(folder)(call), *arguments))
 
     def run_listed(self, path: Any, call: Callable[[], _Result]) -> _Result:
-        """Return what ``call`` returns, which reads a file that a list names; see `find_again`."""
+        """Return the result of ``call``, which reads a file that should be there; see `run`.
+
+        If the file seems to be missing, `find_again` looks for it.
+        """
         try:
             return self.run(call)
         except FileNotFoundError:
@@ -189,11 +196,12 @@ class Retries:
         return self.run(call)
 
     def find_again(self, paths: Sequence[Any]) -> set[Any]:
-        """Return those of some missing files that are there after all.
+        """Look again for files that seem to be missing, and return those that are there after all.
 
-        Drive says "no such file" of a file for a while, at times. So on Drive their folders are
-        listed, which asks it anew, and they are looked for after the same growing waits: one wait
-        for all files. Once Drive has kept to it, later files get a single look.
+        At times, Drive does not show a file for a while. So this method lists the files' folders,
+        which makes Drive look again, and checks the files after the same growing waits as `run`.
+        All files share the waits. If a file is still missing after the last wait, later calls check
+        their files only once. Files that are not on Drive are always checked only once.
 
         Example:
             >>> Retries().find_again([Path("/tmp/no/such/file")])
@@ -208,7 +216,7 @@ class Retries:
             if not wait_s:
                 warnings.warn(
                     f"Drive does not show {len(missing):,} of the files that are listed, such as "
-                    f"{min(missing)}. They are waited for.",
+                    f"{min(missing)}. It is asked again for a minute or two.",
                     ColabUtilsWarning,
                     stacklevel=3,
                 )
@@ -219,7 +227,7 @@ class Retries:
         return set(paths) - missing
 
     def __reduce__(self) -> "tuple[type[Retries], tuple[()]]":
-        # Another process counts its own.
+        # A copy in another process counts its own repetitions.
         return Retries, ()
 
     def __str__(self) -> str:
@@ -230,9 +238,9 @@ class Retries:
 
 
 def _is_absent(path: Any) -> bool:
-    """Return whether a file cannot be opened, whatever its folder says of it."""
+    """Return whether a file cannot be opened, even if its folder lists it."""
     if not isinstance(path, os.PathLike):
-        # A server says the same at all times.
+        # A server is not in doubt: unlike Drive, it gives the same answer every time.
         return not path.exists()
     with suppress(OSError):
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))

@@ -1,21 +1,21 @@
-"""The error and the warning of this package.
+"""The errors and the warning of this package.
 
 Every error that a user can cause is a `ColabUtilsError`.
 """
 
 import re
 
-# Control characters, what breaks a line, what turns the direction of a text, and halves of
-# characters.
+# Control characters, characters that break a line or change the direction of text, and surrogates,
+# which are halves of characters.
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff]"
 )
 
 
 def escape(text: str) -> str:
-    r"""Return a name or a message as a terminal may show it.
+    r"""Return a name or a message as text that is safe to print on a terminal.
 
-    It is one line, without characters that steer the terminal.
+    The result is one line. Characters that control the terminal are replaced by escape sequences.
 
     Example:
         >>> escape("café 猫.jpg\n\x1b[2Jok")
@@ -25,41 +25,44 @@ def escape(text: str) -> str:
 
 
 class _OneLine:
-    """An exception whose message is escaped as it is shown."""
+    """An exception whose message is escaped when it is shown."""
 
     def __str__(self) -> str:
         text = super().__str__()
         lines = text.split("\n")
-        # Torch's report of a worker's error keeps its lines.
+        # The message of an error in a DataLoader worker holds its traceback, whose lines are kept.
         if lines[0].startswith("Caught "):
             return "\n".join(map(escape, lines))
         return escape(text)
 
 
 class ColabUtilsError(_OneLine, Exception):
-    """One line that says what is wrong, then what to do, in two sentences.
+    """An error that a user can cause. Its message is one line: what is wrong, then what to do.
 
     Example:
-        >>> raise ColabUtilsError("photos.zip is a file, and no folder. Unzip it first.")
+        >>> raise ColabUtilsError("photos.zip is a file, not a folder. Unzip it first.")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: photos.zip is a file, and no folder. Unzip it first.
+        colab_utils.errors.ColabUtilsError: photos.zip is a file, not a folder. Unzip it first.
     """
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows: the line alone; ``%tb`` shows where it comes from."""
+        """Return the one line that a notebook shows. ``%tb`` shows the traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class UnavailableError(ColabUtilsError):
-    """A file could not be read, for a reason that says nothing about the file."""
+    """A file could not be read, for a reason outside the file, such as a lost Drive."""
 
 
 class ColabUtilsWarning(_OneLine, UserWarning):
-    """One line on something that was decided for you; the command line prints it as a note."""
+    """A warning about a decision that was made for you. The command line prints it as a note."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return kind and message in one line; of a DataLoader worker's error its own last line.
+    """Return the type and the message of an error in one line.
+
+    An error from a DataLoader worker is described by the error inside the worker. A
+    `ColabUtilsError` is described by its message alone.
 
     Example:
         >>> describe_error(ValueError("not an image"))
@@ -68,7 +71,7 @@ def describe_error(error: BaseException) -> str:
     kind = type(error).__name__
     lines = str(error).strip().splitlines() or [""]
     message = lines[0]
-    # Torch wraps the worker's whole traceback.
+    # Torch's message holds the worker's traceback, and its last line is the error in the worker.
     if message.startswith("Caught ") and len(lines) > 1:
         kind, _, message = lines[-1].partition(": ")
     if isinstance(error, ColabUtilsError):

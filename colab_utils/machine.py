@@ -1,4 +1,4 @@
-"""The machine that this runs on: its cores, its memory, its disk, and whether it is a Colab."""
+"""The machine that runs this code: its cores, memory and disks, and whether it is on Colab."""
 
 import math
 import os
@@ -17,13 +17,13 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.units import format_bytes
 
 COLAB_ROOT = Path("/content")
-"""Colab's own folder; Google Drive is mounted at ``drive`` in it."""
+"""Colab's own folder. Google Drive is mounted in its subfolder ``drive``."""
 
 
 def count_cores() -> int:
-    """Return the cores that this process may use.
+    """Return the number of cores that this process may use.
 
-    This is its affinity mask, cut to the container's CPU quota where there is one.
+    It is the number of cores in the affinity mask, or the container's CPU quota if that is smaller.
 
     Example:
         >>> count_cores() >= 1
@@ -36,7 +36,7 @@ def count_cores() -> int:
 
 
 def find_free_memory() -> int:
-    """Return the bytes of memory that can be had now without swapping, within a container's limit.
+    """Return the bytes of memory that are available without swapping, within a container's limit.
 
     Example:
         >>> find_free_memory() > 0
@@ -46,24 +46,26 @@ def find_free_memory() -> int:
 
 
 def find_host() -> str:
-    """Return what tells this machine, since it was started, from every other that writes.
+    """Return an identifier of this machine, which changes when the machine is started again.
 
-    Colab gives many machines one name. A container on the same machine counts as another one, as
-    its processes have numbers of their own.
+    The host name does not identify a machine, because many machines of Colab have the same one. A
+    container has an identifier of its own, because its process numbers are its own.
 
     Example:
         >>> len(find_host()) >= 8
         True
     """
     host = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    # Some sandboxes have no such link.
+    # Some sandboxes do not have this link.
     with suppress(OSError):
         host += os.readlink("/proc/self/ns/pid")[5:-1]
     return host
 
 
 def find_group_cores(root: Path = Path("/")) -> float:
-    """Return the cores of the tightest CPU quota of this process's control groups, or infinity.
+    """Return the smallest CPU quota of this process's control groups, in cores.
+
+    Without a quota, it is infinity.
 
     Args:
         root: Folder that holds ``proc`` and ``sys``.
@@ -76,7 +78,9 @@ def find_group_cores(root: Path = Path("/")) -> float:
 
 
 def find_group_memory(root: Path = Path("/")) -> float:
-    """Return the bytes that the tightest of this process's control groups leaves, or infinity.
+    """Return the bytes of memory that this process's control groups leave to it.
+
+    It is the smallest number of free bytes in any of the groups. Without a limit, it is infinity.
 
     Args:
         root: Folder that holds ``proc`` and ``sys``.
@@ -92,15 +96,18 @@ def find_group_memory(root: Path = Path("/")) -> float:
         "memory.stat",
     ):
         limit, used, stat = text.split(maxsplit=2)
-        # The cache can be dropped. Version 1 counts a group's own first, then that of all in it.
+        # The kernel can drop the cache, so it counts as free. Version 1 lists the cache of a group
+        # itself first, and that of the group with its subgroups last.
         cache = re.findall(r"inactive_file (\d+)", stat)[-1]
         free = min(free, int(limit) - int(used) + int(cache))
     return free
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes were killed for want of memory: of this process's control group,
-    else of the machine, since it was started.
+    """Return the number of processes that the kernel killed because memory ran out.
+
+    They are counted in this process's control group. If it has no count, they are counted on the
+    whole machine since its start.
 
     Args:
         root: Folder that holds ``proc`` and ``sys``.
@@ -109,7 +116,7 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     for folder in _list_groups(root, "memory"):
         paths += [folder / "memory.events", folder / "memory.oom_control"]
     for path in (*paths, root / "proc/vmstat"):
-        # It may not be there, or not be readable.
+        # The file may be missing, or not be readable.
         with suppress(OSError):
             count = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
             if count:
@@ -118,12 +125,11 @@ def count_oom_kills(root: Path = Path("/")) -> int:
 
 
 def _list_groups(root: Path, controller: str) -> list[Path]:
-    """Return the folders of the control groups that hold this process: its own, then those around
-    it.
+    """Return the folders of the control groups that hold this process, innermost first.
 
-    Version 1 has a tree of groups for each controller, version 2 has one for all, and a machine may
-    have both. Within a container the inner folders may not be seen: its own group is then the top
-    of the tree.
+    Version 1 has a tree of groups for each controller. Version 2 has one tree for all controllers.
+    A machine may have both. In a container, the inner folders may not be visible. The top folder of
+    the tree is then the container's own group.
     """
     folders: list[Path] = []
     table = root / "proc/self/cgroup"
@@ -139,12 +145,12 @@ def _list_groups(root: Path, controller: str) -> list[Path]:
 
 
 def _read_groups(root: Path, controller: str, *names: str) -> list[str]:
-    """Return the text of these files, of each control group that limits this process."""
+    """Return the joined text of these files for each control group that limits this process."""
     texts: list[str] = []
     for folder in _list_groups(root, controller):
         paths = [folder / name for name in names]
         text = "".join(path.read_text() for path in paths if path.is_file())
-        # "max" and -1 are no limit.
+        # Without a limit, the text begins with "max" or -1.
         if text[:1].isdigit():
             texts.append(text)
     return texts
@@ -156,10 +162,10 @@ def is_colab() -> bool:
 
 
 def require_linux(work: str) -> None:
-    """Refuse what only Linux can do.
+    """Refuse ``work`` that only Linux can do, on any other system.
 
     Raises:
-        ColabUtilsError: this is another system.
+        ColabUtilsError: This system is not Linux.
 
     Example:
         >>> require_linux("start workers")
@@ -173,15 +179,16 @@ def require_linux(work: str) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a measurement was made on; sizes in bytes, None for what it lacks."""
+    """The machine on which a measurement was made."""
 
     cpu: str
-    """The processor's name."""
+    """Name of the processor."""
     cores: int
-    """Those that this process may use."""
+    """Number of cores that this process may use."""
     ram_bytes: int
+    """Memory of the whole machine."""
     gpu: str | None
-    """Its name."""
+    """Name of the GPU; None without a GPU."""
     software: str
     """Versions of Python, torch and torchvision."""
 
@@ -230,16 +237,19 @@ def find_free_space(folder: Path) -> int:
 
 
 def require_space(folder: Path, needed: float, cure: str) -> None:
-    """Refuse what the disk of a folder cannot hold, before its first byte.
+    """Refuse to write into a folder if its disk has too little free space.
 
-    ``cure`` says what helps beside freeing some.
+    Args:
+        folder: Folder to be written to. It need not exist yet.
+        needed: Bytes to be written.
+        cure: What the user can do beside freeing space. It ends the message.
 
     Raises:
-        ColabUtilsError: less than ``needed`` bytes are free.
+        ColabUtilsError: Fewer than ``needed`` bytes are free.
     """
     free = find_free_space(folder)
     if needed > free:
         raise ColabUtilsError(
             f"{folder} needs {format_bytes(needed)} of free disk, and {format_bytes(free)} are "
-            f"free. Free some, {cure}."
+            f"free. Free some space, {cure}."
         )

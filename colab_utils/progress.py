@@ -1,4 +1,4 @@
-"""Progress bars, where somebody sees them."""
+"""Progress bars, which are drawn only where somebody can see them."""
 
 import os
 import sys
@@ -11,10 +11,14 @@ from tqdm import tqdm
 def show_progress(
     label: str, items: Any = None, *, total: Any = None, unit: str = "it", scale: bool = False
 ) -> Any:
-    """Return a tqdm bar, silent where nobody sees it, or where one runs already.
+    """Return a tqdm progress bar. It draws nothing if nobody can see it, or if another bar runs.
 
-    It gives ``items`` one after the other, if there are any, and counts them; ``scale`` counts
-    bytes.
+    Args:
+        label: Text before the bar.
+        items: Iterable that the bar iterates over and counts. Default: None; you call ``update``.
+        total: Number of items. Default: None, the length of ``items`` if it is known.
+        unit: Name of one item.
+        scale: Whether large numbers are shortened, such as 2.5M. Use it for bytes.
 
     Example:
         >>> with show_progress("copying", total=2) as bar:
@@ -22,7 +26,7 @@ def show_progress(
         >>> list(show_progress("reading", "ab"))
         ['a', 'b']
     """
-    # A bar in a bar leaves stale lines in notebooks.
+    # A bar inside another bar leaves stale lines in a notebook.
     silent = not is_watched() or len(tqdm._instances) > 0
     return _Bar(
         items,
@@ -36,23 +40,23 @@ def show_progress(
 
 
 class _Bar(tqdm):
-    # tqdm's own lock is shared with forked processes: one that is killed while it draws would stop
-    # every later bar.
+    # tqdm's own lock is shared with forked processes. If a process were killed while it holds that
+    # lock, every later bar would hang.
     _lock = threading.RLock()
 
 
-# A thread that held the lock is not in the forked process.
+# A forked process has a copy of the lock, but not the thread that may hold it. A new lock is free.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 
 
 def is_watched() -> bool:
-    """Return whether somebody sees a progress bar: on a terminal, or in a notebook's kernel."""
+    """Return whether somebody can see a progress bar: on a terminal or in a notebook."""
     return sys.stderr.isatty() or is_notebook()
 
 
 def is_notebook() -> bool:
-    """Return whether this runs in a notebook's kernel.
+    """Return whether this code runs in a notebook.
 
     Example:
         >>> is_notebook()

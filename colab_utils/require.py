@@ -1,4 +1,4 @@
-"""Check what a user passes: one message form each for choices, whole numbers and numbers."""
+"""Checks of the arguments that a user passes: choices, numbers and paths."""
 
 import math
 import numbers
@@ -10,15 +10,16 @@ from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
-# `Path` makes one slash of two. A single letter and a colon are a drive of Windows.
+# One slash is enough, because `Path` shortens "//" to "/". A scheme has at least two letters,
+# because "C:/" is a drive of Windows.
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Refuse a value that is none of the choices.
+    """Refuse a value that is not one of the choices.
 
     Raises:
-        ColabUtilsError: the value is none of them.
+        ColabUtilsError: The value is not one of the choices.
 
     Example:
         >>> require_choice("storage", "zip", ("keep", "shrink"))
@@ -33,10 +34,10 @@ def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
 
 
 def require_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """Return a whole number, of numpy too, as Python's own, and refuse all else.
+    """Return a whole number of Python or numpy as an ``int``, and refuse any other value.
 
     Raises:
-        ColabUtilsError: the value is no whole number, or lies out of range.
+        ColabUtilsError: The value is not a whole number, or it is out of range.
 
     Example:
         >>> require_count("workers", 4, least=0)
@@ -63,12 +64,12 @@ def require_number(
     most: float | None = None,
     below: float | None = None,
 ) -> float:
-    """Return a number, of numpy too, as Python's own ``int`` or ``float``, and refuse all else.
+    """Return a number of Python or numpy as an ``int`` or ``float``, and refuse any other value.
 
-    Infinity passes where no bound lies above it.
+    Infinity is accepted if there is no upper bound.
 
     Raises:
-        ColabUtilsError: the value is no number, or lies out of range.
+        ColabUtilsError: The value is not a number, or it is out of range.
 
     Example:
         >>> require_number("shard_mb", 128, above=0, below=math.inf)
@@ -84,7 +85,7 @@ def require_number(
 
 
 def require_path(name: str, value: Any) -> None:
-    """Refuse what is no path, such as a dataset in place of its folder.
+    """Refuse a value that is not a path, such as a dataset in place of its folder.
 
     Raises:
         ColabUtilsError: The value is neither text nor a path.
@@ -94,35 +95,36 @@ def require_path(name: str, value: Any) -> None:
     """
     if not isinstance(value, str | os.PathLike):
         raise ColabUtilsError(
-            f"{name} is {_describe(value)}, which is no path of a folder. Pass a path, such as "
-            "dataset.folder."
+            f"{name} is {_describe(value)}, which is not a path. Pass the path of a folder, "
+            "such as dataset.folder."
         )
 
 
 def require_local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder or a file of this machine; a URL would become a local folder of
-    that name.
+    """Return the path of a folder or file on this machine, and refuse a URL.
+
+    Without this check, a URL would become a local folder with a name such as ``gs:``.
 
     Raises:
-        ColabUtilsError: it is a URL.
+        ColabUtilsError: The path is a URL.
 
     Example:
         >>> require_local_path("data/12:30/a.json")
         PosixPath('data/12:30/a.json')
         >>> require_local_path("gs://bucket/shards")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: The URL gs://bucket/shards is no folder or file of ...
+        colab_utils.errors.ColabUtilsError: The URL gs://bucket/shards is not a folder or file ...
     """
     if _URL.match(str(path)):
         raise ColabUtilsError(
-            f"The URL {path} is no folder or file of this machine. Mount it (with gcsfuse or "
-            "rclone, say) and name that folder, or copy it to a folder first."
+            f"The URL {path} is not a folder or file on this machine. Mount it (for example with "
+            "gcsfuse or rclone) and pass the mounted folder, or copy it to a folder first."
         )
     return Path(path)
 
 
 def _describe(value: Any) -> str:
-    """Return the first line of a value's text: a model describes itself in many."""
+    """Return the first line of a value's text, because the text of a model has many lines."""
     return repr(value).splitlines()[0]
 
 
@@ -147,7 +149,7 @@ def _is_within(
 def _describe_range(
     above: float | None, least: float | None, most: float | None, below: float | None
 ) -> str:
-    """Return a range in words that follow a name."""
+    """Return a range in words, which follow the argument's name in a message."""
     if least is not None and most is not None:
         return f"between {least:,} and {most:,}"
     words = []

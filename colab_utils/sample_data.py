@@ -1,5 +1,6 @@
-"""The built-in dataset: simple shapes on noise that weighs what photos weigh, with COCO
-annotations, made by code.
+"""The built-in dataset, which is made by code: pictures of simple shapes, with COCO annotations.
+
+The pictures have noise, which makes their files as large as those of photos.
 """
 
 import json
@@ -40,7 +41,7 @@ _PLACES_TRIED = 200
 
 
 def _make_ring(radii: Sequence[float]) -> _Points:
-    """Return one corner for each radius, at equal angles, beginning at the top."""
+    """Return one corner for each radius, at equal angles, clockwise from the top."""
     corners = []
     for number, radius in enumerate(radii):
         angle = 2 * math.pi * number / len(radii)
@@ -79,18 +80,18 @@ CATEGORIES = tuple(
 
 @dataclass(frozen=True)
 class BuiltinDataset:
-    """Where a built-in dataset lies, and how large it is."""
+    """The files and the size of a built-in dataset."""
 
     images: Path
     """The image folder."""
     annotations: Path
     """The COCO JSON file."""
     n: int
-    """Images."""
+    """Number of images."""
     objects: int
-    """Annotations, crowd regions included."""
+    """Number of annotations, with crowd regions."""
     bytes: int
-    """Size of all images."""
+    """Size of all image files together."""
 
     def __str__(self) -> str:
         size = format_bytes(self.bytes)
@@ -109,33 +110,33 @@ def make_dataset(
     seed: int = 0,
     workers: int | str = "auto",
 ) -> BuiltinDataset:
-    """Make a dataset with code, without a download: ``folder/images`` and
-    ``folder/annotations.json``.
+    """Make the files ``folder/images/*.jpg`` and ``folder/annotations.json``, without a download.
 
-    The pictures cost what photos cost to read and decode (640x480: 100 to 200 kB). They show simple
-    shapes that do not overlap. A polygon has the corners that the shape was drawn with; ``area``
-    and ``bbox`` are those of the polygon's mask. Of every 50 images one has a crowd region
-    (``iscrowd`` 1, uncompressed RLE) and one has no object.
+    Reading and decoding a picture takes as long as for a photo (640x480: 100 to 200 kB). The
+    pictures show simple shapes that do not overlap. Each polygon has the corners with which its
+    shape was drawn. ``area`` and ``bbox`` are measured on the polygon's mask. In every 50 images,
+    one has a crowd region (``iscrowd`` 1, uncompressed RLE) and one has no object.
 
-    The same arguments give the same bytes on one machine, with any number of ``workers``. A folder
-    that holds this dataset already is returned as it is, and nothing is ever overwritten.
+    On one machine, the same arguments give the same bytes with any number of ``workers``. If
+    ``folder`` already holds this dataset, nothing is written. Files are never overwritten, and
     ``annotations.json`` is written last.
 
     Args:
-        folder: made where it does not exist.
-        n: images.
-        width: pixels.
-        height: pixels.
-        objects: fewest and most objects in an image; the more there are, the smaller they are.
-        categories: names of the kinds of object, of ball, tile, pennant, starfish, heart and kite.
-            Default: all.
-        photos: so many of the images, evenly spread, are photos of 12 megapixels, 4000x3000, of a
-            few MB each: what a phone takes, and what training has no use for.
-        seed: another seed gives other pictures.
-        workers: processes; "auto" means one per core.
+        folder: Folder for the dataset. It is made if it does not exist.
+        n: Number of images.
+        width: Width of an image in pixels.
+        height: Height of an image in pixels.
+        objects: Smallest and largest number of objects in an image. Above 10, the objects are
+            smaller.
+        categories: Names of the categories, from ball, tile, pennant, starfish, heart and kite.
+            Default: all six.
+        photos: Number of images that imitate the photos of a phone: 4000x3000 pixels, a few MB
+            each. They are spread evenly over the dataset.
+        seed: Seed of the random numbers. Another seed gives other pictures.
+        workers: Number of processes. Default: "auto", one for each core.
 
     Raises:
-        ColabUtilsError: an argument is out of range, or ``folder`` holds something else.
+        ColabUtilsError: An argument is out of range, or ``folder`` holds something else.
 
     Example:
         >>> import tempfile
@@ -177,7 +178,7 @@ def make_dataset(
 
 
 def _check_recipe(recipe: dict[str, Any]) -> None:
-    """Raise an error that lists the allowed values where one of them is out of range."""
+    """Raise an error that lists the allowed values if a value is out of range."""
     fewest, most_objects = recipe["objects"]
     sides = (recipe["width"], recipe["height"])
     is_allowed = (
@@ -198,7 +199,7 @@ def _check_recipe(recipe: dict[str, Any]) -> None:
 
 
 def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers: int) -> None:
-    """Make every image and, last, the JSON."""
+    """Make all images, then the JSON."""
     images.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(suffix=".part", dir=images.parent) as unfinished:
         folder = Path(unfinished) / "images"
@@ -227,9 +228,9 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
 def _make_image(
     folder: Path, recipe: dict[str, Any], index: int
 ) -> tuple[dict[str, Any], list[_Annotation]]:
-    """Draw and save one image, and return its COCO record and its annotations without ids."""
-    # Each image has a stream of random numbers of its own, so that it does not matter which worker
-    # makes it.
+    """Draw and save one image. Return its COCO record, and its annotations without ids."""
+    # The random numbers depend only on the seed and the image, so that it does not matter which
+    # worker makes the image.
     rng = default_rng([recipe["seed"], index])
     is_photo = (index * recipe["photos"] + recipe["n"] // 2) % recipe["n"] < recipe["photos"]
     width, height = _PHOTO_SIZE if is_photo else (recipe["width"], recipe["height"])
@@ -257,11 +258,13 @@ def _make_image(
 
 
 class _Scene:
-    """A picture to which shapes are added, each in a circle of its own, so that none hides another.
+    """A picture to which shapes are added.
+
+    Each shape lies in a circle of its own, so that no shape hides another.
 
     Attributes:
-        picture: what was drawn so far, RGB.
-        circles: x, y and radius of the circle around each shape, in pixels.
+        picture: The picture so far, RGB.
+        circles: The x, y and radius of the circle around each shape, in pixels.
     """
 
     def __init__(self, rng: Generator, width: int, height: int) -> None:
@@ -270,13 +273,11 @@ class _Scene:
         self.height = height
         self.picture = _paint_ground(rng, width, height)
         self.circles: list[_Circle] = []
-        # The side of a square as large as the picture.
+        # The side of a square with the same area as the picture.
         self._side = math.sqrt(width * height)
 
     def add_object(self, name: str, count: int) -> _Annotation | None:
-        """Draw one of ``count`` objects and return its annotation, or None where there is no room
-        for it.
-        """
+        """Draw one of ``count`` objects. Return its annotation, or None if there is no room."""
         share = 0.05 * (0.2 / 0.05) ** self.rng.random()
         if count > 10:
             share *= math.sqrt(10 / count)
@@ -288,7 +289,7 @@ class _Scene:
         return self._annotate(name, _to_segmentation(polygon), is_crowd=False)
 
     def add_crowd(self, name: str) -> _Annotation:
-        """Draw many small shapes of one kind and return one annotation of them all."""
+        """Draw many small shapes of one category. Return one annotation for all of them."""
         colour = self._choose_colour(name)
         middle = self.rng.uniform((0.2, 0.2), (0.8, 0.8)) * (self.width, self.height)
         segmentation = []
@@ -303,7 +304,10 @@ class _Scene:
     def _find_room(
         self, radius: float, middle: NDArray[np.float64], spread: float
     ) -> _Circle | None:
-        """Return a free circle; where there is no room, look elsewhere, for a little less of it."""
+        """Return a free circle near ``middle``, or None if no place is free.
+
+        Each further place that is tried has a slightly smaller radius.
+        """
         radius = min(radius, 0.4 * min(self.width, self.height))
         taken = np.array(self.circles).reshape(-1, 3)
         place = middle
@@ -312,7 +316,7 @@ class _Scene:
             farthest = np.subtract((self.width, self.height), radius + 1)
             x, y = np.clip(place, radius + 1, farthest).tolist()
             distances = np.hypot(taken[:, 0] - x, taken[:, 1] - y)
-            # Two pixels lie between two circles, so that rounding to pixels joins none.
+            # Circles keep two pixels of distance, so that shapes do not touch after rounding.
             if (distances > taken[:, 2] + radius + 2).all():
                 return x, y, radius
             place = self.rng.normal(middle, spread) % (self.width, self.height)
@@ -320,8 +324,10 @@ class _Scene:
         return None
 
     def _choose_colour(self, name: str) -> _Colour:
-        """Return hue, saturation and value: mostly the kind's own hue, so that colour is only a
-        hint.
+        """Return hue, saturation and value, each from 0 to 1.
+
+        The hue is usually that of the category, but not always, so that a model cannot rely on
+        colour.
         """
         hue = self.rng.normal(list(_SHAPES).index(name) / len(_SHAPES), 0.05)
         if self.rng.random() < 0.25:
@@ -329,9 +335,7 @@ class _Scene:
         return hue % 1, self.rng.uniform(0.5, 0.8), self.rng.uniform(0.75, 1.0)
 
     def _draw_shape(self, name: str, circle: _Circle, colour: _Colour) -> _Points:
-        """Draw a shape with a darker edge, exactly on the pixels of its mask, and return its
-        corners.
-        """
+        """Draw a shape with a darker edge on exactly the pixels of its mask. Return its corners."""
         self.circles.append(circle)
         x, y, radius = circle
         angle = self.rng.uniform(0, 2 * math.pi)
@@ -349,7 +353,7 @@ class _Scene:
         return polygon
 
     def _annotate(self, name: str, segmentation: Any, *, is_crowd: bool) -> _Annotation:
-        """Return a COCO annotation with the area and the box of its mask."""
+        """Return a COCO annotation. Its area and box are measured on its mask."""
         box, area = measure_mask(encode_segmentation(segmentation, self.height, self.width))
         return {
             "category_id": CATEGORIES[list(_SHAPES).index(name)]["id"],
@@ -361,7 +365,7 @@ class _Scene:
 
 
 def _turn_shape(corners: _Points, angle: float, x: float, y: float, radius: float) -> _Points:
-    """Return the corners of a shape, turned, and enlarged around (x, y)."""
+    """Return the corners of a shape after turning it, enlarging it and moving it to (x, y)."""
     turned = []
     for across, down in corners:
         corner_x = x + radius * (across * math.cos(angle) - down * math.sin(angle))
@@ -371,31 +375,33 @@ def _turn_shape(corners: _Points, angle: float, x: float, y: float, radius: floa
 
 
 def _to_segmentation(polygon: _Points) -> list[list[float]]:
-    """Return a polygon as COCO writes it: one list of x, y, x, y, ... for each part."""
+    """Return a polygon in the form of COCO: a list of x, y, x, y, ... for its only part."""
     return [[coordinate for corner in polygon for coordinate in corner]]
 
 
 def _draw_polygon(polygon: _Points, width: int, height: int) -> tuple[int, int, Image.Image]:
-    """Return left, top and a picture, white on black, of the pixels that readers of COCO give a
-    polygon.
+    """Return the left and top of a polygon's box, and a picture of its mask, white on black.
+
+    The picture is as large as the box. The mask is the one that COCO readers decode.
     """
     packed = pack_masks([encode_segmentation(_to_segmentation(polygon), height, width)])
     left, top, right, bottom = packed.crops[0].tolist()
-    # A photo is not drawn in full for each of its objects.
+    # Only the box is drawn, because a mask of the whole image would be slow for a large photo.
     moved = packed._replace(crops=packed.crops - (left, top, left, top))
     mask = unpack_masks(moved, bottom - top, right - left)[0]
     return left, top, Image.fromarray(255 * mask)
 
 
 def _draw_mask(polygons: list[list[float]], width: int, height: int) -> NDArray[np.uint8]:
-    """Return the pixels of all polygons together, uint8 [H, W]."""
+    """Return one mask of all polygons together, uint8 [H, W]."""
     packed = pack_masks([encode_segmentation(polygons, height, width)])
     return unpack_masks(packed, height, width)[0]
 
 
 def _to_runs(mask: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return a mask without its first pixel as uncompressed RLE: runs outside and inside, column by
-    column.
+    """Return a mask as uncompressed RLE: the lengths of runs outside and inside, by columns.
+
+    The first pixel must lie outside the mask.
     """
     pixels = mask.ravel(order="F")
     changes = np.flatnonzero(pixels[1:] != pixels[:-1]) + 1
@@ -404,7 +410,7 @@ def _to_runs(mask: NDArray[np.uint8]) -> dict[str, Any]:
 
 
 def _paint_ground(rng: Generator, width: int, height: int) -> Image.Image:
-    """Return soft spots of a dark and a light colour of one hue."""
+    """Return a background of soft spots in a dark and a light colour of the same hue."""
     coarse = _make_spots(rng, 6, width, height)
     fine = _make_spots(rng, 48, width, height)
     hue = rng.random()
@@ -414,14 +420,14 @@ def _paint_ground(rng: Generator, width: int, height: int) -> Image.Image:
 
 
 def _make_spots(rng: Generator, cells: int, width: int, height: int) -> Image.Image:
-    """Return a grey picture of random spots, ``cells`` across and down."""
+    """Return a grey picture of random spots, with ``cells`` spots in each row and column."""
     grid = rng.integers(0, 256, (cells, cells), np.uint8)
     return Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _add_grain(rng: Generator, picture: Image.Image) -> Image.Image:
-    """Return the picture with the noise of a camera, which makes a JPEG of a photo large."""
-    # A small picture is noisy at every pixel. A large one has been smoothed by its camera.
+    """Return the picture with camera noise, which makes its JPEG as large as that of a photo."""
+    # The noise per pixel is weaker in a large picture, because a camera smooths its photos.
     megapixels = picture.width * picture.height / 1e6
     strength = rng.uniform(15, 24) * min(1.0, megapixels**-0.22)
     amplitude = max(2, round(strength))

@@ -1,4 +1,4 @@
-"""A slow Drive without a Drive: what lies below a slowed folder is read no faster than a profile
+"""An imitation of a slow Google Drive: files in a slowed folder are read no faster than a profile
 allows.
 """
 
@@ -18,10 +18,10 @@ import xxhash
 from colab_utils.drive import DriveLostError
 from colab_utils.require import require_choice, require_local_path
 
-# The slowed folders as JSON, where child processes find them.
+# The environment variable with the slowed folders, as JSON. Child processes inherit it.
 _SLOWED = "COLAB_UTILS_SLOWED"
-# A file that says when the link to Drive is free again: all that this user runs on this machine
-# shares one link.
+# A file with the time when the link to Drive is free again. All processes of this user on this
+# machine share one link.
 _LINK_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
 _USER = os.getuid() if hasattr(os, "getuid") else 0
 _LINK = f"{_LINK_FOLDER}/colab_utils-drive-reads-{_USER}"
@@ -29,33 +29,36 @@ _LINK = f"{_LINK_FOLDER}/colab_utils-drive-reads-{_USER}"
 
 @dataclass(frozen=True)
 class DriveProfile:
-    """How slow a cold read is: one that Drive's cache does not answer. A second read of a file
-    waits as long.
+    """The speed of cold reads, which are the reads that Drive's cache does not answer.
+
+    A second read of a file is as slow as the first.
     """
 
     name: str
-    """One word, shown in reports."""
+    """One word, which reports show."""
     open_s: float
-    """Mean seconds to reach a place in a file."""
+    """Mean seconds from a request to the first byte of a file, or of a place in it."""
     bytes_per_s: float
-    """Bytes a second from there on, of all streams together."""
+    """Bytes per second after the first byte, for all streams together."""
     source: str
-    """Where the two figures come from."""
+    """Where the figures come from."""
     tail: float = 0.0
-    """How much openings differ: the sigma of their log-normal distribution; 0.8 makes one of 20
-    take 2.7 means.
+    """Sigma of the log-normal distribution of the times to the first byte. With 0.8, one request
+    in 20 takes 2.7 times the mean or longer.
     """
     streams: int = 128
-    """Reads that are served at once; the others wait in line. 128 is assumed: nobody has published
-    what Drive serves.
+    """Number of reads that Drive serves at the same time. Other reads wait. 128 is an assumption,
+    because nobody has published the number.
     """
     most_reads: int | None = None
-    """Reads in flight, above which one more is refused with errno 5; None refuses none: assumed."""
+    """Largest number of reads in flight. One more read is refused with errno 5. None means no
+    limit, which is an assumption.
+    """
 
     def draw_open_s(self, path: str | Path, offset: int = 0) -> float:
-        """Return the seconds to reach this place in a file.
+        """Return the seconds from a request to the first byte, for a read at ``offset``.
 
-        They are always the same for a folder's name, a file's name and an offset.
+        They depend only on this profile, the names of the file and its folder, and the offset.
 
         Example:
             >>> slow = DRIVE_PROFILES["bad"]
@@ -86,10 +89,10 @@ DRIVE_PROFILES = {
 
 
 def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
-    """Read all that lies below ``folder`` at the speed of a profile from now on.
+    """Slow down all reads of files in ``folder`` to the speed of a profile, from now on.
 
-    ``None`` reads it at full speed. This holds for this process and for those that it starts from
-    now on. Of a folder in another the inner one counts.
+    ``None`` restores full speed. The profile holds for this process and for the processes that it
+    starts later. If one such folder lies in another, the profile of the inner one counts.
 
     Example:
         >>> slow_down("no/such/folder", "typical")
@@ -107,10 +110,10 @@ def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
 
 @contextmanager
 def read_at_full_speed() -> Iterator[None]:
-    """Slow no folder while the block runs: for what the real Drive's cache would answer.
+    """Read every folder at full speed within the block, as if Drive's cache answered.
 
-    A folder that is slowed within the block is slow until its end. Then those from before are slow
-    again.
+    If you slow a folder down within the block, it is slow until the block ends. After the block,
+    the folders that were slow before it are slow again.
 
     Example:
         >>> with read_at_full_speed():
@@ -126,8 +129,7 @@ def read_at_full_speed() -> Iterator[None]:
 
 
 def find_profile(path: object) -> DriveProfile | None:
-    """Return the profile of the slowed folder that a path lies in, and None where it is read at
-    full speed.
+    """Return the profile of the slowed folder that holds a path; None if it is read at full speed.
 
     Example:
         >>> find_profile("no/such/folder") is None
@@ -146,11 +148,12 @@ def find_profile(path: object) -> DriveProfile | None:
 
 
 def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
-    """Return the profile of that name: ``None`` or ``"none"`` mean full speed, your own profile is
-    passed through.
+    """Return the profile with this name. A profile of your own is returned as it is.
+
+    ``None`` and ``"none"`` mean full speed, for which ``None`` is returned.
 
     Raises:
-        ColabUtilsError: no profile has that name; the message lists the names.
+        ColabUtilsError: No profile has this name. The message lists the names.
 
     Example:
         >>> print(get_profile("typical"))
@@ -165,20 +168,21 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
 def wait_as_drive(
     profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float
 ) -> None:
-    """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``.
+    """Sleep until a Drive with this profile would have answered a read that was just made.
 
-    All processes of this user share one Drive: it serves ``streams`` reads at once, and its link
-    sends in turn.
+    All processes of this user share one Drive. It serves ``streams`` reads at the same time, and
+    its link sends the bytes of one read after the other.
 
     Args:
-        profile: how slow Drive is; None waits for nothing.
-        path: the file.
-        place: where in the file the read had to begin; None goes on where the last one ended.
-        count: bytes that were read.
-        started: when the read was asked for, by ``perf_counter``, which all processes share.
+        profile: The speed of Drive. None returns at once.
+        path: The file that was read.
+        place: Offset of the read in the file; None if it continues where the last read ended.
+        count: Number of bytes that were read.
+        started: Time when the read began, from ``time.perf_counter``, whose clock all processes
+            share.
 
     Raises:
-        DriveLostError: more reads are in flight than the profile allows.
+        DriveLostError: More reads are in flight than the profile allows.
     """
     if profile is None or not count:
         return
@@ -189,10 +193,10 @@ def wait_as_drive(
         if profile.most_reads is not None and len(in_flight) >= profile.most_reads:
             raise DriveLostError(
                 f"Drive refuses to read {path}: it answers {profile.most_reads} reads at once "
-                "(errno 5). Read fewer files at once."
+                "(errno 5). Read fewer files at the same time."
             )
         if len(in_flight) >= profile.streams:
-            # It is served when one of those before it is done.
+            # This read is served when one of the reads before it is done.
             begin_s = in_flight[-profile.streams]
         else:
             begin_s = started
@@ -209,9 +213,9 @@ def wait_as_drive(
 
 @contextmanager
 def _hold_link() -> Iterator[TextIO]:
-    """Open the file that all processes share, for one of them at a time.
+    """Open and lock the file that all processes share.
 
-    It holds when the link is free, and when each read in flight ends.
+    The file holds the time when the link is free, then the time when each read in flight ends.
     """
     import fcntl
 
@@ -221,10 +225,6 @@ def _hold_link() -> Iterator[TextIO]:
         try:
             yield link
         finally:
-            # Closing is not enough: a process that was forked meanwhile has it open, too.
+            # Closing the file is not enough. A process that was forked in the meantime has the file
+            # open, too, and would keep the lock.
             fcntl.flock(link, fcntl.LOCK_UN)
-
-
-"""The machine that this runs on, and what every module needs: progress bars, process pools, safe
-writing of files.
-"""

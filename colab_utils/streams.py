@@ -1,4 +1,4 @@
-"""How many files to read at once: found by measuring, as TCP finds how fast it may send."""
+"""The number of files to read at the same time, which is found by measuring."""
 
 import os
 import tempfile
@@ -16,32 +16,33 @@ from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
 
 MOST_STREAMS = 256
-"""Reads at once, at most."""
+"""Largest number of reads at the same time."""
 
-# A local disk answers at once, so more reads than these only wait for each other.
+# A local disk answers without delay, so more reads than these would only wait for each other.
 _LOCAL_STREAMS = 2
-# The first guess for a folder behind a network.
+# The first number of streams for a folder behind a network.
 _REMOTE_STREAMS = 16
-# File systems whose files come over a network, beside Drive and slowed folders.
+# The names of file systems whose files come over a network begin with one of these.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
-# A larger number of streams is kept where files come faster by at least this factor.
+# A larger number of streams is kept if files come faster by at least this factor.
 _GAIN = 1.1
-# Each trial takes more streams by this factor, and by the smaller one after a refusal.
+# A trial multiplies the number of streams by this factor, or by the second one after a refusal.
 _FACTOR = 2.0
 _FACTOR_AFTER_REFUSAL = 1.5
-# A window counts so many files for each stream. The first file of each stream is not counted.
+# A window counts this many files for each stream, and at least `_LEAST_FILES` in all. The first
+# file of each stream is not counted.
 _FILES_A_STREAM = 2
 _LEAST_FILES = 16
-# After a trial that gained nothing, so many windows pass before the next one.
+# After a trial that was not faster, this many windows pass before another trial is considered.
 _PATIENCE = 3
 
 
 @dataclass(frozen=True)
 class StreamTrial:
-    """How fast files came with a number of streams."""
+    """The speed that was measured with a number of streams."""
 
     streams: int
-    """Reads at the same time."""
+    """Number of reads at the same time."""
     files_per_s: float
 
     def __str__(self) -> str:
@@ -50,17 +51,18 @@ class StreamTrial:
 
 
 class StreamTuner:
-    """Choose how many files are read at once, while they are read.
+    """Choose the number of files to read at the same time, while files are read.
 
-    The number doubles as long as files come faster by a tenth. Where they do not, the last good
-    number is taken again, and a larger one is tried later. Where the folder refuses a read during
-    a trial, the last good number is taken again; at other times the number is halved. After a
-    refusal, the middle between the number that works and the refused one is tried.
-    The method is TCP's slow start (RFC 5681), with files a second in place of acknowledgements.
+    The number is doubled as long as this makes files come faster by at least a tenth. If it does
+    not, the tuner returns to the last good number, and tries a larger one later. If the folder
+    refuses a read during a trial, the tuner returns to the last good number, too. If the folder
+    refuses a read at another time, the number is halved. The next trial after a refusal takes the
+    middle between the current number and the refused one. The method is TCP's slow start
+    (RFC 5681), with files per second in place of acknowledgements.
 
     Attributes:
-        streams: the number now.
-        trials: what was measured, oldest first; the last 100.
+        streams: Current number of files to read at the same time.
+        trials: The last 100 measurements, oldest first.
 
     Example:
         >>> tuner = StreamTuner(2)
@@ -76,12 +78,12 @@ class StreamTuner:
         self._accepted = streams
         self._accepted_rate = 0.0
         self._factor = _FACTOR
-        # The number that was refused last; None where it was long ago.
+        # The number of streams that was refused last; None once the refusal is forgotten.
         self._refused: int | None = None
         self._patience = 0
         self._ignored = 0
         self._is_trial = False
-        # The files of the current window, and the time when the last one came.
+        # The counts of the current window, and the time when its last file came.
         self._files = 0
         self._counted = 0
         self._busy_s = 0.0
@@ -89,16 +91,16 @@ class StreamTuner:
 
     @property
     def best(self) -> StreamTrial | None:
-        """Return the number of streams that was kept, and its rate; None before a window has ended.
+        """Return the number of streams that was kept, and its speed.
 
-        No later trial was faster by a tenth.
+        It is None before the first window has ended. No later trial was faster by a tenth or more.
         """
         if not self.trials:
             return None
         return StreamTrial(self._accepted, self._accepted_rate)
 
     def count(self, now_s: float) -> None:
-        """Count a file that came while every stream was busy."""
+        """Count a file that came at ``now_s`` while every stream was busy."""
         self._ignored -= 1
         self._files += 1
         if self._last_s is not None and self._files > self.streams:
@@ -113,9 +115,9 @@ class StreamTuner:
         self._last_s = None
 
     def refuse(self) -> None:
-        """Take fewer streams, because the folder refused a read.
+        """Use fewer streams, because the folder refused a read.
 
-        Other reads that were under way at that time may be refused, too. They change nothing more.
+        Other reads in flight may be refused, too. Their refusals change nothing.
         """
         if self._ignored > 0:
             self._ignored -= 1
@@ -139,7 +141,7 @@ class StreamTuner:
         self._last_s = None
 
     def _end_window(self, rate: float) -> None:
-        """Choose the next number of streams by the files a second of the window that ended."""
+        """Choose the next number of streams from the files per second of the window that ended."""
         self.trials = [*self.trials[-99:], StreamTrial(self.streams, rate)]
         if self._is_trial and rate < _GAIN * self._accepted_rate:
             self.streams = self._accepted
@@ -171,16 +173,16 @@ class StreamTuner:
         self._is_trial = self.streams > self._accepted
 
     def _settle(self) -> None:
-        """Keep the number for some windows, and forget the refusal: it may be over by then."""
+        """Keep the number for some windows. Forget the refusal, whose cause may be gone by then."""
         self._refused = None
         self._patience = _PATIENCE
 
 
 def require_streams(streams: int | str) -> int | str:
-    """Return a number of streams, or "auto", and refuse all else.
+    """Return a number of streams, or "auto", and refuse any other value.
 
     Raises:
-        ColabUtilsError: it is neither.
+        ColabUtilsError: The value is neither a number from 1 to 256 nor "auto".
 
     Example:
         >>> require_streams("auto"), require_streams(32)
@@ -195,9 +197,9 @@ def require_streams(streams: int | str) -> int | str:
 
 
 def guess_streams(place: str | Place) -> int:
-    """Return how many files of a folder to read at once at first.
+    """Return the number of streams with which to begin to read a folder.
 
-    It is the number that was found last in this session for the same mount. Without one, it is 16
+    It is the number that `remember_streams` stored last for the same mount. Without one, it is 16
     for a folder behind a network, and 2 for a local disk.
 
     Example:
@@ -210,8 +212,8 @@ def guess_streams(place: str | Place) -> int:
 
 
 def remember_streams(place: str | Place, streams: int) -> None:
-    """Keep a number of streams for this mount, for `guess_streams` of this session."""
-    # If the file cannot be written, the next reader begins with the first guess.
+    """Store a number of streams for the mount of a folder. `guess_streams` returns it."""
+    # If the file cannot be written, the next reader begins with the default number.
     with suppress(OSError):
         _find_note(place).write_text(str(streams), encoding="ascii")
 

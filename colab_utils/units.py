@@ -1,8 +1,8 @@
-"""Bytes and seconds as people read them."""
+"""Numbers of bytes and seconds as short texts."""
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes as people read them.
+    """Return a number of bytes as text, such as 13.3 GB. A kB is 1000 bytes.
 
     Example:
         >>> format_bytes(13_300_000_000)
@@ -17,7 +17,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time as people read it.
+    """Return a time as text, in seconds, minutes or hours.
 
     Example:
         >>> format_seconds(5.25), format_seconds(600)

@@ -1,5 +1,6 @@
-"""Where things lie, and what a notebook finds there or makes: every notebook starts on a machine of
-its own.
+"""The folders of a notebook, and the dataset and the shards in them.
+
+A notebook may start on a new machine, so it makes whatever is missing.
 """
 
 import json
@@ -23,8 +24,8 @@ from colab_utils.shards.write import ShardReport, find_index, find_recipe, write
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
-"""What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive,
-as it is.
+"""The scenes that a notebook offers, and the Drive profile of each. None stands for your own Google
+Drive at its real speed.
 """
 
 BUILT_IN = "built-in"
@@ -33,14 +34,15 @@ BUILT_IN = "built-in"
 
 @dataclass(frozen=True)
 class Workspace:
-    """Two folders, ``drive`` (slow, lasts) and ``ssd`` (fast, may be lost). Make one with
-    `Workspace.open`.
+    """The two folders of a notebook: ``drive`` is slow and lasts, ``ssd`` is fast and may be lost.
+
+    Make a workspace with `Workspace.open`.
     """
 
     drive: Path
     ssd: Path
     profile: DriveProfile | None
-    """The speed at which ``drive`` is read: ``None`` for a real Google Drive and for full speed."""
+    """The speed to which ``drive`` is slowed down. ``None`` does not slow it down."""
 
     @classmethod
     def open(
@@ -50,23 +52,23 @@ class Workspace:
         ssd: str | Path | None = None,
         scene: str = "bad day",
     ) -> Self:
-        """Make the two folders, and slow the first one down as the scene says, in child processes
-        too.
+        """Make the two folders, and slow ``drive`` down as the scene says.
 
-        "bad day" and "good day" ask for nothing: a slowed folder on this machine stands for Google
-        Drive, and `emulated` for a GPU. "my Drive, my GPU" mounts Google Drive on Colab, which asks
-        you to sign in; outside Colab it reads the folder as fast as it goes.
+        Child processes are slowed down, too. The scenes "bad day" and "good day" need neither
+        Google Drive nor a GPU: a slowed folder on this machine imitates Drive, and the training
+        step is to be emulated (`emulated`). On Colab, the scene "my Drive, my GPU" mounts Google
+        Drive, and Colab asks you to sign in. Outside Colab, this scene reads ``drive`` at full
+        speed.
 
         Args:
-            drive: the slow folder, used as given. Default: ``/content/slow_drive``, or
-                ``colab_utils`` in your Google Drive where the scene mounts it; outside Colab
-                ``./runs/drive``.
-            ssd: the fast folder. Default: ``/content/colab_utils``; outside Colab ``./runs/ssd``.
-            scene: a name in `SCENES`.
+            drive: The slow folder. Default: ``colab_utils`` in your Google Drive if the scene
+                mounts it, else ``/content/slow_drive``; outside Colab ``./runs/drive``.
+            ssd: The fast folder. Default: ``/content/colab_utils``; outside Colab ``./runs/ssd``.
+            scene: A name in `SCENES`.
 
         Raises:
-            ColabUtilsError: a folder cannot be made, there is no such scene, or Google Drive, which
-                the scene asks for, cannot be mounted.
+            ColabUtilsError: A folder cannot be made, the scene does not exist, ``ssd`` is on Drive
+                or is ``drive``, or Google Drive cannot be mounted.
 
         Example:
             >>> import tempfile
@@ -81,10 +83,11 @@ class Workspace:
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(
-                f"The folder ssd is {fast}, which is on Drive, or the folder drive itself. Name a "
-                "folder on this machine's own disk."
+                f"The folder ssd is {fast}, which is on Drive or is the same as the folder drive. "
+                "Name another folder on this machine's own disk."
             )
-        # A folder above a named one is not made, so that a typing error in a name is noticed.
+        # The parent of a folder that you name is not made, so that a typing error in its path is
+        # noticed.
         _make_folder("DRIVE_FOLDER", slow, parents=not drive)
         _make_folder("SSD_FOLDER", fast, parents=not ssd)
         slow_down(slow, speed)
@@ -93,16 +96,18 @@ class Workspace:
 
     @property
     def emulated(self) -> bool:
-        """Return whether the training step is to be emulated: where Drive is slowed, and where
-        there is no GPU.
+        """Return whether the training step is to be emulated.
+
+        It is emulated if ``drive`` is slowed down, or if there is no GPU.
         """
         import torch
 
         return self.profile is not None or not torch.cuda.is_available()
 
     def publish(self, notebook: str, /, **numbers: Any) -> Path:
-        """Write a notebook's numbers to ``results/NOTEBOOK.json`` on Drive, for the other notebooks
-        and the demo.
+        """Write a notebook's numbers to ``results/NOTEBOOK.json`` in ``drive``.
+
+        Other notebooks and the demo read them.
 
         Example:
             >>> import tempfile
@@ -137,14 +142,14 @@ def _write_json(path: Path, content: dict[str, Any]) -> Path:
 
 
 def _choose_drive(drive: str | Path | None, scene: str) -> Path:
-    """Return the slow folder. Google Drive is mounted where the folder lies on it."""
+    """Return the slow folder. If it lies on Google Drive, mount Drive first."""
     mount = COLAB_ROOT / "drive"
     chosen = _to_path(drive) if drive else None
     if SCENES[scene] is not None:
         if chosen and is_on_drive(chosen):
             raise ColabUtilsError(
-                f"DRIVE_FOLDER is {chosen}, and SCENE {scene!r} mounts no Drive. Leave it empty, "
-                "or choose the SCENE that mounts Drive."
+                f"DRIVE_FOLDER is {chosen}, and SCENE {scene!r} mounts no Drive. Leave "
+                "DRIVE_FOLDER empty, or choose the SCENE that mounts Drive."
             )
     elif is_colab() and (chosen is None or chosen.is_relative_to(mount)):
         _mount_google_drive(mount)
@@ -155,21 +160,21 @@ def _choose_drive(drive: str | Path | None, scene: str) -> Path:
 
 
 def _mount_google_drive(mount: Path) -> None:
-    """Mount Google Drive where it is not mounted."""
+    """Mount Google Drive if it is not mounted yet."""
     failure = "no MyDrive appeared there"
     if not os.path.isdir(mount / "MyDrive"):
         try:
             from google.colab import drive as google_drive
 
-            # A mount that died is still in the table of mounts: only a forced mount replaces it.
+            # A dead mount stays in the table of mounts, and only a forced mount replaces it.
             google_drive.mount(str(mount), force_remount=True, timeout_ms=120_000)
         except Exception as error:
-            # Colab's message errors have no public base class.
+            # The errors that Colab raises here have no public base class.
             failure = describe_error(error)
     if not os.path.isdir(mount / "MyDrive"):
         raise ColabUtilsError(
-            f"Google Drive is not mounted in {mount} ({failure}). Sign in when it asks, choose "
-            f"another SCENE, or name a DRIVE_FOLDER outside {mount}."
+            f"Google Drive is not mounted in {mount} ({failure}). Sign in when Colab asks, "
+            f"choose another SCENE, or name a DRIVE_FOLDER outside {mount}."
         )
 
 
@@ -179,20 +184,20 @@ def _to_path(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class EnsuredDataset:
-    """A dataset that is there, and the folder that bears its name."""
+    """A dataset that exists, and the folders for its shards."""
 
     name: str
-    """Made of the names of image folder and JSON, and a hash of their paths or of a zip's
-    address.
+    """Name of the folders for its shards. It consists of the names of the image folder and the
+    JSON. A hash of their paths, or of a zip's path or URL, may be part of it.
     """
     images: Path
     annotations: Path
     note: str
-    """Where it comes from."""
+    """A sentence that says where the dataset comes from."""
     shards_on_drive: Path
-    """Where its shards belong."""
+    """Folder for its shards on Drive."""
     shards_on_ssd: Path
-    """Where their copy belongs."""
+    """Folder for the copy of the shards on the SSD."""
 
     def __str__(self) -> str:
         return f"{self.note}\nimages: {self.images}\nannotations: {self.annotations}"
@@ -206,25 +211,26 @@ def ensure_dataset(
     n: int = 160,
     part: str = "train",
 ) -> EnsuredDataset:
-    """Return the dataset that you name now or named earlier, or else the built-in one on Drive. The
-    built-in one is made now where it is missing.
+    """Return your own dataset or, if you named none, the built-in dataset.
 
-    What you name, ``settings.json`` on Drive remembers. In a scene that slows Drive, your images
-    are slowed, too.
+    The paths of your dataset are stored in ``settings.json`` on Drive, so that you name them only
+    once. The built-in dataset is made on Drive if it is not there yet. In a scene that slows Drive
+    down, your own images are slowed down, too.
 
     Args:
-        workspace: where Drive is.
-        images: your image folder, a zip of a COCO export, or its URL, which are unpacked to the
-            SSD; "built-in" is the built-in dataset again. Empty takes what you named last, else the
-            built-in dataset.
-        annotations: your COCO instance JSON; its name in the zip, where that holds several.
-        n: images of a built-in dataset that is made now, one of 13 of them a photo of 12
-            megapixels; one that is there is taken as it is.
-        part: ``"val"`` is another dataset, to evaluate with.
+        workspace: The folders of the notebook.
+        images: Your image folder, or the path or URL of a zip with a COCO export, which is unpacked
+            to the SSD. "built-in" returns to the built-in dataset. Default: the images that you
+            named last, else the built-in dataset.
+        annotations: Your COCO instance JSON. For a zip, the name of the JSON in it, which is needed
+            only if it holds several.
+        n: Number of images, if the built-in dataset is made now. One image in 13 is a photo of 12
+            megapixels. A built-in dataset that exists keeps its number.
+        part: ``"train"``, or ``"val"`` for a second dataset, with which to evaluate.
 
     Raises:
-        ColabUtilsError: only one of ``images`` and ``annotations`` is given, or they are not there;
-            or what `unpack_dataset` raises.
+        ColabUtilsError: Only one of ``images`` and ``annotations`` is given, one of them does not
+            exist, or a zip cannot be unpacked (see `unpack_dataset`).
 
     Example:
         >>> import tempfile
@@ -234,7 +240,7 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    # Of each part of the data, where its images and annotations are.
+    # The paths of images and annotations, for each part that has a dataset of your own.
     settings = dict[str, list[str]]()
     with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
         settings.update(json.loads((workspace.drive / "settings.json").read_bytes()))
@@ -260,7 +266,8 @@ def ensure_dataset(
         _write_json(workspace.drive / "settings.json", settings)
     name = _name_dataset(paths, part)
     if paths and not is_archive(paths[0]):
-        # Earlier versions gave several datasets this name.
+        # Earlier versions left the hash out, so that several datasets could have the same name.
+        # Shards that they wrote for this dataset are still used.
         earlier = find_index(workspace.drive / "shards" / name)
         if earlier is None or earlier.fingerprint != read_fingerprint(text):
             name += f"-{hash_bytes(*map(os.fsencode, paths))[:8]}"
@@ -292,18 +299,17 @@ def _find_own(workspace: Workspace, paths: list[str]) -> tuple[Path, Path]:
 
 
 def ensure_shards(data: EnsuredDataset) -> ShardReport:
-    """Return a report of a dataset's shards on Drive. Shards that are missing are made, and a job
-    that stopped half-way is completed.
+    """Write a dataset's shards to Drive if they are missing, and return a report of them.
 
-    They are made at full speed in every scene: to see what that takes on Drive, call
-    `write_shards`.
+    A job that stopped half-way is completed. In every scene, Drive is read at full speed here. To
+    see how long preprocessing takes on a slow Drive, call `write_shards` instead.
 
     Raises:
-        ColabUtilsError: as `write_shards` does; the shards there are of another dataset.
+        ColabUtilsError: The folder holds shards of another dataset, or `write_shards` fails.
     """
     folder = data.shards_on_drive
     with guard_drive(folder), read_at_full_speed():
-        # Another notebook may have stopped half-way: its settings go on.
+        # If another notebook stopped half-way, its settings are used again.
         begun = find_recipe(folder) or {"shard_mb": 8}
         names = begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
         settings = {name: begun[name] for name in names}
@@ -311,12 +317,10 @@ def ensure_shards(data: EnsuredDataset) -> ShardReport:
 
 
 def _locate(images: str, annotations: str) -> list[str]:
-    """Return the places of the images and annotations that you name. The list is empty for the
-    built-in ones.
-    """
+    """Return the paths of your images and annotations; an empty list for the built-in dataset."""
     if images == BUILT_IN:
         return []
-    # The name of the annotations is a name in the zip.
+    # For a zip, ``annotations`` is the name of a file in the zip, so it is not made a full path.
     if is_archive(images):
         return [images if "://" in images else str(_to_path(images)), annotations]
     if not (images and annotations):
@@ -325,11 +329,11 @@ def _locate(images: str, annotations: str) -> list[str]:
 
 
 def _name_dataset(paths: list[str], part: str) -> str:
-    """Return the name that the dataset's folders have."""
+    """Return the name of the dataset's shard folders."""
     if not paths:
         return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
     stem = Path(paths[0]).name
-    # Many exports have the same name.
+    # Many exports have the same file name, so a hash of the whole path or URL is added.
     if is_archive(paths[0]):
         stem = f"{Path(re.split('[?#]', paths[0])[0]).stem}-{hash_bytes(paths[0].encode())[:8]}"
     return re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")

@@ -317,7 +317,7 @@ def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(
     assert status == 2, shown
     assert len(errors) == 1, shown
     assert "Traceback" not in shown
-    for words in ("Drive got disconnected", "drive.mount(", "then run again"):
+    for words in ("Drive got disconnected", "drive.mount(", "Then run the same again"):
         assert words in errors[0]
     world.mount.fail()
     run_complete(world, command)

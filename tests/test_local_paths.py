@@ -30,7 +30,7 @@ from colab_utils.training.model import build_mask_rcnn
 from colab_utils.workspace import Workspace, ensure_dataset
 
 MESSAGE = (
-    r"The URL .* is no folder or file of this machine\. Mount it .*, or copy it "
+    r"The URL .* is not a folder or file on this machine\. Mount it .*, or copy it "
     r"to a folder first"
 )
 # No test installs its package.
@@ -264,7 +264,7 @@ def test_every_option_refuses_a_url_that_it_cannot_read_before_any_work(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    reason = f"The URL {UNKNOWN} is no folder or file of this machine. Mount it "
+    reason = f"The URL {UNKNOWN} is not a folder or file on this machine. Mount it "
     if (command, option) in TAKES_URLS:
         reason = f"{UNKNOWN} needs a package that is not installed"
     assert f"argument {option}: {reason}" in printed.err

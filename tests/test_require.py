@@ -97,5 +97,5 @@ def test_a_number_outside_its_bounds_is_refused(bounds, good, bad, words):
 def test_a_folder_is_a_path(tmp_path):
     assert require_path("shards", tmp_path) is None
     assert require_path("shards", str(tmp_path)) is None
-    with pytest.raises(ColabUtilsError, match=r"^shards is 5, which is no path of a folder\. Pass"):
+    with pytest.raises(ColabUtilsError, match=r"^shards is 5, which is not a path\. Pass"):
         require_path("shards", 5)

@@ -27,10 +27,10 @@ from colab_utils.loading.targets import (
 from colab_utils.streams import StreamTrial
 
 Reserve = Callable[[int], NDArray[np.uint8]]
-"""Takes a number of bytes, and returns that much memory, uint8."""
+"""A function that takes a number of bytes and returns memory of that size, uint8."""
 
 Note = Callable[[int], object]
-"""Takes the index of the sample that is read next."""
+"""A function that takes the index of the sample that is read next."""
 
 
 class Result(NamedTuple):
@@ -55,11 +55,12 @@ class Fetcher:
         streams: Files that each worker reads at the same time, or "auto".
         writes_itself: Whether the dataset writes its images into a batch without making samples.
         arrival: The running copy, or None if the dataset does not read arriving shards.
-        shard_of, sizes: The dataset's tables, for the images of the subset; None if it has none.
+        shard_of, sizes: The rows of the dataset's tables for the images of the subset; None if the
+            dataset has no such table.
         shard_images: Number of images in each shard of the dataset.
-        groups: Groups of shards that an `ArrivingShards` copies, and their number; None if all.
+        groups: Groups of shards that an `ArrivingShards` copies; None if it copies all shards.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
-        max_bad: Bad images that the dataset itself allows.
+        max_bad: Number of bad images that the dataset allows.
         reads_ahead: Whether files of later batches can be read while a batch is loaded.
     """
 
@@ -86,7 +87,7 @@ class Fetcher:
         self.look_again()
 
     def look_again(self) -> None:
-        """Look at the dataset again, which may have grown or may have other transforms."""
+        """Look at the dataset again, because it may have grown or may have new transforms."""
         if not len(self):
             raise ColabUtilsError(
                 "The dataset is empty. Open a dataset that has at least one image."
@@ -112,7 +113,7 @@ class Fetcher:
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
-        # Of our own datasets, the boxes were compared with their masks before.
+        # A dataset of this package has already compared its boxes with its masks.
         self._compares_masks = not isinstance(base, CocoSamples)
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shard_images: list[int] = []

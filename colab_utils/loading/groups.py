@@ -80,11 +80,11 @@ class CopiedGroups:
 
 
 def choose_groups(groups: range, sizes: Sequence[int], *, seed: int) -> CopiedGroups:
-    """Return the groups that a host copies: ``range(host, 8, hosts)``.
+    """Return the groups that a host copies, and the shards of every group.
 
     Args:
-        groups: Numbers of the host's groups. Its stop is the number of all groups, and its step the
-            number of hosts.
+        groups: Numbers of the host's groups, such as ``range(host, 8, hosts)``. The stop of the
+            range is the number of all groups. The step is the number of hosts.
         sizes: Images of each shard.
         seed: See `deal_shards`.
 

@@ -49,7 +49,7 @@ class _LateBatch:
     attempts: list[tuple[Worker, Request]] = field(default_factory=list)
     """The processes that load the batch, at most two, and their requests."""
     named: dict[int, int] = field(default_factory=dict)
-    """Index of each late sample of the batch, to its place in the list of late samples."""
+    """Maps the index of each late sample of the batch to its place in the list of late samples."""
     bad: list[tuple[int, str]] = field(default_factory=list)
     result: Result | None = None
     request: Request | None = None
@@ -87,8 +87,8 @@ class BoundedPrefetcher(Prefetcher):
         self._most_late = 2 * workers + 8
         # The time when a batch was last moved or given up.
         self._changed_s = 0.0
-        # A worker that reads one sample after the other can note which sample hangs. A dataset
-        # that reads whole batches, and does not read ahead, is read so only in later attempts.
+        # A worker that reads one sample after the other can note which sample hangs. If a dataset
+        # reads whole batches and does not read ahead, only later attempts read single samples.
         self._is_noted = fetcher.reads_ahead or not fetcher.reads_batches
         super().__init__(fetcher, workers, prefetch)
 
@@ -232,7 +232,8 @@ class BoundedPrefetcher(Prefetcher):
     def _name(self, batch: _LateBatch, now_s: float, samples: list[int] | None = None) -> list[int]:
         """Add the samples that a batch waits for to the list of late samples, and return them.
 
-        With None, it is the sample that the first attempt to have noted one is reading.
+        If ``samples`` is None, it is the one sample that an attempt is reading. The older attempt
+        is asked first.
         """
         if samples is None:
             at_work = [int(worker.at_work[0]) for worker, _ in batch.attempts]

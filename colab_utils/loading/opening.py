@@ -44,9 +44,10 @@ def open_dataset(
 
     - Complete shards in ``ssd`` are read there (`ShardDataset`).
     - Shards in ``drive`` are copied to ``ssd`` while training reads them (`ArrivingShards`).
-    - Of loose files, a background process writes shards (`WritingShards`). Training reads each
-      shard once it is finished, and the shard is sent to ``drive``, so that the next session
-      starts from there. A session that is interrupted goes on after its last shard.
+    - If there are only loose files, a background process writes shards of them
+      (`WritingShards`). Training reads each shard once it is finished. Each shard is also sent to
+      ``drive``, so that the next session can start from there. After an interruption, writing
+      goes on after the last finished shard.
 
     If several processes train together, one process on each machine copies or writes, and the
     others follow it. Only the machine of rank 0 sends the shards to ``drive``.
@@ -58,14 +59,15 @@ def open_dataset(
     Args:
         images: the image folder; its path, or a URL that fsspec knows, such as
             ``s3://bucket/images``.
-        annotations: COCO instance JSON; likewise.
+        annotations: COCO instance JSON; its path or a URL.
         drive: folder for the shards on Drive, or their URL; None keeps them in ``ssd`` alone.
         ssd: folder for the shards on this machine's disk.
         shard_mb: size to aim at for each shard, in MB. The first ones are smaller: training begins
             with one of 4 MB.
-        streams: files that each process reads at the same time; "auto" measures.
-        max_bad: the share of images that may turn out bad, 0 to 1, and of bad objects. A loader
-            leaves such images out, with a warning.
+        streams: files that each process reads at the same time; "auto" finds the number by
+            measuring.
+        max_bad: largest share of bad images, and of bad objects, 0 to 1. A loader leaves bad images
+            out, with a warning.
         seed: seed of the order in which shards are written or copied.
         contiguous_labels: map category ids to 1 to K.
 
@@ -133,7 +135,7 @@ def open_dataset(
             images, annotations, contiguous_labels=contiguous_labels, streams=streams
         )
         loose.max_bad = count_allowed(len(loose), max_bad)
-        # Where there are no files either, this says so.
+        # If the loose files are missing, too, this read raises an error that says so.
         loose.read(0)
         _warn(error, f"the loose files in {images}, which is slower")
         return loose
@@ -143,11 +145,11 @@ def open_dataset(
 def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardDataset:
     """Open complete shards.
 
-    Where several processes train together, they may still arrive on another machine.
+    If several processes train together, the shards may still be arriving on another machine.
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
     if find_ranks().count > 1:
-        # Of the folder, nothing but its status is looked at.
+        # Only the status of the arrival is read in this folder, so the folder may be a URL, too.
         target = cast(Path, folder)
         shards.arrival = FollowedArrival(
             folder,
@@ -171,7 +173,7 @@ def _has_shards(folder: Place, annotations: Place) -> bool:
     if not retries.write(folder, (folder / INDEX_NAME).exists):
         return False
     index = read_index(folder, retries)
-    # A JSON that is the one that it was is not read.
+    # The JSON is read only if it has changed since the shards were written.
     source = read_source(folder, index.fingerprint)
     if source is not None and source.json == stamp_annotations(annotations):
         fingerprint = source.fingerprint
@@ -186,7 +188,10 @@ def _has_shards(folder: Place, annotations: Place) -> bool:
 
 
 def _has_all_files(folder: Path) -> bool:
-    """Return whether all files of an index are there. On Drive, this would take minutes."""
+    """Return whether all files of the index in a folder are there, with their sizes.
+
+    On Drive, this would take minutes.
+    """
     return all(has_size(folder / name, size) for name, size, _ in read_index(folder).files())
 
 
@@ -194,7 +199,7 @@ def _remove_mark(folder: Path) -> None:
     """Remove the mark of a writer that was killed.
 
     Raises:
-        ColabUtilsError: the writer is at work.
+        ColabUtilsError: the writer is still at work.
     """
     if (folder / WRITER_NAME).exists():
         with hold_folder(folder):

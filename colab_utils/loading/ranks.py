@@ -1,4 +1,4 @@
-"""The processes that train together: which one this is, and what they tell each other."""
+"""The processes that train together: the rank of this process, and values that they exchange."""
 
 import os
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from torch import distributed
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of this process among ``count`` processes, counted from 0.
+    """The rank of this process among ``count`` processes that train together.
 
-    Only rank 0 writes files. A process that trains alone is 0 of 1.
+    Ranks begin at 0, and only rank 0 writes files. A process that trains alone has rank 0 of 1.
 
     Example:
         >>> ranks = Ranks()
@@ -49,8 +49,9 @@ class Ranks:
 
     @property
     def place(self) -> int:
-        """Return the number of this process in the order in which the first process of each machine
-        comes first, then the second one of each, and so on.
+        """Return the number of this process in an order that alternates between the machines.
+
+        The first processes of all machines come first, then the second processes, and so on.
         """
         return self.host + self.hosts * (self.rank % self.local_count)
 
@@ -70,7 +71,7 @@ class Ranks:
 
 
 def find_ranks() -> Ranks:
-    """Return the number of this process in torch's default group; 0 of 1 without a group.
+    """Return the rank of this process in torch's default process group; 0 of 1 without a group.
 
     Example:
         >>> find_ranks()

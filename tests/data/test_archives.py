@@ -350,7 +350,7 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset
     with monkeypatch.context() as patch:
         patch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
         with pytest.raises(
-            ColabUtilsError, match=r"of free disk, and 1\.0 kB are free\. Free some, or name"
+            ColabUtilsError, match=r"of free disk, and 1\.0 kB are free\. Free some space, or name"
         ):
             unpack_dataset(export, ssd)
 

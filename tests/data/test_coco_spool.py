@@ -101,7 +101,7 @@ def test_a_disk_that_is_too_small_is_told_first(tmp_path, monkeypatch):
     images, path = write_coco(tmp_path)
     # Sparse.
     os.truncate(path, 2**43)
-    with pytest.raises(ColabUtilsError, match=r"of free disk, .*Free some, or .*TMPDIR"):
+    with pytest.raises(ColabUtilsError, match=r"of free disk, .*Free some space, or .*TMPDIR"):
         spool_coco(images, path)
 
 

@@ -367,7 +367,8 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(module, "DriveFile", VanishingFile)
         with pytest.raises(
-            DriveLostError, match=r"disconnected.*force_remount.*run again: what is done is safe"
+            DriveLostError,
+            match=r"disconnected.*force_remount.*run the same again: what is done is safe",
         ):
             copy_shards(source, tmp_path / "ssd", streams=1)
         left = names(tmp_path / "ssd")

@@ -1103,8 +1103,8 @@ def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, mess
 def test_a_dataset_in_place_of_its_folder_is_refused_in_words(tiny_shards, tmp_path):
     with pytest.raises(
         ColabUtilsError,
-        match=r"shards is <.*ShardDataset.*, which is no path of a folder\. Pass a path, such as "
-        r"dataset\.folder",
+        match=r"shards is <.*ShardDataset.*, which is not a path\. Pass the path of a folder, "
+        r"such as dataset\.folder",
     ):
         train(ShardDataset(tiny_shards), tmp_path / "run", **TINY)
 
