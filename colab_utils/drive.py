@@ -1,4 +1,4 @@
-"""Google Drive as a mounted folder: what lies on it, and what to do when it fails."""
+"""Google Drive as a mounted folder: which paths lie on it, and what to do when it fails."""
 
 import os
 import threading
@@ -16,30 +16,30 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableEr
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import SHORTAGES, explain_os_error
 
-# A burst of errors lasts seconds, a remount about a minute.
+# Seconds before each new try. A burst of errors lasts seconds, and a remount about a minute.
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)
-# They come from a dead mount only.
+# Only a dead mount gives these errors.
 _GONE = (ENOTCONN, ECONNABORTED)
-# A broken disk gives them as well.
+# A dead mount gives these errors, but a broken disk does, too.
 _GONE_ON_DRIVE = (EIO, ETIMEDOUT, ESTALE, ENODEV)
 _Result = TypeVar("_Result")
 
 
 class DriveLostError(UnavailableError):
-    """Drive went away in the middle of a read; what was finished before is safe."""
+    """The error for a Drive that failed during a read. Work that was finished before is safe."""
 
     place = "Drive"
-    """What failed, in words."""
+    """Name of the storage that failed, for messages."""
 
 
 class ShortReadError(DriveLostError):
-    """Fewer bytes of a file came than it holds."""
+    """The error for a read that returned fewer bytes than the file has."""
 
 
 def is_on_drive(path: object) -> bool:
     """Return whether a path lies on a mounted Google Drive.
 
-    On Colab ``/content/drive`` counts before it is mounted, too.
+    On Colab, ``/content/drive`` counts as a mounted Drive even before it is mounted.
 
     Example:
         >>> is_on_drive("/tmp")
@@ -49,10 +49,11 @@ def is_on_drive(path: object) -> bool:
 
 
 def find_mount(path: object) -> Path | None:
-    """Return where the Google Drive that a path lies on is mounted; None of any other path.
+    """Return the folder where a path's Google Drive is mounted, or None for a path elsewhere.
 
-    A URL lies on none. The table of mounts is asked, and not the mount, which may hang. Source:
-    ``flush_and_unmount`` in google/colab/drive.py knows Drive by its type there.
+    A URL is not on Drive. The answer comes from the system's table of mounts, because Drive itself
+    may hang. In this table, Drive has the type ``fuse.drive``. Source: ``flush_and_unmount`` in
+    google/colab/drive.py.
 
     Example:
         >>> find_mount("/tmp") is None
@@ -63,7 +64,7 @@ def find_mount(path: object) -> Path | None:
     kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     if is_colab():
         kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
-    # The second asks the mounts on its way.
+    # The text of the path comes first: realpath reads the folders of the path, and these may hang.
     for resolve in (os.path.abspath, os.path.realpath):
         place = Path(resolve(path))
         for folder in (place, *place.parents):
@@ -76,11 +77,11 @@ def find_mount(path: object) -> Path | None:
 
 @contextmanager
 def guard_drive(path: object) -> Iterator[None]:
-    """Turn the errors of a Drive that went away into a `DriveLostError` with a cure; and those of a
-    machine that lacks memory or open files into an `UnavailableError`.
+    """Turn the system's errors for a failed Drive into a `DriveLostError`, which says what to do.
 
-    Errno 107 comes from a dead mount only. Others, such as 5, also come from a broken disk: they
-    count only on Drive.
+    Only a dead mount gives errno 107. A broken disk gives other errors, such as 5, too. These
+    become a `DriveLostError` only if ``path`` lies on Drive. If the machine lacks memory or open
+    files, its error becomes an `UnavailableError`.
 
     Example:
         >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
@@ -107,7 +108,7 @@ def guard_drive(path: object) -> Iterator[None]:
 
 @contextmanager
 def explain_write(folder: object) -> Iterator[None]:
-    """Turn an error of writing into ``folder`` into one line with its cure.
+    """Turn an error while writing into ``folder`` into one line that says what to do.
 
     Example:
         >>> import errno
@@ -120,7 +121,7 @@ def explain_write(folder: object) -> Iterator[None]:
         with guard_drive(folder):
             yield
     except (OSError, ValueError) as error:
-        # A ValueError: the path is not a valid file name.
+        # A ValueError means that the path is not a valid file name.
         reason = explain_os_error(error, "Name another folder.")
         raise ColabUtilsError(
             f"Writing into {folder} failed: {reason} Then run the same again: it continues there."
@@ -128,14 +129,14 @@ def explain_write(folder: object) -> Iterator[None]:
 
 
 class Retries:
-    """Call again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds.
+    """Repeats calls that failed on Drive, up to four times each: after 1, 4, 16 and 60 seconds.
 
-    Threads may share it.
+    Threads may share one object.
 
     Attributes:
-        count: how many times a call was tried again.
-        on_failure: called at each failure that is tried again; yours to set.
-        stop: an event, yours if you give one; once it is set, nothing is waited for or tried again.
+        count: number of times that a call was repeated.
+        on_failure: a function that you may set; it is called before each wait.
+        stop: the event that you passed, or a new one. Once it is set, no call waits or is repeated.
 
     Example:
         >>> retries = Retries()
@@ -148,14 +149,14 @@ class Retries:
         self._place = ""
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
-        # Drive said to the end of the waits that a file is missing.
+        # True if Drive still reported a file as missing after all waits.
         self._trusts_absence = False
 
     def run(self, call: Callable[[], _Result]) -> _Result:
-        """Return what ``call`` returns.
+        """Return the result of ``call``.
 
         Raises:
-            DriveLostError: it failed every time; any other error comes through at once.
+            DriveLostError: the call failed every time. Any other error is raised at once.
         """
         for wait_s in RETRY_WAITS_S:
             try:
@@ -171,16 +172,16 @@ class Retries:
         return call()
 
     def write(self, folder: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Return what ``call(*arguments)`` returns; errors of writing into ``folder`` get a cure.
+        """Return the result of ``call(*arguments)``, which writes into ``folder``.
 
         Raises:
-            DriveLostError: it failed every time.
+            DriveLostError: the call failed every time.
             ColabUtilsError: the folder cannot be written to.
         """
         return self.run(partial(explain_write(folder)(call), *arguments))
 
     def run_listed(self, path: Any, call: Callable[[], _Result]) -> _Result:
-        """Return what ``call`` returns, which reads a file that a list names; see `find_again`."""
+        """Return the result of ``call``, which reads a file that must exist; see `find_again`."""
         try:
             return self.run(call)
         except FileNotFoundError:
@@ -189,11 +190,12 @@ class Retries:
         return self.run(call)
 
     def find_again(self, paths: Sequence[Any]) -> set[Any]:
-        """Return those of some missing files that are there after all.
+        """Return the files among ``paths`` that exist after all.
 
-        Drive says "no such file" of a file for a while, at times. So on Drive their folders are
-        listed, which asks it anew, and they are looked for after the same growing waits: one wait
-        for all files. Once Drive has kept to it, later files get a single look.
+        Drive sometimes reports an existing file as missing for a while. So this method lists the
+        folders of missing files on Drive, which makes Drive update them, and checks all files again
+        after the same growing waits as in `run`. If files are still missing after all waits, later
+        calls check only once.
 
         Example:
             >>> Retries().find_again([Path("/tmp/no/such/file")])
@@ -219,7 +221,7 @@ class Retries:
         return set(paths) - missing
 
     def __reduce__(self) -> "tuple[type[Retries], tuple[()]]":
-        # Another process counts its own.
+        # Another process counts its own repeated calls.
         return Retries, ()
 
     def __str__(self) -> str:
@@ -230,9 +232,9 @@ class Retries:
 
 
 def _is_absent(path: Any) -> bool:
-    """Return whether a file cannot be opened, whatever its folder says of it."""
+    """Return whether a file cannot be opened, even if its folder lists it."""
     if not isinstance(path, os.PathLike):
-        # A server says the same at all times.
+        # Unlike Drive, a server gives the right answer at once.
         return not path.exists()
     with suppress(OSError):
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))

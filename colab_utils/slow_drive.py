@@ -1,4 +1,4 @@
-"""A slow Drive without a Drive: what lies below a slowed folder is read no faster than a profile
+"""A slowed folder that stands in for Google Drive. Its files are read no faster than a profile
 allows.
 """
 
@@ -18,10 +18,10 @@ import xxhash
 from colab_utils.drive import DriveLostError
 from colab_utils.require import require_choice, require_local_path
 
-# The slowed folders as JSON, where child processes find them.
+# The environment variable that holds the slowed folders as JSON. Child processes inherit it.
 _SLOWED = "COLAB_UTILS_SLOWED"
-# A file that says when the link to Drive is free again: all that this user runs on this machine
-# shares one link.
+# The file that says when the link to Drive is free again. All processes of this user on this
+# machine share one link.
 _LINK_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
 _USER = os.getuid() if hasattr(os, "getuid") else 0
 _LINK = f"{_LINK_FOLDER}/colab_utils-drive-reads-{_USER}"
@@ -29,33 +29,35 @@ _LINK = f"{_LINK_FOLDER}/colab_utils-drive-reads-{_USER}"
 
 @dataclass(frozen=True)
 class DriveProfile:
-    """How slow a cold read is: one that Drive's cache does not answer. A second read of a file
-    waits as long.
+    """The speed of cold reads, which Drive's cache does not answer. A second read of a file takes
+    as long as the first one.
     """
 
     name: str
     """One word, shown in reports."""
     open_s: float
-    """Mean seconds to reach a place in a file."""
+    """Mean seconds until the first byte of a read."""
     bytes_per_s: float
-    """Bytes a second from there on, of all streams together."""
+    """Bytes a second after the first byte, of all streams together."""
     source: str
     """Where the two figures come from."""
     tail: float = 0.0
-    """How much openings differ: the sigma of their log-normal distribution; 0.8 makes one of 20
-    take 2.7 means.
+    """Sigma of the log-normal distribution of the seconds until the first byte. With 0.8, one read
+    of 20 takes at least 2.7 times the mean.
     """
     streams: int = 128
-    """Reads that are served at once; the others wait in line. 128 is assumed: nobody has published
-    what Drive serves.
+    """Number of reads that are served at the same time. Other reads wait for their turn. The
+    default is assumed: nobody has published Drive's number.
     """
     most_reads: int | None = None
-    """Reads in flight, above which one more is refused with errno 5; None refuses none: assumed."""
+    """Largest number of reads in flight. One more is refused with errno 5. Default: None, which
+    refuses no read. This is assumed, too.
+    """
 
     def draw_open_s(self, path: str | Path, offset: int = 0) -> float:
-        """Return the seconds to reach this place in a file.
+        """Return the seconds until the first byte of a read at an offset in a file.
 
-        They are always the same for a folder's name, a file's name and an offset.
+        The same folder name, file name and offset always give the same seconds.
 
         Example:
             >>> slow = DRIVE_PROFILES["bad"]
@@ -86,10 +88,10 @@ DRIVE_PROFILES = {
 
 
 def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
-    """Read all that lies below ``folder`` at the speed of a profile from now on.
+    """Read all files below ``folder`` at the speed of a profile from now on.
 
-    ``None`` reads it at full speed. This holds for this process and for those that it starts from
-    now on. Of a folder in another the inner one counts.
+    With ``None``, they are read at full speed. The speed holds in this process and in the processes
+    that it starts later. If a slowed folder lies in another one, the inner folder's profile counts.
 
     Example:
         >>> slow_down("no/such/folder", "typical")
@@ -107,10 +109,10 @@ def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
 
 @contextmanager
 def read_at_full_speed() -> Iterator[None]:
-    """Slow no folder while the block runs: for what the real Drive's cache would answer.
+    """Read all folders at full speed while the block runs, as if Drive's cache answered.
 
-    A folder that is slowed within the block is slow until its end. Then those from before are slow
-    again.
+    A folder that is slowed within the block is slow until the end of the block. Then the folders
+    that were slow before are slow again, and no others.
 
     Example:
         >>> with read_at_full_speed():
@@ -126,7 +128,7 @@ def read_at_full_speed() -> Iterator[None]:
 
 
 def find_profile(path: object) -> DriveProfile | None:
-    """Return the profile of the slowed folder that a path lies in, and None where it is read at
+    """Return the profile of the slowed folder that holds a path, or None if the path is read at
     full speed.
 
     Example:
@@ -146,11 +148,14 @@ def find_profile(path: object) -> DriveProfile | None:
 
 
 def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
-    """Return the profile of that name: ``None`` or ``"none"`` mean full speed, your own profile is
-    passed through.
+    """Return the profile with a name, or None for full speed.
+
+    Args:
+        name: a name in `DRIVE_PROFILES`; ``None`` or ``"none"`` for full speed; or your own
+            profile, which is returned as it is.
 
     Raises:
-        ColabUtilsError: no profile has that name; the message lists the names.
+        ColabUtilsError: no profile has this name; the message lists the names.
 
     Example:
         >>> print(get_profile("typical"))
@@ -165,17 +170,19 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
 def wait_as_drive(
     profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float
 ) -> None:
-    """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``.
+    """Sleep until a Drive of this speed would have sent the bytes of a read.
 
-    All processes of this user share one Drive: it serves ``streams`` reads at once, and its link
-    sends in turn.
+    All processes of this user share one Drive. It serves ``streams`` reads at the same time, and
+    its link sends the bytes of one read after the other.
 
     Args:
-        profile: how slow Drive is; None waits for nothing.
+        profile: the speed of Drive; None does not wait.
         path: the file.
-        place: where in the file the read had to begin; None goes on where the last one ended.
+        place: offset in the file at which the read begins; None if the read continues where the
+            last read ended.
         count: bytes that were read.
-        started: when the read was asked for, by ``perf_counter``, which all processes share.
+        started: time at which the read began, from ``perf_counter``, which is the same clock in all
+            processes.
 
     Raises:
         DriveLostError: more reads are in flight than the profile allows.
@@ -192,7 +199,7 @@ def wait_as_drive(
                 "(errno 5). Read fewer files at once."
             )
         if len(in_flight) >= profile.streams:
-            # It is served when one of those before it is done.
+            # Drive begins this read when enough of the earlier reads have ended.
             begin_s = in_flight[-profile.streams]
         else:
             begin_s = started
@@ -209,9 +216,9 @@ def wait_as_drive(
 
 @contextmanager
 def _hold_link() -> Iterator[TextIO]:
-    """Open the file that all processes share, for one of them at a time.
+    """Open and lock the file that describes the shared link.
 
-    It holds when the link is free, and when each read in flight ends.
+    The file holds the time at which the link is free, then the end of each read in flight.
     """
     import fcntl
 
@@ -221,10 +228,5 @@ def _hold_link() -> Iterator[TextIO]:
         try:
             yield link
         finally:
-            # Closing is not enough: a process that was forked meanwhile has it open, too.
+            # Closing the file is not enough: a process that was forked meanwhile has it open, too.
             fcntl.flock(link, fcntl.LOCK_UN)
-
-
-"""The machine that this runs on, and what every module needs: progress bars, process pools, safe
-writing of files.
-"""
