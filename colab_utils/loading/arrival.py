@@ -1,4 +1,4 @@
-"""The copy of shards from Drive during training, and the order in which they are used meanwhile."""
+"""The copy of shards from Drive during training, and the order in which training uses them."""
 
 import json
 import math
@@ -26,9 +26,9 @@ from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import lock_here, remove_leftovers
 from colab_utils.shards.plan import order_shards
 
-# The file lies in the target: it marks the folder, and tells all processes what has arrived.
+# This file in the target folder tells all processes which shards have arrived.
 STATUS_NAME = "arriving.json"
-# Seconds between two looks for shards that arrive.
+# Seconds between two checks for shards that have arrived.
 POLL_S = 0.02
 
 
@@ -37,15 +37,16 @@ class Arrival:
 
     The first shard is copied alone, at the full speed of Drive. The others follow, several at a
     time: small ones first, the rest in a random order. A shard that an earlier copy left in
-    ``target`` is not copied again if its checksum is right. If Drive fails, ``retries`` try again.
-    The index in ``target`` is written last.
+    ``target`` is not copied again if its checksum is right. If Drive fails, ``retries`` reads
+    again. The index in ``target`` is written last.
 
     The copy may hold a lock (see `hold_arrival`). The other processes that train together on this
     machine then follow the copy with a `FollowedArrival`.
 
-    If the shards take more than ``limit_bytes``, they take turns, and the copy never ends: a shard
-    is removed when another one is needed earlier, but only if Drive still has it. ``target`` must
-    then be new or empty at first. The file ``arriving.json`` marks it, and no index is written.
+    If all shards need more than ``limit_bytes``, they take turns on the disk, and the copy never
+    ends. A shard is removed when another one is needed earlier, but only if Drive still has the
+    shard. ``target`` must then be new or empty at first. The file ``arriving.json`` marks
+    ``target`` as the folder of this copy, and no index is written.
 
     Attributes:
         takes_turns: whether shards take turns.
@@ -144,10 +145,11 @@ class Arrival:
         self._order = order
         self._wanted = self._order
         self._used: set[int] = set()
+        # The copies and removals that are running, by the number of the shard.
         self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
-        # All shards that fit are there, and no other one is needed now.
+        # True while all shards that fit are on the disk, and no other shard is needed.
         self._is_full = False
         # Shards that have arrived at any time; some may have been removed since.
         self._ever_arrived: set[int] = set()
@@ -162,7 +164,8 @@ class Arrival:
         try:
             self._thread = start_thread(self._run, "arrival")
         except ColabUtilsError as error:
-            # Without this error, the processes that follow would wait for shards for ever.
+            # The processes that follow read this error in the status. Without the error, they would
+            # wait for shards for ever.
             self._error = error
             self._write_status()
             self._held.close()
@@ -174,7 +177,7 @@ class Arrival:
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the copy has ended, or, if shards take turns, until those that fit are there.
+        """Wait until the copy has ended. If shards take turns, wait for as many as fit.
 
         Raises:
             ColabUtilsError: the copy failed.
@@ -199,8 +202,9 @@ class Arrival:
         window after the other.
 
         A window holds one shard, or several that together have no more images than all windows
-        before it. It holds no more shards than are copied at a time. If shards take turns, every
-        second epoch begins with the shards that the epoch before left on the disk.
+        before it. It holds no more shards than are copied at the same time. If shards take turns,
+        every second epoch has the reverse order, and so begins with the shards that the previous
+        epoch left on the disk.
         """
         order = self._order
         streams = COPY_STREAMS
@@ -233,11 +237,13 @@ class Arrival:
             if shards.intersection(window):
                 place = number
         wanted = [*chain(*windows[place:])] or [*shards]
-        # Shards in use are not removed. If shards do not take turns, all others are copied, too.
+        # Used shards are not removed. If shards do not take turns, all other shards are copied
+        # after the wanted ones.
         with self._lock:
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
             self._wanted = wanted if self.takes_turns else [*wanted, *self._order]
-        # Shards of earlier windows may have been removed. They are read on Drive, without a wait.
+        # Shards of earlier windows may have been removed. Readers then read them on Drive, so this
+        # does not wait for them.
         if self.takes_turns:
             shards = shards.intersection(chain(*windows[place : place + 1]))
         while not self.has(shards):
@@ -263,7 +269,7 @@ class Arrival:
             self._bring_all()
 
     def _bring_all(self) -> None:
-        """Bring all shards, and tell all processes if that cannot be done."""
+        """Bring all shards. If this fails, write the reason to the status for all processes."""
         error: Exception = ColabUtilsError("The copy of the shards was stopped.")
         try:
             with explain_write(self.target):
@@ -292,7 +298,7 @@ class Arrival:
                     (self.target / STATUS_NAME).unlink()
 
     def _finish(self) -> None:
-        """Do what comes after the last shard."""
+        """Write the index after the last shard."""
         shards = tuple(self.index.shards[number] for number in self._order)
         index = merge_index(self.index, self._previous, shards, self.target)
         write_index(self.target, index)
@@ -311,11 +317,11 @@ class Arrival:
                     for number in ended:
                         self._moves.pop(number).result()
             finally:
-                # If one move failed, the others end, too.
+                # If one copy or removal fails, the others end, too.
                 self.retries.stop.set()
 
     def _keep_what_fits(self) -> None:
-        """Keep the shards that an earlier session left, as far as there is room for them."""
+        """Keep the shards that an earlier session left, if there is room, and remove the others."""
         for number, shard in enumerate(self.index.shards):
             if not any((self.target / name).exists() for name, _, _ in shard.files()):
                 continue
@@ -341,7 +347,7 @@ class Arrival:
         with self._lock:
             present = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in present), None)
-            # The first shard is copied alone.
+            # The first shard is copied alone, so that training begins early.
             if number is None or (self._moves and not self.spans_s):
                 return None
             if self._fits(number):
@@ -364,7 +370,7 @@ class Arrival:
         self._note_shard(number, began_s)
 
     def _note_shard(self, number: int, began_s: float) -> None:
-        """Tell all processes that a shard is there."""
+        """Write to the status that a shard has arrived."""
         with self._lock:
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
             self._ever_arrived.add(number)
@@ -385,7 +391,7 @@ class Arrival:
                 "again."
             )
         for name, _, _ in files:
-            # While a worker holds the file open, only cutting it to nothing frees its space.
+            # A worker may hold the file open. Then only truncating the file frees its space.
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
                 (self.target / name).unlink()
                 file.truncate(0)
@@ -395,12 +401,12 @@ class Arrival:
         write_file(self.target / STATUS_NAME, status)
 
     def _describe(self) -> dict[str, Any]:
-        """Return what other processes must know."""
+        """Return the status, which other processes read."""
         return {
             "key": self.key,
             "rolls": self.takes_turns,
             "pid": os.getpid(),
-            # The list includes shards that were removed: other processes read those on Drive.
+            # The list includes removed shards, because other processes read those on Drive.
             "arrived": sorted(self._ever_arrived),
             "error": str(self._error or ""),
         }
@@ -444,7 +450,7 @@ class FollowedArrival(Arrival):
 
 
 class ArrivedShards:
-    """The shards that have arrived in a folder, from the status that their `Arrival` writes."""
+    """The shards that have arrived in a folder, as the status of their `Arrival` says."""
 
     def __init__(self, folder: Place, key: str) -> None:
         self.folder = folder
@@ -475,7 +481,7 @@ class ArrivedShards:
         return False
 
     def wait_for(self, shard: int) -> None:
-        """Wait until a shard is there.
+        """Wait until a shard has arrived.
 
         Raises:
             ColabUtilsError: see `has`.
@@ -485,7 +491,7 @@ class ArrivedShards:
 
 
 def make_key(index: ShardIndex, chosen: list[int] | None) -> str:
-    """Return a key that only the arrival of these shards has."""
+    """Return a key that identifies the arrival of these shards."""
     return hash_bytes(repr((sorted(index.files()), chosen)).encode())
 
 
@@ -493,8 +499,8 @@ def hold_arrival(target: Path, key: str) -> ExitStack | None:
     """Lock a folder to bring shards there. Return None if another process brings them.
 
     If several processes train together, one of them on each machine brings the shards of a folder.
-    The others follow it, and wait while it prepares. A process that trains alone follows no other
-    one, because that one may end at any time.
+    The others follow that process, and wait while it prepares. A process that trains alone does not
+    follow another process, which may end at any time.
 
     Args:
         target: The folder.
@@ -522,20 +528,21 @@ def hold_arrival(target: Path, key: str) -> ExitStack | None:
 
 
 def read_status(target: Place, key: str) -> dict[str, Any]:
-    """Return the status that an `Arrival` of the shards of this key has written. It is empty if the
-    arrival is complete, or if there is none.
+    """Return the status that the `Arrival` with this key has written.
+
+    The status is empty if the arrival is complete, or if there is none.
     """
     status = _read_any_status(target)
     return status if status.get("key") == key else {}
 
 
 def _read_any_status(target: Place) -> dict[str, Any]:
-    """Return the status that an `Arrival` of any shards has written; empty without one."""
+    """Return the status of an `Arrival` with any key, or an empty dict if there is none."""
     try:
         status = json.loads(read_file(target / STATUS_NAME))
     except UnavailableError:
         raise
     except (ColabUtilsError, OSError, ValueError, RecursionError):
-        # A file that is no status counts as none.
+        # A file that cannot be read as a status counts as no status.
         return {}
     return status if isinstance(status, dict) else {}

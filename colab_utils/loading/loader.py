@@ -1,6 +1,6 @@
 """The loader, which delivers batches on the device.
 
-Samples come in a seeded order. Workers pack them into memory that is used again.
+Samples come in a seeded order. Worker processes pack them into shared buffers, which are reused.
 """
 
 import math
@@ -32,7 +32,7 @@ from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.streams import StreamTrial, require_streams
 
-# An epoch of fewer batches ends before the trials would.
+# An epoch with fewer batches would end before the trials do.
 _TUNED_BATCHES = 64
 
 Delivery = Literal["dense", "packed"]
@@ -61,52 +61,54 @@ def make_loader(
 
     If the dataset has ``sizes``, a shuffled batch holds only wide or only tall images as far as
     possible. This saves padding, as in torchvision's references. If ``torch.distributed`` is
-    initialised and there is no ``sampler``, each process gets its share of the images of each
-    batch, or None for a batch in which it has no image.
+    initialised and there is no ``sampler``, each process gets its share of each batch. A process
+    whose share has no image gets None.
 
-    As with torch's ``DataLoader``, the loader looks at the dataset and at the processes each time a
-    pass begins (``for batch in loader``). If the dataset has not changed, the workers go on. The
-    comparison covers its attributes and all objects in them, such as the dataset of a ``Subset``,
-    transforms, lists and arrays. If it has changed or cannot be compared, new workers start. It
-    cannot be compared if it holds an object that cannot be pickled (an open file, a lambda), more
-    than 256 MB of arrays, or more than 8 MB of other objects. The loader does not see a change of a
-    global or of a class attribute: call ``loader.close()`` after such a change.
+    As with torch's ``DataLoader``, the loader checks the dataset and the processes each time a pass
+    begins (``for batch in loader``). If the dataset has not changed, the same workers continue. The
+    comparison covers the dataset's attributes and all objects in them, such as the dataset of a
+    ``Subset``, transforms, lists and arrays. If the dataset has changed or cannot be compared, new
+    workers start. A dataset cannot be compared if it holds an object that cannot be pickled (an
+    open file, a lambda), more than 256 MB of arrays, or more than 8 MB of other objects. The loader
+    does not notice a change of a global or of a class attribute. Call ``loader.close()`` after such
+    a change.
 
     Args:
         dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
             torchvision's detection contract. Its ``__getitems__`` is used if it has one. A target
-            needs ``boxes``, ``labels`` (from 1) and ``masks``; without objects it may lack these
-            too. A missing ``image_id`` is the sample's index. A missing ``area`` is computed from
-            the mask. A mask that lies beside its box, or has no pixel, is warned of once.
+            needs ``boxes``, ``labels`` (from 1) and ``masks``. A target without objects may leave
+            these out. A missing ``image_id`` is the sample's index. A missing ``area`` is computed
+            from the mask. The loader warns once of a mask that lies beside its box or has no pixel.
         batch_size: Images in a batch. The last batch of an epoch may hold fewer.
         device: Device on which the batches are delivered. Default: "cpu".
         workers: Processes that load. 0 loads in this process when a batch is requested. "auto"
             finds the fastest number in at most three short trials (``tune_workers``), up to the
             number of cores. For an epoch of fewer than 64 batches, or while shards arrive, "auto"
-            is one process a core, at most 4. Default: "auto".
+            is one process for each core, at most 4. Default: "auto".
         streams: Files of a ``CocoFolder`` that each worker reads at the same time for the next
-            batches. A read that waits for Drive needs no core. "auto" measures how many are
-            fastest while it loads; 1 reads one after the other. Shards are always read one after
-            the other. Default: "auto".
+            batches. A read that waits for Drive needs no core. "auto" measures the fastest number
+            during loading. 1 reads one file after the other. Shards are always read one after the
+            other. Default: "auto".
         deliver: "dense" returns ``(images, targets)`` as torchvision models take them. "packed"
             returns a ``PackedBatch``, with the device work not yet done. Default: "dense".
         image_dtype: Type of dense images: float32 from 0 to 1, or uint8 as stored, in NHWC strides,
             for code that normalises images itself. Default: float32.
         shuffle: Draw a new order in each epoch. The order depends on seed and epoch, and not on the
             workers. Default: True.
-        sampler: Gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
-            ``WeightedRandomSampler``. It has a length, and draws from ``seed`` unless it has its
-            own generator. With ``range(len(dataset))``, each of several processes gets all images.
-            Default: None.
+        sampler: Replaces the order by its own indices for each epoch, as in torch's ``DataLoader``;
+            for example a ``WeightedRandomSampler``. It must have a length. It draws from ``seed``
+            unless it has its own generator. Its indices are not divided among processes: with
+            ``range(len(dataset))``, each process gets all images. Default: None.
         drop_last: Leave out the last batch of an epoch if it is not full. Default: False.
-        groups: Deal the shards to so many groups, and take ``batch_size / groups`` images of each
-            batch from each group. The order then depends on seed, epoch and groups alone: 1, 2, 4
-            or 8 hosts that share 8 groups load the same batches, and each one needs the shards of
-            its own groups, see ``ArrivingShards(groups=...)``. Host h of H has the groups h, h + H
-            and so on; ``torchrun`` tells which host it is, and without ``torchrun`` each process is
-            one. Every image comes once an epoch. A group with fewer images than the largest one
-            gives an image less now and then, so some batches are not full. The first epoch begins
-            with the shards that are copied first. Default: None, which mixes all shards.
+        groups: Number of groups to which the shards are dealt. Each batch takes
+            ``batch_size / groups`` images from each group. The order then depends only on seed,
+            epoch and groups: 1, 2, 4 or 8 hosts that share 8 groups load the same batches. Each
+            host needs only the shards of its own groups, see ``ArrivingShards(groups=...)``. Host h
+            of H has the groups h, h + H and so on. ``torchrun`` sets the number of the host.
+            Without ``torchrun``, each process counts as a host. Every image comes once an epoch. A
+            group with fewer images than the largest group gives one image less to some batches, so
+            these are not full. The first epoch begins with the shards that are copied first.
+            Default: None, which mixes all shards.
         seed: Seed of the order, and of all random numbers in your dataset and its transforms. The
             samples are the same with any number of workers. Default: 0.
         prefetch: Batches that each worker prepares ahead. Default: 2.
@@ -114,17 +116,18 @@ def make_loader(
             as ``(image, target)`` of tv_tensors. The transforms of your dataset run on the worker,
             and must leave images uint8. On the CPU, a single ``v2.RandomHorizontalFlip`` is applied
             by the worker. Default: None.
-        max_bad: Images that may fail to load, in all epochs together. Each is left out, with a
-            warning where it first fails. One more raises an error. Default: 0.
+        max_bad: Number of images that may fail to load, in all epochs together. Each is left out,
+            with a warning when it first fails. One more raises an error. Default: 0.
         max_wait_s: Seconds to wait for a batch. A late batch moves to the end of the epoch, and the
             next one is delivered. The late batch is requested again from a new process, and
             ``late`` lists its samples. At the end of the epoch the loader waits this long once
             more. A sample that is still missing is left out if ``max_bad`` allows it, else it
-            raises an error. This happens at once if more batches are late at the same time than
-            twice the workers plus eight. It needs workers, and must be longer than a batch takes.
-            With several processes, each one moves its own batches. All deliver the same number, but
-            their shares of a step may be of different batches, and each state is that of its own
-            process. Default: None, which waits without a limit.
+            raises an error. If more than ``2 * workers + 8`` batches are late at the same time, the
+            loader does not wait for the end of the epoch. The limit needs workers, and must be
+            longer than a batch takes. With several processes, each process moves its own late
+            batches. All processes deliver the same number of batches, but in one step they may
+            deliver shares of different batches. So each process has its own state. Default: None,
+            which waits without a limit.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
@@ -159,7 +162,7 @@ def make_loader(
     else:
         count = require_count("workers", workers, least=0)
     _check_wait(max_wait_s, count)
-    # Without a GPU to expand the masks, the workers expand them into memory that is used again.
+    # Without a GPU to expand the masks, the workers expand them into their shared buffers.
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
     if flip:
@@ -187,7 +190,7 @@ def make_loader(
             "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
             "leave sampler out."
         )
-    # The trials would read images of other hosts' groups at their source.
+    # With groups, the trials would read images of other hosts' groups from the slow source.
     is_complete = is_complete and fetcher.groups is None
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
@@ -219,7 +222,7 @@ def _check_groups(groups: int | None, fetcher: Fetcher, *, batch_size: int, samp
     groups = require_count("groups", groups)
     if not fetcher.shard_images:
         raise ColabUtilsError(
-            "Groups are of shards, and the dataset has none. Pass a ShardDataset or an "
+            "Groups are made of shards, and the dataset has none. Pass a ShardDataset or an "
             "ArrivingShards, or leave groups out."
         )
     if sampler is not None:
@@ -228,7 +231,7 @@ def _check_groups(groups: int | None, fetcher: Fetcher, *, batch_size: int, samp
         )
     if batch_size % groups:
         raise ColabUtilsError(
-            f"A batch of {batch_size} images cannot have as many of each of {groups} groups. "
+            f"A batch of {batch_size} images cannot be divided evenly among {groups} groups. "
             f"Pass a batch_size that is a multiple of {groups}."
         )
 
@@ -259,14 +262,13 @@ def _find_flip(transforms: Any) -> float:
 class Loader:
     """An iterable over the batches of an epoch, made by :func:`make_loader`.
 
-    Each new pass is the next epoch, also after a pass that was broken off. The loader keeps the
-    arguments of `make_loader`.
+    Each new pass is the next epoch, even if the last pass was interrupted. The loader keeps the
+    arguments of `make_loader` as attributes.
 
     Attributes:
         rates: Images/s with each number of workers that was tried (``workers="auto"``), while a
-            step uses 0.9 of a core. Empty if there were no trials, because slow files or memory
-            decided.
-        total: Images of the last batch, in all processes together.
+            step uses 0.9 of a core. Empty if there were no trials.
+        total: Number of images of the last batch, in all processes together.
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
             it was loaded later. If the late image is not known, all images of its batch are listed.
@@ -326,7 +328,7 @@ class Loader:
     __repr__ = __str__
 
     def __iter__(self) -> Iterator[Any]:
-        # The last pass was broken off, so this one is the next epoch.
+        # The last pass was interrupted, so this pass is the next epoch.
         if self._delivered and not self._resumed:
             self._end_epoch()
         self._look_again()
@@ -345,15 +347,15 @@ class Loader:
                 self._end_epoch()
             if batch is not None or self._ranks.count > 1:
                 yield None if batch is None else self._deliver(batch)
-                # This is checked before the wait: if another pass has begun, it has taken the
-                # results that this pass would wait for.
+                # Another pass takes the results of this one. Without this check, this pass would
+                # wait for them for ever.
                 if this_pass != self._passes:
                     raise ColabUtilsError(
                         "Two passes over one loader run at the same time. Make a loader for each."
                     )
 
     def _look_again(self) -> None:
-        """Look at the dataset, and at the processes that train together, again."""
+        """Update the order to changes of the dataset and of the processes that train together."""
         fetcher = self._fetcher
         fetcher.look_again()
         order = self._order
@@ -364,7 +366,7 @@ class Loader:
             order.start_epoch(self.epoch)
             self._delivered = 0
             self._moved = []
-        # A sampler decides itself what each process gets.
+        # The indices of a sampler are not divided among the processes.
         self._ranks = find_ranks() if order.sampler is None else Ranks()
         deal: list[list[int]] = []
         if self.groups is not None:
@@ -381,7 +383,7 @@ class Loader:
         """Yield the results of the workers, and end the workers after an error."""
         is_bounded = self.max_wait_s is not None
         if is_bounded and self._prefetcher and self._prefetcher.has_work():
-            # The last pass was broken off, and its workers may hang.
+            # The last pass was interrupted, and its workers may hang.
             self.close()
         digest = digest_dataset(self.dataset) if self.workers else "none"
         if self._prefetcher is None or not digest or digest != self._digest:
@@ -393,7 +395,7 @@ class Loader:
             seed = (self.seed, self.epoch, self._ranks.rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.max_bad > 0)
         except GeneratorExit:
-            # The pass is broken off. The workers stay for the next one.
+            # The pass is interrupted. The workers stay for the next pass.
             raise
         except BaseException:
             self.close()
@@ -445,10 +447,10 @@ class Loader:
     def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
         """Return the windows of a new epoch, the same in all processes that train together.
 
-        There are none where all shards have arrived, in all processes.
+        The list is empty if all shards have arrived in all processes.
 
         Raises:
-            ColabUtilsError: The processes load other images, or the same in another order.
+            ColabUtilsError: The processes do not load the same images in the same order.
         """
         windows: list[list[int]] = []
         if not arrival.is_complete:
@@ -462,26 +464,26 @@ class Loader:
         if any(other != order for other, _ in proposals):
             orders = [other for other, _ in proposals]
             raise ColabUtilsError(
-                "The processes that train together load other images, or in another order: "
+                "The processes that train together do not load the same images in the same order: "
                 f"{orders}. Open the same shards with the same settings in all of them."
             )
         return next((windows for _, windows in proposals if windows), [])
 
     @property
     def reads_ahead(self) -> bool:
-        """Return whether files of the next batches are read while a batch is loaded."""
+        """Return whether workers read files of later batches while they load a batch."""
         return self._fetcher.reads_ahead
 
     @property
     def streams(self) -> tuple[StreamTrial, ...]:
-        """Return how many files each worker reads at the same time, and how fast they come.
+        """Return how many files each worker reads at the same time, and how many files/s it reads.
 
-        The tuple is empty until reading ahead has been measured.
+        The tuple is empty until both have been measured.
         """
         return tuple(self._prefetcher.streams.values()) if self._prefetcher else ()
 
     def describe_streams(self) -> str:
-        """Describe how fast loose files come with how many streams; empty before it is measured.
+        """Describe the number of streams and their files/s; empty until both are measured.
 
         Example:
             >>> make_loader(range(3), batch_size=1, workers=0).describe_streams()
@@ -494,7 +496,7 @@ class Loader:
         return f"files come at {rate:.0f} a second with {count} streams; more win nothing"
 
     def describe_workers(self) -> str:
-        """Say why so many workers load; empty where none was tried.
+        """Describe why this number of workers was chosen; empty if there were no trials.
 
         Example:
             >>> make_loader(range(3), batch_size=1, workers=0).describe_workers()
@@ -512,7 +514,7 @@ class Loader:
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
         known = {index for index, _ in self.bad}
         for index, reason in bad:
-            # It failed in an earlier epoch, too.
+            # The image failed in an earlier epoch, too, and was counted there.
             if index in known:
                 continue
             known.add(index)
@@ -550,9 +552,9 @@ class Loader:
 
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
-            epoch that began while shards arrived. ``earlier`` tells what was delivered of this
-            epoch before the batch size changed; ``left`` is for states of older versions, which
-            list the images instead. ``groups`` is 0 without groups. ``moved`` lists the late
+            epoch that began while shards arrived. ``earlier`` describes what the epoch delivered
+            before the batch size changed. ``left`` comes from states of older versions, which list
+            the remaining images instead. ``groups`` is 0 without groups. ``moved`` lists the late
             batches that come at the end of the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
@@ -596,7 +598,7 @@ class Loader:
             order.leave_out(saved.describe_delivered())
             self._delivered = 0
             self._moved = []
-        # Passes without batches would otherwise follow each other for ever.
+        # If no batch is left, the next pass is the next epoch. Otherwise every pass would be empty.
         if self.left < 1:
             self._end_epoch()
 
@@ -637,7 +639,7 @@ def find_device(device: torch.device | str) -> torch.device:
     if torch_device.type not in ("cpu", "cuda"):
         raise ColabUtilsError(
             f"A loader cannot deliver to the device {str(torch_device)!r}. Name 'cpu' or 'cuda', "
-            "and move what comes with 'cpu' yourself."
+            "and move the batches to your device yourself."
         )
     if torch_device.type == "cuda":
         if not torch.cuda.is_available():

@@ -40,8 +40,8 @@ LENT_BUFFERS = 4
 """Buffers that a training loop may hold: the current batch, the next one, and two that a user
 keeps."""
 
-# A killed process ends at once, unless it hangs in a read that the system does not break off. After
-# this many seconds nobody waits for it.
+# A killed process ends at once, unless it hangs in a read that the system cannot interrupt. The
+# loader waits at most this many seconds for the end of killed processes.
 _DEATH_S = 5.0
 
 
@@ -127,7 +127,7 @@ def explain_death(ending: str, oom_kills: int) -> str:
 
     Args:
         ending: Description of its end.
-        oom_kills: What `count_oom_kills` gave while the worker lived.
+        oom_kills: The result of `count_oom_kills` before the worker ended.
 
     Example:
         >>> explain_death(describe_exit(3), 0).partition(".")[0]
@@ -144,7 +144,7 @@ def explain_death(ending: str, oom_kills: int) -> str:
 
 
 def _explain_kill(oom_kills: int) -> str:
-    """Say that memory ran out where the system counted it, or else that nobody saw who did it."""
+    """Say that memory ran out if the system counted that, or else that the cause is not known."""
     cure = "use fewer workers, a smaller prefetch or a smaller batch, and run it again."
     if count_oom_kills() > oom_kills:
         return f"The system ended a process for want of memory: {cure}"
@@ -156,7 +156,7 @@ def _explain_kill(oom_kills: int) -> str:
 
 
 def _explain_bus_error() -> str:
-    """Return which mapped file became shorter, or the possible causes if none is seen."""
+    """Name the mapped file that became shorter, or the possible causes if there is none."""
     cut = find_cut_file()
     if cut:
         return (
@@ -177,7 +177,8 @@ class Worker:
     Attributes:
         began_s: Time at which the worker began its current batch, as far as known, from
             `time.perf_counter`.
-        at_work: int64 [1]: index of the sample that it reads, if it notes that; -1 for none.
+        at_work: int64 [1]: index of the sample that the worker reads, if its request has
+            ``is_noted``; else -1.
 
     Raises:
         ColabUtilsError: The system starts no more processes.
@@ -204,7 +205,7 @@ class Worker:
 
 
 def end_workers(workers: Sequence[Worker]) -> None:
-    """Kill workers and wait for their end. A worker that hangs in the system is left alone."""
+    """Kill workers and wait for their end, at most 5 seconds."""
     for worker in workers:
         worker.process.kill()
         worker.connection.close()
@@ -212,7 +213,7 @@ def end_workers(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.process.join(max(0.0, until_s - perf_counter()))
         if worker.process.exitcode is None:
-            # Otherwise Python would wait for it at the end of this program, for ever.
+            # The worker hangs. Python must not wait for it at the end of this program.
             vars(multiprocessing.process)["_children"].discard(worker.process)
 
 
@@ -220,7 +221,7 @@ def _serve(
     connection: Connection, fetcher: Fetcher, pool: SharedBufferPool, at_work: NDArray[np.int64]
 ) -> None:
     """Load the requested batches, in a worker process, until the loader closes the pipe."""
-    # Ctrl-C is answered by the parent.
+    # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
@@ -258,7 +259,7 @@ def _make_portable(error: Exception | None) -> Exception | None:
     trace = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
-    # A user's own exception may raise anything when it is copied.
+    # A user's own exception class may raise anything when it is pickled.
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"in a worker process:\n{trace}")
@@ -284,11 +285,11 @@ class Prefetcher:
         # Batches that are not requested yet: number, indices, and the worker that reads ahead.
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
         self.streams: dict[int | None, StreamTrial] = {}
-        # The keys of both are the numbers of batches.
+        # Requests, and the results that have arrived. The keys are the numbers of the batches.
         self._sent: dict[int, Request] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
-        # These workers may still send results, by their connections.
+        # Workers that may still send results. The keys are their connections.
         self._listening: dict[Any, Worker] = {}
         try:
             self._pool = self._make_pool()
@@ -312,7 +313,7 @@ class Prefetcher:
 
         Raises:
             WorkerDiedError: A worker died.
-            Exception: What a sample raises, without ``skips_bad``.
+            Exception: A sample raised this error, and ``skips_bad`` is False.
         """
         self._drop_pass()
         todo = iter(batches)
@@ -340,7 +341,7 @@ class Prefetcher:
         return [request.job for number, request in requests if number not in self._done]
 
     def list_moved(self) -> list[int]:
-        """Return the numbers of the batches that moved to the end of the epoch: here none."""
+        """Return the numbers of batches that moved to the end of the epoch: none in this class."""
         return []
 
     def close(self) -> None:
@@ -374,12 +375,12 @@ class Prefetcher:
         return self._finish(first)
 
     def _drop_pass(self) -> None:
-        """Receive what is left of a pass that was broken off, and free its buffers."""
+        """Receive the last results of an interrupted pass, and free their buffers."""
         if self._planned:
             self._planned.clear()
             for worker in range(max(1, len(self._workers))):
                 self._tell(worker, ReadAhead(None))
-        # The error of a worker that dies now must not name a batch of the new pass.
+        # If a worker dies now, its error must not name a batch: the new pass has the same numbers.
         for number, request in self._sent.items():
             job = request.job._replace(number=None, indices=())
             self._sent[number] = request._replace(job=job)
@@ -431,7 +432,7 @@ class Prefetcher:
     ) -> None:
         """Request a batch from a worker, or load it in this process if there are no workers.
 
-        With None, the worker with the fewest requests gets it.
+        If ``worker`` is None, the worker with the fewest requests gets the batch.
         """
         load = Load(number, indices, 0, seed, skips_bad)
         if not self._workers:

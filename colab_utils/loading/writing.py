@@ -60,12 +60,12 @@ _LOWEST_PRIORITY = 19
 
 class Writing(Arrival):
     """The writing of a dataset's shards to this machine's disk, by processes of the lowest
-    priority. The shards are those that `write_shards` would write.
+    priority. The shards are the same as `write_shards` makes.
 
-    Each finished shard is sent to ``drive``, where there is one, and the index after the last one.
+    If ``drive`` is given, each finished shard is sent there, and the index after the last shard.
 
     Attributes:
-        jobs: one for each shard.
+        jobs: the jobs of the worker processes, one for each shard.
         cpu_s: CPU time that the writing took, in seconds.
 
     Raises:
@@ -85,7 +85,7 @@ class Writing(Arrival):
         max_bad: float,
         seed: int,
     ) -> None:
-        # One machine sends the shards to Drive.
+        # Only the machine of rank 0 sends the shards to Drive.
         sends = find_ranks().is_on_first_host
         self._drive = drive if sends else None
         self._max_bad = max_bad
@@ -97,7 +97,8 @@ class Writing(Arrival):
         self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
         workers = count_cores()
         if is_remote(images):
-            # The end of a shard waits for its slowest file, and needs no core: others are read.
+            # The last file of a shard may come late. A process that waits for it needs no core, so
+            # there are more processes than cores.
             workers *= 2
         with lock as stack:
             if self._drive is not None:
@@ -120,7 +121,7 @@ class Writing(Arrival):
             self._begin(stack)
 
     def stop(self) -> None:
-        """End at the next image. Finished shards stay, and a new writing continues there."""
+        """End at the next image. Finished shards stay, and a new writing continues after them."""
         self._sending.stop.set()
         super().stop()
 
@@ -144,8 +145,8 @@ class Writing(Arrival):
 
     def _send(self, shard: ShardInfo) -> None:
         tar, arrays = shard.files()
-        # Arrays are sent before the tar, as they are written. A tar without arrays could be
-        # anybody's, and the next session would refuse the folder.
+        # The arrays are sent before the tar. A tar without arrays does not show its dataset, so the
+        # next session would refuse the folder.
         self._sending.copy_file(*arrays)
         self._sending.copy_file(*tar)
 
@@ -175,13 +176,13 @@ class FollowedWriting(FollowedArrival):
     """The writing of a dataset's shards by another process of this machine.
 
     Attributes:
-        jobs: one for each shard.
+        jobs: the jobs of that process, one for each shard.
     """
 
     def __init__(self, ssd: Path, images: Place, dataset: SpooledCoco, *, seed: int) -> None:
         self.key = name_writing(dataset)
         self._arrived = ArrivedShards(ssd, self.key)
-        # The writing may have ended since it was seen.
+        # The other process may have ended meanwhile. Then the shards have the recipe.
         recipe = read_status(ssd, self.key).get("recipe") or find_common_recipe([ssd], dataset)
         self.jobs = list(cut_parts(ssd, images, dataset, recipe, 1))
         self._prepare(
@@ -198,7 +199,7 @@ class FollowedWriting(FollowedArrival):
 
 
 def name_writing(dataset: SpooledCoco) -> str:
-    """Return a key that only the writing of this dataset has."""
+    """Return a key that identifies the writing of this dataset."""
     return hash_bytes(f"writing {dataset.images.fingerprint}".encode())
 
 
@@ -217,10 +218,9 @@ def _run_timed(job: ShardPart) -> tuple[ShardIndex, float]:
 class WritingShards(ArrivingShards):
     """A `ShardDataset` whose shards are written in the background while it is used.
 
-    Before a shard is there, a loader takes from the annotations what it must know: the images,
-    their sizes, and which of them have objects. An image that turns out bad is left out, with a
-    warning, up to ``max_bad`` images. All else is as with `ArrivingShards`. `open_dataset` makes
-    this dataset.
+    Until a shard is written, its images and their sizes come from the annotations. An image that
+    turns out to be bad is left out, with a warning, up to ``max_bad`` images. Otherwise the dataset
+    behaves like `ArrivingShards`. `open_dataset` makes this dataset.
 
     Attributes:
         arrival: the writing, see `Writing`; a `FollowedWriting` where another process writes; None
@@ -250,7 +250,7 @@ class WritingShards(ArrivingShards):
         self.max_bad = count_allowed(len(dataset), max_bad)
         shards = tuple(_foresee_shard(job) for job in writing.jobs)
         self.index = ShardIndex(self.fingerprint, recipe, categories, shards)
-        # A shard has at most the objects that the annotations have.
+        # A shard has at most as many objects as its annotations.
         parts = [job.dataset for job in writing.jobs]
         counts = np.concatenate([part.count_objects() for part in parts])
         self._make_tables([len(part) for part in parts], counts)
@@ -266,7 +266,8 @@ class WritingShards(ArrivingShards):
     def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
         """Describe images by their annotations, without waiting for a shard.
 
-        Masks fill their boxes. Images whose size the annotations do not give are waited for.
+        The masks are assumed to fill their boxes. If the annotations lack the size of an image,
+        this method waits for the shards.
         """
         rows = np.array([range(len(self))[index] for index in indices], np.int64)
         sizes = self.sizes[rows]
@@ -311,7 +312,7 @@ class WritingShards(ArrivingShards):
         shard = int(self.shard_of[index])
         if self._bits[shard] is None:
             if self.arrival is not None and self.arrival.is_at_work:
-                # The shard that is waited for is the next one to be written.
+                # This asks the arrival to write this shard next.
                 next(self.arrival.wait_for({shard}, [[shard]]), None)
             self._arrived.wait_for(shard)
             self._open_shard(shard)
@@ -322,7 +323,7 @@ class WritingShards(ArrivingShards):
         rows = np.flatnonzero(self.shard_of == number)
         path = self.folder / self.index.shards[number].arrays_name
         index = read_shard_index(path)
-        # A bad image takes no place in a batch.
+        # A bad image has the size 1, so that it adds no padding to a batch.
         self._tables["sizes"][rows] = 1
         if index is not None:
             arrays = load_shard(self.folder, index.shards[0], retries=Retries())
@@ -349,7 +350,7 @@ class WritingShards(ArrivingShards):
 
 
 def _plan_sizes(dataset: CocoDataset, recipe: dict[str, Any]) -> NDArray[np.int32]:
-    """Return the sizes at which images are stored, int32 [I, 2], as far as annotations tell."""
+    """Return the sizes at which images are stored, int32 [I, 2]; 1 if annotations lack the size."""
     sizes = np.maximum(dataset.sizes, 1)
     if recipe["storage"] == "keep":
         return sizes

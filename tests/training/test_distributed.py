@@ -479,7 +479,7 @@ def test_a_loop_of_the_users_own_with_other_shards_on_a_host_ends_everywhere(man
     reports = run_ranks(load_two_epochs, 2, tmp_path / "ranks", made, tmp_path, {"shard_mb": 9})
     errors = [error for _, error in reports]
     assert errors[0] == errors[1]
-    assert errors[0].startswith("The processes that train together load other images, or in an")
+    assert errors[0].startswith("The processes that train together do not load the same")
 
 
 def refuse_to_train(folders, run, options):
