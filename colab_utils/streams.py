@@ -14,6 +14,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, UrlPath
 from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
+from colab_utils.units import format_count
 
 MOST_STREAMS = 256
 """Largest number of reads at the same time."""
@@ -46,8 +47,7 @@ class StreamTrial:
     files_per_s: float
 
     def __str__(self) -> str:
-        plural = "" if self.streams == 1 else "s"
-        return f"{self.files_per_s:.0f} files/s with {self.streams} stream{plural}"
+        return f"{self.files_per_s:.0f} files/s with {format_count(self.streams, 'stream')}"
 
 
 class StreamTuner:

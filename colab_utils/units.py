@@ -1,4 +1,4 @@
-"""Numbers of bytes and seconds as short texts."""
+"""Numbers of bytes, seconds and things as short texts."""
 
 
 def format_bytes(count: float) -> str:
@@ -14,6 +14,17 @@ def format_bytes(count: float) -> str:
             return f"{count:.{digits}f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def format_count(count: int, noun: str, plural: str = "") -> str:
+    """Return a number of things as text. The plural is the noun with an s, if none is given.
+
+    Example:
+        >>> format_count(1, "shard"), format_count(1200, "person", "people")
+        ('1 shard', '1,200 people')
+    """
+    name = noun if count == 1 else plural or f"{noun}s"
+    return f"{count:,} {name}"
 
 
 def format_seconds(seconds: float) -> str:

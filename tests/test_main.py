@@ -602,7 +602,7 @@ def test_max_bad_is_a_share(run, world, share, status):
         assert (result["images"], len(result["skipped"])) == (11, 1)
         assert "skipped" in err
     else:
-        assert_one_error(got, err, contains="images are bad")
+        assert_one_error(got, err, contains="Bad images so far")
 
 
 def test_repair_writes_what_check_then_finds_whole(run, world):

@@ -35,6 +35,7 @@ from colab_utils.places import Place, open_place
 from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
+from colab_utils.units import format_count
 
 # Number of examples that the report keeps of each kind of defect.
 _EXAMPLES = 5
@@ -87,7 +88,8 @@ class DatasetReport:
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "has problems"
-        lines = [f"{self.images:,} images, {self.annotations:,} annotations: {verdict}"]
+        images = format_count(self.images, "image")
+        lines = [f"{images}, {format_count(self.annotations, 'annotation')}: {verdict}"]
         for problem in (*self.repairs, *self.problems):
             lines.append(
                 f"  {problem.count:,} x {problem.kind} ({problem.effect}), "

@@ -29,6 +29,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
 from colab_utils.machine import find_free_memory
 from colab_utils.places import Place, open_place
+from colab_utils.units import format_count
 
 # The numbers that `Columns` holds for each image.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
@@ -91,8 +92,8 @@ class CocoDataset:
 
     def __str__(self) -> str:
         return (
-            f"{len(self):,} images, {len(self.ids):,} annotations, {len(self.categories)} "
-            "categories"
+            f"{format_count(len(self), 'image')}, {format_count(len(self.ids), 'annotation')}, "
+            f"{format_count(len(self.categories), 'category', 'categories')}"
         )
 
     def file_name(self, index: int) -> str:

@@ -98,7 +98,7 @@ def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float)
     allowed = count_allowed(total, max_bad)
     if faults.total() > allowed:
         raise ColabUtilsError(
-            f"{faults.total():,} objects are bad so far, and at most {allowed:,} of {total:,} may "
+            f"Bad objects so far: {faults.total():,}, and at most {allowed:,} of {total:,} may "
             f"be ({describe_faults(faults)}). Repair the annotations with "
             "`check --repair OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
         )

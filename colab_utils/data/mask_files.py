@@ -18,6 +18,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_file, require_new
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
+from colab_utils.units import format_count
 
 # Largest number of objects in one mask. An image with more colours is a photo, or a mask that was
 # saved as JPEG.
@@ -111,7 +112,7 @@ def convert_masks(
         )
     with explain_write(output.parent):
         write_coco(output, rows, texts, [{"id": 1, "name": category}])
-    text = f"{len(rows):,} images, {len(texts):,} objects"
+    text = f"{format_count(len(rows), 'image')}, {format_count(len(texts), 'object')}"
     text += f"; the largest covers {largest:.0%} of its image"
     if parted:
         text += f"; {parted:,} lie in pieces, which may be several objects of one value"

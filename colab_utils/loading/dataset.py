@@ -56,6 +56,7 @@ from colab_utils.reader import Reader
 from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, make_tables
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.streams import StreamTrial, require_streams
+from colab_utils.units import format_count
 
 # The EXIF data of a JPEG begins within this many bytes.
 _EXIF_BYTES = 2000
@@ -388,8 +389,9 @@ class ShardDataset(CocoSamples):
 
     def __str__(self) -> str:
         return (
-            f"{len(self):,} images in {len(self.index.shards)} shards, {len(self.class_names)} "
-            "categories"
+            f"{format_count(len(self), 'image')} in "
+            f"{format_count(len(self.index.shards), 'shard')}, "
+            f"{format_count(len(self.class_names), 'category', 'categories')}"
         )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:

@@ -35,7 +35,7 @@ from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_ind
 from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
 from colab_utils.shards.verify import find_fault
 from colab_utils.streams import MOST_STREAMS, require_streams
-from colab_utils.units import format_bytes
+from colab_utils.units import format_bytes, format_count
 
 COPY_STREAMS = 4
 """Number of whole files that are copied at the same time, if no better number was measured."""
@@ -68,7 +68,7 @@ class CopyReport:
 
     def __str__(self) -> str:
         copied = f"{format_bytes(self.bytes)} copied in {self.seconds:.1f} s"
-        text = f"{self.shards} shards in place: {copied}"
+        text = f"{format_count(self.shards, 'shard')} in place: {copied}"
         if self.skipped_shards:
             text += f", {self.skipped_shards} were there already"
         if self.left_out_shards:

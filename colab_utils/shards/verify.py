@@ -9,6 +9,7 @@ from colab_utils.files import has_size, hash_file
 from colab_utils.places import Place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.shards.index import read_index
+from colab_utils.units import format_count
 
 _MISSING = "is missing"
 
@@ -31,7 +32,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         state = f"{len(self.bad)} bad" if self.bad else "all complete"
-        return f"{self.shards} shards, {self.images:,} images: {state}"
+        shards = format_count(self.shards, "shard")
+        return f"{shards}, {format_count(self.images, 'image')}: {state}"
 
 
 def verify_shards(folder: str | Place) -> VerifyReport:

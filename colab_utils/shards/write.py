@@ -59,7 +59,7 @@ from colab_utils.shards.running import Runs, run_elsewhere, run_here
 from colab_utils.shards.source import ShardSource, keep_source, list_changed, read_source
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
-from colab_utils.units import format_bytes
+from colab_utils.units import format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ class ShardReport:
     """
 
     def __str__(self) -> str:
-        text = f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}"
+        text = f"{format_count(self.images, 'image')} in {format_count(self.shards, 'shard')}, "
+        text += format_bytes(self.bytes)
         if self.skipped:
-            text += f", {len(self.skipped)} bad images skipped"
+            text += f", {format_count(len(self.skipped), 'bad image')} skipped"
         if self.crowds:
             text += (
                 f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left "
@@ -498,7 +499,7 @@ def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> 
     if len(bad) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
         raise ColabUtilsError(
-            f"{len(bad)} images are bad so far, and at most {allowed} of {total:,} may be "
+            f"Bad images so far: {len(bad)}, and at most {allowed} of {total:,} may be "
             f"({examples}). Repair them, or their annotations with `check --repair OUT.json`, "
             "or allow more with --max-bad SHARE."
         )

@@ -15,6 +15,7 @@ from typing import Any
 from colab_utils.show.charts import BLUE, GREY, ORANGE, format_figure
 from colab_utils.show.guesses import compare_guess, read_guess
 from colab_utils.show.pictures import DescribedFigure, make_figure
+from colab_utils.units import format_count
 
 # A histogram has this many bars for each group.
 _BINS = 20
@@ -153,7 +154,8 @@ def plot_guesses(receipts: Sequence[str | Path]) -> DescribedFigure | None:
     learners = [content["questions"] for content in contents if "questions" in content]
     if not learners:
         return None
-    title = f"What {len(learners)} people guessed before the course and after it"
+    people = format_count(len(learners), "person", "people")
+    title = f"What {people} guessed before the course and after it"
     figure = make_figure(title, width=12, height=14)
     axes = figure.subplots(len(QUESTIONS))
     for axis, (name, question) in zip(axes, QUESTIONS.items(), strict=True):
@@ -175,4 +177,5 @@ def _list_numbers(learners: Sequence[Answers], name: str, key: str) -> list[floa
 def _describe_group(word: str, numbers: Sequence[float]) -> str:
     if not numbers:
         return f"{word}: nobody"
-    return f"{word}: {len(numbers)} people, median {format_figure(median(numbers))}"
+    people = format_count(len(numbers), "person", "people")
+    return f"{word}: {people}, median {format_figure(median(numbers))}"

@@ -30,6 +30,7 @@ from colab_utils.show.comparison_charts import (
 from colab_utils.show.pictures import DescribedFigure, draw_annotations, embed_figure
 from colab_utils.show.receipts import summarise_receipt
 from colab_utils.show.table import Table, make_table
+from colab_utils.units import format_count
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
@@ -173,8 +174,9 @@ def write_check(
     serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
     serious.sort(key=lambda problem: -problem.count)
     faults = ", ".join(f"{problem.count:,} x {problem.kind}" for problem in serious)
-    finding = f"{report.images:,} images, {report.annotations:,} annotations: "
-    finding += faults or "every image can be used"
+    images = format_count(report.images, "image")
+    annotations = format_count(report.annotations, "annotation")
+    finding = f"{images}, {annotations}: {faults or 'every image can be used'}"
     return _write_page(
         page, "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems
     )

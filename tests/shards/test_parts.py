@@ -211,7 +211,7 @@ def test_a_shard_without_a_usable_image_is_not_missing(dataset, folder, tmp_path
     for job in [*planned.jobs, *planned.jobs]:
         write_shard(job)
     assert "shard-000001.tar" not in snapshot(folder)
-    with pytest.raises(ColabUtilsError, match=f"{per_shard} images are bad so far"):
+    with pytest.raises(ColabUtilsError, match=f"Bad images so far: {per_shard},"):
         finish(folder)
     report = finish(folder, max_bad=1)
     assert [image.file_name for image in report.skipped] == bad

@@ -1175,7 +1175,7 @@ def test_more_bad_objects_than_max_bad_stop(tiny_dataset, folder, tmp_path, kind
     objects = spoil_objects(tiny_dataset, annotations, kind, 3)
     data = tiny_dataset.images, annotations
     with pytest.raises(
-        ColabUtilsError, match=rf"3 objects are bad so far, and at most 2 of {objects:,} may be"
+        ColabUtilsError, match=rf"Bad objects so far: 3, and at most 2 of {objects:,} may be"
     ) as error:
         run(data, folder, max_bad=2 / objects, shard_mb=128)
     assert f"(3 x {kind}: object " in str(error.value)
@@ -1217,6 +1217,6 @@ def test_the_command_names_bad_objects(tiny_dataset, folder, tmp_path, capsys):
     ]
     words = [*map(str, words), "--workers", "1"]
     assert main(words) == 2
-    assert "objects are bad so far, and at most 0 of" in capsys.readouterr().err
+    assert "Bad objects so far: 1, and at most 0 of" in capsys.readouterr().err
     assert main([*words, "--max-bad", "1"]) == 0
     assert "2 x normalised polygon: object is trained without a pixel" in capsys.readouterr().out
