@@ -33,22 +33,24 @@ def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
         )
 
 
-def require_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
+def require_count(name: str, value: Any, *, minimum: int = 1, maximum: int | None = None) -> int:
     """Return a whole number of Python or numpy as an ``int``, and refuse any other value.
 
     Raises:
         ColabUtilsError: The value is not a whole number, or it is out of range.
 
     Example:
-        >>> require_count("workers", 4, least=0)
+        >>> require_count("workers", 4, minimum=0)
         4
-        >>> require_count("workers", 1.5, least=0)
+        >>> require_count("workers", 1.5, minimum=0)
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected workers of 0 or more (a whole number), ...
     """
     is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_count or value < least or (most is not None and value > most):
-        wanted = f"of {least:,} or more" if most is None else f"between {least:,} and {most:,}"
+    if not is_count or value < minimum or (maximum is not None and value > maximum):
+        wanted = (
+            f"of {minimum:,} or more" if maximum is None else f"between {minimum:,} and {maximum:,}"
+        )
         raise ColabUtilsError(
             f"expected {name} {wanted} (a whole number), found {value!r}. Pass another number."
         )
@@ -60,8 +62,8 @@ def require_number(
     value: Any,
     *,
     above: float | None = None,
-    least: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
     below: float | None = None,
 ) -> float:
     """Return a number of Python or numpy as an ``int`` or ``float``, and refuse any other value.
@@ -74,12 +76,12 @@ def require_number(
     Example:
         >>> require_number("shard_mb", 128, above=0, below=math.inf)
         128
-        >>> require_number("max_bad", 2, least=0, most=1)
+        >>> require_number("max_bad", 2, minimum=0, maximum=1)
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected max_bad between 0 and 1, found 2. Pass ...
     """
-    if not _is_number(value) or not _is_within(value, above, least, most, below):
-        wanted = _describe_range(above, least, most, below)
+    if not _is_number(value) or not _is_within(value, above, minimum, maximum, below):
+        wanted = _describe_range(above, minimum, maximum, below)
         raise ColabUtilsError(f"expected {name} {wanted}, found {value!r}. Pass another number.")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
@@ -135,30 +137,34 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_within(
-    value: float, above: float | None, least: float | None, most: float | None, below: float | None
+    value: float,
+    above: float | None,
+    minimum: float | None,
+    maximum: float | None,
+    below: float | None,
 ) -> bool:
     if above is not None and value <= above:
         return False
-    if least is not None and value < least:
+    if minimum is not None and value < minimum:
         return False
-    if most is not None and value > most:
+    if maximum is not None and value > maximum:
         return False
     return below is None or value < below
 
 
 def _describe_range(
-    above: float | None, least: float | None, most: float | None, below: float | None
+    above: float | None, minimum: float | None, maximum: float | None, below: float | None
 ) -> str:
     """Return a range in words, which follow the argument's name in a message."""
-    if least is not None and most is not None:
-        return f"between {least:,} and {most:,}"
+    if minimum is not None and maximum is not None:
+        return f"between {minimum:,} and {maximum:,}"
     words = []
     if above is not None:
         words.append(f"over {above:,}")
-    if least is not None:
-        words.append(f"of {least:,} or more")
-    if most is not None:
-        words.append(f"of {most:,} or less")
+    if minimum is not None:
+        words.append(f"of {minimum:,} or more")
+    if maximum is not None:
+        words.append(f"of {maximum:,} or less")
     if below == math.inf:
         words.append("finite")
     elif below is not None:

@@ -191,7 +191,7 @@ def require_streams(streams: int | str) -> int | str:
     if isinstance(streams, str) and streams == "auto":
         return streams
     try:
-        return require_count("streams", streams, most=MOST_STREAMS)
+        return require_count("streams", streams, maximum=MOST_STREAMS)
     except ColabUtilsError as error:
         raise ColabUtilsError(f'{str(error).removesuffix(".")}, or "auto".') from None
 

@@ -257,7 +257,7 @@ def test_code_is_no_denser_than_before(tree):
 
 def find_empty_names(code):
     """Return the locals and parameters of some code whose names say nothing."""
-    empty = {"found", "told", "said", "one", "here", "there", "of"}
+    empty = {"found", "told", "said", "one", "here", "there", "of", "most"}
     nodes = list(ast.walk(ast.parse(code)))
     stored = [
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)

@@ -52,12 +52,12 @@ def test_what_is_no_count_is_refused(value):
 
 
 def test_the_bounds_of_a_count_belong_to_it():
-    assert [require_count("n", value, least=0, most=2000) for value in (0, 2000)] == [0, 2000]
+    assert [require_count("n", value, minimum=0, maximum=2000) for value in (0, 2000)] == [0, 2000]
     for value in (-1, 2001):
         with pytest.raises(
             ColabUtilsError, match=rf"n between 0 and 2,000 \(a whole number\), found {value}\."
         ):
-            require_count("n", value, least=0, most=2000)
+            require_count("n", value, minimum=0, maximum=2000)
 
 
 @pytest.mark.parametrize("value", [1, 0.5, np.float32(0.5), np.int64(1)])
@@ -68,7 +68,7 @@ def test_numbers_become_pythons_own(value):
 @pytest.mark.parametrize("value", [float("nan"), "1", None, True, 1j, [1.0]])
 @pytest.mark.parametrize(
     "bounds",
-    [{}, {"least": 0}, {"above": 0, "below": math.inf}],
+    [{}, {"minimum": 0}, {"above": 0, "below": math.inf}],
 )
 def test_what_is_no_number_is_refused(value, bounds):
     with pytest.raises(ColabUtilsError, match=r"expected x .*found "):
@@ -79,11 +79,11 @@ def test_what_is_no_number_is_refused(value, bounds):
     ("bounds", "good", "bad", "words"),
     [
         ({"above": 0}, [0.1, math.inf], [0, -1], "over 0,"),
-        ({"least": 0}, [0, math.inf], [-0.1], "of 0 or more,"),
-        ({"most": 1}, [1, -math.inf], [1.1], "of 1 or less,"),
+        ({"minimum": 0}, [0, math.inf], [-0.1], "of 0 or more,"),
+        ({"maximum": 1}, [1, -math.inf], [1.1], "of 1 or less,"),
         ({"below": 1}, [0.9], [1], "below 1,"),
-        ({"least": 0, "most": 1}, [0, 1], [-0.1, 1.1], "between 0 and 1,"),
-        ({"above": 0, "most": 1}, [0.1, 1], [0, 1.1], "over 0 and of 1 or less,"),
+        ({"minimum": 0, "maximum": 1}, [0, 1], [-0.1, 1.1], "between 0 and 1,"),
+        ({"above": 0, "maximum": 1}, [0.1, 1], [0, 1.1], "over 0 and of 1 or less,"),
         ({"above": 0, "below": math.inf}, [1e300], [0, math.inf], "over 0 and finite,"),
     ],
 )

@@ -116,9 +116,9 @@ def simulate(
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
         25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
     """
-    require_count("workers", workers, least=0)
+    require_count("workers", workers, minimum=0)
     require_count("prefetch", prefetch)
-    require_count("seed", seed, least=0)
+    require_count("seed", seed, minimum=0)
     amounts = {
         "load_s": load_s,
         "step_s": step_s,
@@ -127,7 +127,7 @@ def simulate(
         "seconds": seconds,
     }
     for name, amount in amounts.items():
-        require_number(name, amount, least=0, below=math.inf)
+        require_number(name, amount, minimum=0, below=math.inf)
     slowest_s = max(load_s / max(1, workers), step_s)
     if not 0 < seconds <= slowest_s * _MAX_BATCHES:
         raise ColabUtilsError(

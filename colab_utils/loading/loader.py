@@ -155,12 +155,12 @@ def make_loader(
     require_choice("image_dtype", image_dtype, (torch.float32, torch.uint8))
     batch_size = require_count("batch_size", batch_size)
     prefetch = require_count("prefetch", prefetch)
-    seed = require_count("seed", seed, least=0)
-    max_bad = require_count("max_bad", max_bad, least=0)
+    seed = require_count("seed", seed, minimum=0)
+    max_bad = require_count("max_bad", max_bad, minimum=0)
     if workers == "auto":
         count = min(4, count_cores())
     else:
-        count = require_count("workers", workers, least=0)
+        count = require_count("workers", workers, minimum=0)
     _check_wait(max_wait_s, count)
     # Without a GPU to expand the masks, the workers expand them into their shared buffers.
     dense = deliver == "dense" and torch_device.type == "cpu"

@@ -92,9 +92,9 @@ def open_dataset(
     if drive is not None and is_same_place(drive, ssd):
         raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
     default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
-    require_number("max_bad", max_bad, least=0, most=1)
+    require_number("max_bad", max_bad, minimum=0, maximum=1)
     require_streams(streams)
-    require_count("seed", seed, least=0)
+    require_count("seed", seed, minimum=0)
     is_on_ssd = _has_shards(ssd, annotations) and _has_all_files(ssd)
     is_on_drive = drive is not None and _has_shards(drive, annotations)
     if is_on_ssd and (is_on_drive or drive is None):

@@ -140,7 +140,7 @@ def write_part(
     """
     started_s = perf_counter()
     processes = count_processes(workers)
-    require_number("max_bad", max_bad, least=0, most=1)
+    require_number("max_bad", max_bad, minimum=0, maximum=1)
     require_streams(streams)
     plan = plan_jobs(images, annotations, **settings)
     if not plan.count:
@@ -169,7 +169,7 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     """
     started_s = perf_counter()
     folder = open_place(shards)
-    require_number("max_bad", max_bad, least=0, most=1)
+    require_number("max_bad", max_bad, minimum=0, maximum=1)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
     if plan is None:

@@ -43,7 +43,7 @@ def count_processes(workers: int | Literal["auto"]) -> int:
     """Return the number of processes that write. "auto" is one for each core."""
     if workers == "auto":
         return count_cores()
-    return require_count("workers", workers, most=_MOST_WORKERS)
+    return require_count("workers", workers, maximum=_MOST_WORKERS)
 
 
 def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
     require_choice("storage", storage, get_args(Storage))
     recipe: dict[str, Any] = {"storage": storage}
     for name, value in numbers.items():
-        least, most = _RANGES[name]
-        recipe[name] = require_number(name, value, least=least, most=most)
+        minimum, maximum = _RANGES[name]
+        recipe[name] = require_number(name, value, minimum=minimum, maximum=maximum)
     return recipe
 
 

@@ -172,8 +172,8 @@ def write_shards(
     folder = open_place(shards)
     processes = count_processes(workers)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
-    require_number("max_bad", max_bad, least=0, most=1)
-    require_count("retries", retries, least=0)
+    require_number("max_bad", max_bad, minimum=0, maximum=1)
+    require_count("retries", retries, minimum=0)
     require_streams(streams)
     if executor is not None and not isinstance(executor, Executor):
         raise ColabUtilsError(

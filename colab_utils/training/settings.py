@@ -39,9 +39,9 @@ class AskedSettings:
         if self.model is not None:
             require_choice("model", self.model, tuple(BUILDERS))
         if self.min_size is not None:
-            require_count("min_size", self.min_size, most=LARGEST_SIDE)
+            require_count("min_size", self.min_size, maximum=LARGEST_SIDE)
         if self.max_size is not None:
-            require_count("max_size", self.max_size, most=LARGEST_SIDE)
+            require_count("max_size", self.max_size, maximum=LARGEST_SIDE)
         names = get_args(Augment)
         if self.augment is not None and self.augment not in (*names, OWN_TRANSFORMS):
             raise ColabUtilsError(
@@ -51,7 +51,7 @@ class AskedSettings:
         if self.norms is not None:
             require_choice("norms", self.norms, get_args(Norms))
         if self.batch_size is not None:
-            require_count("batch_size", self.batch_size, most=LARGEST_COUNT)
+            require_count("batch_size", self.batch_size, maximum=LARGEST_COUNT)
         if self.learning_rate is not None:
             require_number("learning_rate", self.learning_rate, above=0, below=math.inf)
 

@@ -172,7 +172,7 @@ def train(
     asked.check()
     _check_length(steps, epochs, checkpoint_steps)
     require_choice("resume", resume, ("auto", "never"))
-    require_count("seed", seed, least=0, most=_LARGEST_SEED)
+    require_count("seed", seed, minimum=0, maximum=_LARGEST_SEED)
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Name it: run.")
     source = DataSource(shards, images, annotations, drive, ssd or local, limit_gb)
@@ -281,13 +281,13 @@ def _warn_of_faults(data: OpenData) -> None:
 def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int | None) -> None:
     """Refuse bad numbers of steps or epochs, and both of them at once."""
     if steps is not None:
-        require_count("steps", steps, most=LARGEST_COUNT)
+        require_count("steps", steps, maximum=LARGEST_COUNT)
     if epochs is not None:
-        require_count("epochs", epochs, most=LARGEST_COUNT)
+        require_count("epochs", epochs, maximum=LARGEST_COUNT)
         if steps is not None:
             raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
     if checkpoint_steps is not None:
-        require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
+        require_count("checkpoint_steps", checkpoint_steps, maximum=LARGEST_COUNT)
 
 
 def _check_paths(source: DataSource, val_shards: Any, *others: str | Place | None) -> None:
