@@ -154,8 +154,8 @@ class ArrivingShards(ShardDataset):
             if limit_gb is not None:
                 raise ColabUtilsError(
                     "ArrivingShards cannot have a limit_gb together with groups, because shards of "
-                    "groups do not take turns on the disk. Leave out limit_gb or groups, or use more "
-                    "hosts, so that each one copies fewer shards."
+                    "groups do not take turns on the disk. Leave out limit_gb or groups, or use "
+                    "more hosts, so that each one copies fewer shards."
                 )
         chosen = None if self.groups is None else self.groups.list_shards()
         lock = hold_arrival(target, make_key(index, chosen))
@@ -172,8 +172,8 @@ class ArrivingShards(ShardDataset):
             chosen=chosen,
         )
         load = partial(load_shard, source, retries=retries)
-        # On a bad day, it takes 606 ms to read the tables of a shard on Drive. One thread would need
-        # 90 seconds for 150 shards.
+        # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
+        # thread would need 90 seconds.
         with ThreadPool(_READERS) as pool:
             try:
                 shards = list(pool.map(load, index.shards))
