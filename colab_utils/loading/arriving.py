@@ -88,12 +88,13 @@ class ArrivingShards(ShardDataset):
 
     The copy begins at once, in a thread. A loader of `make_loader` can start as soon as the first
     shard has arrived. Until all shards have arrived, the loader uses them in the order of the copy:
-    the small first shards, then the others in a random order. Each epoch has every image once. This
-    is true of the first epoch, too. When all shards have arrived, training reads only the SSD,
-    unless you pass ``limit_gb`` or ``groups``.
+    the small first shards, then the others in a random order. Each epoch, and also the first one,
+    has every image once. When all shards have arrived, training reads only the SSD, unless shards
+    take turns (see ``limit_gb``) or this host copies only some of them (see ``groups``).
 
     You can also use torch's ``DataLoader``. A worker that needs an image then waits until the shard
-    of the image has arrived.
+    of the image has arrived. If shards take turns, the worker reads the image in ``source`` instead
+    of waiting.
 
     If ``torch.distributed`` is initialised, one process on each machine copies the shards. The
     other processes of the machine, with the same ``target``, wait for these shards. The loaders of
@@ -105,8 +106,8 @@ class ArrivingShards(ShardDataset):
         workers: number of threads that copy. Each thread copies one shard at a time.
         limit_gb: disk space that the shards may take in ``target``, in GB (1e9 bytes). If all
             shards need more, they take turns on the disk, and shards are copied again in every
-            epoch. ``target`` must then be new or empty, or the folder of an earlier copy of these
-            shards with a ``limit_gb``. None sets no limit.
+            epoch. ``target`` must then be new or empty, or the folder of an earlier copy in which
+            the same shards took turns. None sets no limit.
         groups: numbers of the groups of shards that this host copies, such as
             ``range(host, 8, hosts)``. Pass ``groups=8`` to `make_loader` on every host, too. Images
             of other groups are read in ``source``. The index in ``target`` then lists only the
