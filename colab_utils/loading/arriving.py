@@ -25,15 +25,24 @@ from colab_utils.processes import ThreadPool
 from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
 
-# So many threads read the tables, which lie at the start of a small file beside each shard.
+# Threads that read the tables of the shards. The tables of a shard lie at the start of the small
+# file beside it.
 _READERS = 32
 
 
 class _ArrivingFiles(ShardFiles):
-    """A reader of arriving shards, in any process.
+    """A reader of arriving shards. It works in the process that copies and in all others.
 
-    It waits for a shard that has not arrived. It reads the shard in ``source`` instead if shards
-    take turns, or if the shard is in the group of another host.
+    A shard is read in ``target``. If the shard has not arrived there, the reader waits for it. Two
+    kinds of shards are read in ``source``, without a wait: shards that are not ``chosen``, and, if
+    shards take turns, those that are not in ``target`` now.
+
+    Args:
+        source: The folder of shards, or its URL.
+        target: The folder that the shards are copied into.
+        key: The key of the copy, see `make_key`.
+        takes_turns: Whether shards take turns in ``target``.
+        chosen: Numbers of the shards that this host copies; None if it copies all shards.
     """
 
     def __init__(
@@ -69,7 +78,7 @@ class _ArrivingFiles(ShardFiles):
         except ColabUtilsError:
             if not self._takes_turns:
                 raise
-            # The shard was removed, and may come back.
+            # The shard is not on the disk now. If it is copied again, its new files must be opened.
             self._open.close()
             self._drive.read_into(shard, name, start, buffer)
 
@@ -77,36 +86,45 @@ class _ArrivingFiles(ShardFiles):
 class ArrivingShards(ShardDataset):
     """A `ShardDataset` whose shards are copied from Drive to the SSD while it is used.
 
-    The copy begins at once, in a thread. A loader of `make_loader` begins with the first shard that
-    has arrived, and goes on with the next ones, in a random order. Each epoch has every image once,
-    the first epoch too. When all shards have arrived, only the SSD is read. Any ``DataLoader`` can
-    be used, too: its workers wait for an image until its shard has arrived.
+    The copy begins at once, in a thread. A loader of `make_loader` can start as soon as the first
+    shard has arrived. Until all shards have arrived, the loader uses them in the order of the copy:
+    the small first shards, then the others in a random order. Each epoch, and also the first one,
+    has every image once. When all shards have arrived, training reads only the SSD, unless shards
+    take turns (see ``limit_gb``) or this host copies only some of them (see ``groups``).
 
-    If ``torch.distributed`` is initialised, one process on each machine copies. The others with the
-    same ``target`` follow it, and wait for the shards that it brings. All processes begin each
-    epoch together, so that they take the images in the same order.
+    You can also use torch's ``DataLoader``. A worker that needs an image then waits until the shard
+    of the image has arrived. If shards take turns, the worker reads the image in ``source`` instead
+    of waiting.
+
+    If ``torch.distributed`` is initialised, one process on each machine copies the shards. The
+    other processes of the machine, with the same ``target``, wait for these shards. The loaders of
+    all processes use the same order of images in each epoch.
 
     Args:
         source: folder of shards, usually on Drive; or its URL, such as ``s3://bucket/shards``.
         target: folder to copy into, usually on the SSD.
-        workers: shards copied at the same time (threads).
-        limit_gb: disk space that shards may take in ``target``, in GB (1e9 bytes). If all shards
-            need more, they take turns there, in every epoch. ``target`` must then be a new or empty
-            folder, or one that such a run left.
-        groups: the groups of shards that this host copies, ``range(host, 8, hosts)``, for a loader
-            that is made with ``groups=8`` on every host. An image of another group is read in
-            ``source``. ``target`` then lists the copied shards, and is marked ``partial``.
+        workers: number of threads that copy. Each thread copies one shard at a time.
+        limit_gb: disk space that the shards may take in ``target``, in GB (1e9 bytes). If all
+            shards need more, they take turns on the disk, and shards are copied again in every
+            epoch. ``target`` must then be new or empty, or the folder of an earlier copy in which
+            the same shards took turns. None sets no limit.
+        groups: numbers of the groups of shards that this host copies, such as
+            ``range(host, 8, hosts)``. Pass ``groups=8`` to `make_loader` on every host, too. Images
+            of other groups are read in ``source``. The index in ``target`` then lists only the
+            copied shards and is marked ``partial``. None copies all shards.
         seed: seed of the order in which the shards are copied, and of the groups.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the running copy (see `Arrival`), with the ``spans_s`` of each shard that has
-            arrived, and ``is_complete``. A `FollowedArrival` if another process copies; None in
-            workers.
+        arrival: the running copy (see `Arrival`). Its ``spans_s`` has the times of each shard that
+            has arrived, and ``is_complete`` tells whether all have. A `FollowedArrival` if another
+            process copies; None in workers.
 
     Raises:
-        ColabUtilsError: as `ShardDataset` and `copy_shards` do.
+        ColabUtilsError: as for `ShardDataset` and `copy_shards`. Also if ``limit_gb`` does not hold
+            two shards, if it is given together with ``groups``, or if there are more groups than
+            shards.
 
     Example:
         >>> ArrivingShards("no/such/folder", "ssd")
@@ -136,8 +154,9 @@ class ArrivingShards(ShardDataset):
             self.groups = choose_groups(groups, sizes, seed=seed)
             if limit_gb is not None:
                 raise ColabUtilsError(
-                    "Shards of groups do not take turns, so groups cannot have a limit_gb. Leave "
-                    "one of them out, or use more hosts."
+                    "ArrivingShards cannot have a limit_gb together with groups, because shards of "
+                    "groups do not take turns on the disk. Leave out limit_gb or groups, or use "
+                    "more hosts, so that each one copies fewer shards."
                 )
         chosen = None if self.groups is None else self.groups.list_shards()
         lock = hold_arrival(target, make_key(index, chosen))
@@ -154,7 +173,8 @@ class ArrivingShards(ShardDataset):
             chosen=chosen,
         )
         load = partial(load_shard, source, retries=retries)
-        # One after the other, 150 shards on Drive take up to 90 seconds: 606 ms each, on a bad day.
+        # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
+        # thread would need 90 seconds.
         with ThreadPool(_READERS) as pool:
             try:
                 shards = list(pool.map(load, index.shards))
@@ -172,19 +192,22 @@ class ArrivingShards(ShardDataset):
         self.arrival = arrival
 
     def stop(self) -> None:
-        """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards`
-        continues there.
+        """Stop the copy after the piece of a file that is being copied.
+
+        The shards that have arrived stay in ``target``, and a new `ArrivingShards` copies the
+        others. If another process copies the shards, this method does nothing.
         """
         if self.arrival is not None:
             self.arrival.stop()
 
     def wait(self) -> None:
-        """Wait until all shards have arrived, and shards that are written are on Drive too.
+        """Wait until all shards have arrived.
 
-        With ``limit_gb``, wait until those have arrived that fit beside each other.
+        If the shards take turns, wait until the disk holds as many as ``limit_gb`` allows. If the
+        shards are written by this process and sent to Drive, wait until they are there, too.
 
         Raises:
-            ColabUtilsError: a shard cannot be copied or written.
+            ColabUtilsError: a shard cannot be copied or written, or the copy was stopped.
         """
         if self.arrival is not None:
             self.arrival.wait()
