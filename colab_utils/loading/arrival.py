@@ -311,7 +311,7 @@ class Arrival:
             try:
                 while not self.retries.stop.is_set() and not self.is_complete:
                     self._start_moves(pool)
-                    self._is_full = self.takes_turns and not self._moves
+                    self._note_full(self.takes_turns and not self._moves)
                     self.retries.stop.wait(POLL_S)
                     ended = [number for number, move in self._moves.items() if move.done()]
                     for number in ended:
@@ -319,6 +319,13 @@ class Arrival:
             finally:
                 # If one copy or removal fails, the others end, too.
                 self.retries.stop.set()
+
+    def _note_full(self, is_full: bool) -> None:
+        """Note whether all shards that fit are on the disk, for this process and its followers."""
+        if is_full != self._is_full:
+            self._is_full = is_full
+            with self._lock:
+                self._write_status()
 
     def _keep_what_fits(self) -> None:
         """Keep the shards that an earlier session left, if there is room, and remove the others."""
@@ -408,6 +415,7 @@ class Arrival:
             "pid": os.getpid(),
             # The list includes removed shards, because other processes read those on Drive.
             "arrived": sorted(self._ever_arrived),
+            "full": self._is_full,
             "error": str(self._error or ""),
         }
 
@@ -422,13 +430,18 @@ class FollowedArrival(Arrival):
         """Do nothing: the other process goes on."""
 
     def wait(self) -> None:
-        """Wait until the other process has ended its copy.
+        """Wait until the other process has ended its copy. If shards take turns, wait for as many
+        as fit.
 
         Raises:
             ColabUtilsError: the copy failed.
         """
-        while not (self.has(self._order) and self.is_complete):
+        status = read_status(self.target, self.key)
+        while status and not status.get("full"):
+            # This raises an error if the other process is gone.
+            self.has(self._order)
             sleep(POLL_S)
+            status = read_status(self.target, self.key)
 
     @property
     def is_at_work(self) -> bool:

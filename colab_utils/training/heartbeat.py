@@ -1,5 +1,6 @@
 """The heartbeat of processes that train together. It shows the others that a process is lost."""
 
+import math
 import os
 import socket
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
+from typing import cast
 
 from torch import distributed
 
@@ -16,39 +18,47 @@ from colab_utils.loading.ranks import Ranks
 # ends within a minute after the last beat: the rest of it is for the last checkpoint.
 _BEAT_S = 5.0
 _SILENCE_S = 40.0
+# A process writes this in place of a beat when its training has ended.
+_FAREWELL = "ended"
 
 
 @contextmanager
-def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator[None]:
+def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator["Heartbeat"]:
     """Call ``on_silence`` in a thread if a process sends no beat for 40 seconds.
 
     A cut cable closes no connection. Without a heartbeat, all processes would wait for the next
     gradients until torch's timeout of half an hour. Each process writes its beats into the store of
     ``torchrun``, and reads those of the others. A thread writes them, so that a process beats while
-    it evaluates, too.
+    it copies shards or evaluates, too. A process that leaves without an error is not lost.
 
     Args:
         ranks: The processes that train together.
-        on_silence: Called with a sentence that names the lost processes and their machines.
+        on_silence: Called with a sentence that names the lost processes and their machines. The
+            heartbeat that is returned takes another one later.
     """
     store = _open_store(ranks)
-    if store is None:
-        yield
-        return
-    heartbeat = _Heartbeat(ranks, store)
-    threads = [
-        threading.Thread(target=heartbeat.beat, daemon=True),
-        threading.Thread(target=heartbeat.watch, args=(on_silence,), daemon=True),
-    ]
+    heartbeat = Heartbeat(ranks, store, on_silence)
+    threads = []
+    if store is not None:
+        threads = [
+            threading.Thread(target=heartbeat.beat, daemon=True),
+            threading.Thread(target=heartbeat.watch, daemon=True),
+        ]
     for thread in threads:
         thread.start()
+    has_ended_well = False
     try:
-        yield
+        yield heartbeat
+        has_ended_well = True
     finally:
         heartbeat.stopped.set()
         # If a thread is inside torch when Python ends, the process is aborted.
         for thread in threads:
             thread.join()
+        if has_ended_well and store is not None:
+            # The store may be gone, because its process has ended already.
+            with suppress(RuntimeError):
+                store.set(_name_key(ranks.rank), _FAREWELL)
 
 
 def _open_store(ranks: Ranks) -> distributed.TCPStore | None:
@@ -69,16 +79,23 @@ def _open_store(ranks: Ranks) -> distributed.TCPStore | None:
     return store if all(ranks.gather(store is not None)) else None
 
 
-class _Heartbeat:
+class Heartbeat:
     """The beats of all processes, as this process has read them.
 
     Attributes:
+        on_silence: Called with a sentence that names the lost processes and their machines.
         stopped: Set when training is over.
     """
 
-    def __init__(self, ranks: Ranks, store: distributed.TCPStore) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: distributed.TCPStore | None,
+        on_silence: Callable[[str], object],
+    ) -> None:
         self._ranks = ranks
-        self._store = store
+        self._store = cast(distributed.TCPStore, store)
+        self.on_silence = on_silence
         self.stopped = threading.Event()
         self._heard_s = [monotonic()] * ranks.count
         self._hosts = ranks.gather(socket.gethostname())
@@ -95,26 +112,28 @@ class _Heartbeat:
                     value = self._store.get(_name_key(rank))
                     if value != last[rank]:
                         last[rank] = value
-                        self._heard_s[rank] = monotonic()
+                        self._heard_s[rank] = (
+                            math.inf if value == _FAREWELL.encode() else monotonic()
+                        )
             # The store or its machine is gone. All processes then seem lost after a while.
             except RuntimeError:
                 continue
 
-    def watch(self, on_silence: Callable[[str], object]) -> None:
+    def watch(self) -> None:
         """Look for processes that have fallen silent, until training is over."""
         looked_s = monotonic()
         while not self.stopped.wait(_BEAT_S):
             now_s = monotonic()
             if now_s - looked_s > _SILENCE_S / 2:
                 # This process itself was stopped for a while, and could not read beats.
-                self._heard_s = [now_s] * self._ranks.count
+                self._heard_s = [max(now_s, heard_s) for heard_s in self._heard_s]
             looked_s = now_s
             silent = [
                 rank for rank, heard_s in enumerate(self._heard_s) if now_s - heard_s > _SILENCE_S
             ]
             if silent:
                 self.stopped.set()
-                on_silence(self._describe(silent))
+                self.on_silence(self._describe(silent))
 
     def _describe(self, silent: list[int]) -> str:
         """Return the sentence that names the lost processes."""

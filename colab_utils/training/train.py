@@ -1,6 +1,7 @@
 """Train a Mask R-CNN: ``train`` opens data, chooses settings, prepares a step and makes a plan."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -24,6 +25,7 @@ from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import DataSource, OpenData, open_data
+from colab_utils.training.heartbeat import watch_ranks
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.norms import Norms
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
@@ -181,6 +183,7 @@ def train(
         stack.enter_context(use_training_defaults())
         device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(device))
+        heartbeat = stack.enter_context(watch_ranks(ranks, _end_before_training))
         folder = CheckpointFolder(run)
         state: dict[str, Any] | None = None
         with share_errors(ranks):
@@ -247,16 +250,15 @@ def train(
                     first_step = state["step"]
                 if steps is None:
                     steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
-                plan = make_plan(
-                    settings,
-                    data,
-                    prepared,
-                    seed=seed,
-                    first_step=first_step,
-                    steps=steps,
-                )
                 trainer = Trainer(
-                    plan,
+                    make_plan(
+                        settings,
+                        data,
+                        prepared,
+                        seed=seed,
+                        first_step=first_step,
+                        steps=steps,
+                    ),
                     prepared.step,
                     loader,
                     folder,
@@ -264,11 +266,23 @@ def train(
                     checkpoint_steps=checkpoint_steps,
                 )
                 if state:
-                    _warn_if_finished(plan, state["path"])
+                    _warn_if_finished(trainer.plan, state["path"])
                     trainer.load_state(state)
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
+        heartbeat.on_silence = trainer.end_without_ranks
         return trainer.run(log if ranks.is_first else None)
+
+
+def _end_before_training(text: str) -> None:
+    """End this process, because another one is lost before the first step."""
+    print(
+        f"error: {text}. Nothing was trained. Look at that machine and its network, and start all "
+        "processes again.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def _warn_of_faults(data: OpenData) -> None:

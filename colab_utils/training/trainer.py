@@ -28,7 +28,6 @@ from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
-from colab_utils.training.heartbeat import watch_ranks
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
@@ -110,8 +109,7 @@ class Trainer:
             log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
-        watch = watch_ranks(self.ranks, self._end_without_ranks)
-        with closing(self.writer), self._save_what_was_done(), watch, steps as bar:
+        with closing(self.writer), self._save_what_was_done(), steps as bar:
             self.clock = LoopClock()
             for batch in self._load_batches():
                 self._warn_of_late()
@@ -326,7 +324,7 @@ class Trainer:
                 except DriveLostError as error:
                     warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
 
-    def _end_without_ranks(self, text: str) -> None:
+    def end_without_ranks(self, text: str) -> None:
         """Save a checkpoint in a thread, and end this process.
 
         The main thread cannot do so: it waits for a process that is lost.

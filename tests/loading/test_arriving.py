@@ -470,6 +470,16 @@ def test_what_an_earlier_session_left_counts_too(drive, tmp_path):
         dataset.stop()
 
 
+def test_the_wait_of_another_process_of_the_host_ends_likewise(drive, tmp_path, monkeypatch):
+    limit_gb = read_index(drive).bytes * 0.6 / 1e9
+    dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit_gb)
+    monkeypatch.setattr(arriving, "hold_arrival", lambda target, key: None)
+    follower = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit_gb)
+    follower.wait()
+    assert 0 < measure_folder(tmp_path / "ssd") <= limit_gb * 1e9
+    dataset.stop()
+
+
 def test_the_wait_ends_when_the_shards_that_fit_are_there(drive, tmp_path):
     limit = read_index(drive).bytes * 0.6
     dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)

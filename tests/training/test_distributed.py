@@ -16,6 +16,7 @@ import sys
 import warnings
 from itertools import chain
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -162,6 +163,56 @@ def test_a_process_that_falls_silent_is_named_after_a_checkpoint(shards, tmp_pat
     assert f"they go on from {run / 'checkpoint-00000003.pt'}." in error
     assert "Traceback" not in error
     assert CheckpointFolder(run).read()["step"] == 3
+
+
+def open_and_fall_silent(shards, run):
+    """Train; rank 1 stops while it opens the data."""
+    real = train_module.open_data
+
+    def open_data(*arguments, **options):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "open_data", open_data)
+        patch.setattr(heartbeat, "_BEAT_S", 0.2)
+        patch.setattr(heartbeat, "_SILENCE_S", 3.0)
+        train(shards, run, steps=2, batch_size=2, model=TINY_MODEL, log=print, **TINY)
+
+
+def test_a_process_that_falls_silent_before_the_first_step_is_named(shards, tmp_path, capfd):
+    with pytest.raises(AssertionError):
+        run_ranks(
+            open_and_fall_silent, 2, tmp_path / "ranks", shards, tmp_path / "run", patience_s=60
+        )
+    error = capfd.readouterr().err
+    host = socket.gethostname()
+    assert f"error: No sign of life came from rank 1 on {host} for 3 s. Nothing was" in error
+    assert "Traceback" not in error
+
+
+def end_late(shards, run):
+    """Train; rank 1 has ended long before rank 0 does."""
+    real = trainer.Trainer.run
+
+    def train_and_rest(self, log):
+        report = real(self, log)
+        if self.ranks.is_first:
+            sleep(5)
+        return report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Trainer, "run", train_and_rest)
+        patch.setattr(heartbeat, "_BEAT_S", 0.2)
+        patch.setattr(heartbeat, "_SILENCE_S", 2.0)
+        train(shards, run, steps=2, batch_size=2, model=TINY_MODEL, log=print, **TINY)
+    return True
+
+
+def test_a_process_that_has_ended_is_not_lost(shards, tmp_path, capfd):
+    run_ranks(end_late, 2, tmp_path / "ranks", shards, tmp_path / "run")
+    assert "No sign of life" not in capfd.readouterr().err
 
 
 def train_and_catch(shards, run, batch_size):
