@@ -1,5 +1,6 @@
-"""Files: read them whole or in pieces, at the speed of a slowed folder, and write them so that a
-failure leaves no part of a file behind.
+"""Read files, whole or in pieces, and write them so that a failure leaves no part of a file behind.
+
+Reads in a slowed folder take as long as on a slow Google Drive: see `colab_utils.slow_drive`.
 """
 
 import errno
@@ -33,7 +34,7 @@ OPEN_FILES = 4096
 """The largest number of files that a dataset keeps open."""
 
 MOST_BYTES = 4e8
-"""Bytes of the largest file that is read as a whole: no photo is larger."""
+"""Bytes of the largest file that is read as a whole, by default: no photo is larger."""
 # Bytes that are read at once from a file that is hashed, or from a file at a URL.
 _PIECE_BYTES = 1 << 20
 # Bytes of a request, if the hashed file is at a URL: more, because each request costs time.
@@ -41,9 +42,9 @@ _BLOCK_BYTES = 8 << 20
 
 
 def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
-    """Open a file to read it. A named pipe is refused instead of waited for.
+    """Open a file to read it, without waiting for the writer of a named pipe.
 
-    A file at a URL is read in pieces; ``most_bytes`` does not apply to it.
+    A file at a URL is read in pieces, and may have any size.
 
     Raises:
         ColabUtilsError: the path is a named pipe or a device, or the file has more than
@@ -185,6 +186,7 @@ def open_stream(path: str | Place, *, most_bytes: float = MOST_BYTES) -> Iterato
     Raises:
         ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
         DriveLostError: Drive got disconnected, or its storage failed.
+        UnavailableError: this machine has too little memory, or too many open files.
         OSError: any other error, as Python raised it.
 
     Example:
@@ -219,10 +221,10 @@ def parse_file(
     """Return ``parse(read())``. If ``parse`` raises an error, the file is read and parsed again.
 
     Drive gives wrong bytes at times. So an error of ``parse`` is raised only when two reads in a
-    row gave the same bytes.
+    row gave the same bytes. The file is read five times at most.
 
     Args:
-        path: the file, for the message.
+        path: the file that the error message names.
         read: returns the content of the file.
         parse: takes the content, and returns the result.
 
@@ -338,7 +340,10 @@ class DriveFile(io.IOBase):
             self.retries.run_listed(self.path, call)
 
     def _fill(self, piece: "_Piece") -> None:
-        """Read until the buffer is full or the file ends. A new try goes on from there."""
+        """Read until the buffer is full or the file ends.
+
+        A new try goes on where the last try stopped.
+        """
         if piece.is_lost:
             # After a remount, the old descriptor still belongs to the lost mount.
             self._open()
@@ -367,12 +372,11 @@ def open_pieces(
 
 
 class OpenFiles:
-    """Keep those files of a dataset open that were read last, so that the next read need not open
-    them again.
+    """Keep files of a dataset open between reads.
 
-    A process may have a limited number of files open. All its datasets share half of that number.
-    If there are more files, the one that was not read for the longest time is dropped; it is closed
-    when no thread reads it any more. Threads may share this object.
+    A process may open a limited number of files. All datasets of the process share half of that
+    number. When the share of a dataset is used up, the file that was used longest ago is dropped.
+    A dropped file is closed when no thread reads it any more. Threads may share this object.
 
     Args:
         retries: for each file, as in `DriveFile`.
@@ -434,7 +438,8 @@ def name_temporary(path: Path) -> Path:
 def write_file(path: Place, *parts: bytes | memoryview) -> None:
     """Write the parts, one after the other, to a temporary file, read it back, then rename it.
 
-    A failure leaves no file behind. A URL is written by `UrlPath.write`.
+    After a failure the temporary file is removed, and a file that was there before is unchanged.
+    A URL is written by `UrlPath.write`.
 
     Raises:
         OSError: as Python raised it; with ``EIO``, if the file reads back differently.
@@ -448,7 +453,7 @@ def write_file(path: Place, *parts: bytes | memoryview) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        # Else Linux would read its copy in memory, which says nothing about the disk.
+        # Otherwise Linux would read its copy in memory, which says nothing about the disk.
         drop_cached(temporary)
         with open(temporary, "rb", buffering=0) as file:
             if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
@@ -521,7 +526,7 @@ def stamp_file(path: Place) -> FileStamp:
 
 
 def drop_cached(path: Path) -> None:
-    """Make Linux drop its copy of a written file from memory. Other systems do nothing."""
+    """Make Linux drop its copy of a written file from memory. On other systems, do nothing."""
     # If the file cannot be opened, the read that follows says why.
     with suppress(OSError, AttributeError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

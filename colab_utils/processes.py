@@ -40,10 +40,10 @@ def list_processes() -> list[psutil.Process]:
         True
     """
     main = psutil.Process()
-    # After an error, psutil is asked: a process ended meanwhile, or the system has no such lists.
+    # An error means that a process ended meanwhile, or that this system has no lists of children.
     with suppress(OSError, psutil.Error):
-        # The kernel lists the children of a process; psutil would look at every process of the
-        # machine. `pids` grows while the loop goes over it.
+        # Linux lists the children of each process. psutil would look at every process of the
+        # machine, which takes longer. `pids` grows while the loop goes over it.
         pids = [main.pid]
         for pid in pids:
             for task in os.listdir(f"/proc/{pid}/task"):
@@ -53,10 +53,10 @@ def list_processes() -> list[psutil.Process]:
 
 
 def find_cut_file() -> str:
-    """Return the path of a file that was cut short while its content is mapped into memory.
+    """Return the path of a file that became shorter while it is mapped into memory; "" if none did.
 
-    This process and its descendants are searched. A process that reads the memory behind the end of
-    such a file is killed by a bus error. Return "" if there is no such file.
+    The mappings of this process and its descendants are searched. Reading the memory behind the end
+    of such a file kills the process by a bus error.
 
     Example:
         >>> find_cut_file()
@@ -112,10 +112,10 @@ _LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
 
 @contextmanager
 def explain_limits() -> Iterator[None]:
-    """Explain an error of a block to which the system gives no process, thread or file any more.
+    """Explain the error if the block can start no more processes or threads, or open no more files.
 
     Raises:
-        ColabUtilsError: a limit of the system is reached; the message says how to raise it.
+        ColabUtilsError: a limit of the system is reached; the message says what to do.
 
     Example:
         >>> with explain_limits():
@@ -188,8 +188,8 @@ class _ForkPool(ProcessPoolExecutor):
         queue: Any = vars(self)["_call_queue"]
         try:
             with quiet_fork():
-                # Else the manager thread of the pool starts this thread later. If it could not, the
-                # manager thread would end without a message.
+                # Otherwise the manager thread of the pool starts the thread of the queue. If that
+                # failed, the manager thread would end without a message.
                 queue._start_thread()
                 # With fork, all processes start at the first job. This one, `int()`, does nothing.
                 self.submit(int)
@@ -243,8 +243,8 @@ def fork_pool(
 
     with explain_shared_memory():
         pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
-    # A forked process starts with the signals blocked that are blocked here. If it blocked them
-    # itself, a Ctrl-C right after the fork could come before.
+    # Workers inherit the blocked signal. If each worker blocked it itself, a Ctrl-C right after the
+    # fork could come first.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         pool.begin()

@@ -76,8 +76,9 @@ class Reader:
             its server is kept for the session, and the next reader starts with it.
         streams: how many files are read at once, 1 to 256. By default, ``"auto"``, the best number
             is measured while files are read: see `StreamTuner`.
-        retries: the `Retries` that ``read`` uses, if there are any. Their ``on_failure`` is set: if
-            ``streams`` is ``"auto"`` and Drive refuses a read, fewer files are read at once.
+        retries: the object by which ``read`` retries, if it does. The reader sets its
+            ``on_failure``: with ``streams="auto"``, a failure of Drive makes the reader read
+            fewer files at once.
         most_bytes: how many bytes the files in flight and those not taken yet may hold together, by
             default 64 MB. A single file may be larger. Only ``bytes`` and ``bytearray`` count.
 
@@ -119,8 +120,9 @@ class Reader:
         self._ahead: dict[Hashable, deque[Reading]] = {}
         self._threads = 0
         self._busy = 0
-        # Readings in flight; then the bytes of each reading that has ended and was not taken yet.
+        # Readings in flight.
         self._active: set[Reading] = set()
+        # The bytes of each reading that has ended and was not taken yet.
         self._held: dict[Reading, int] = {}
         self._held_bytes = 0
         self._files = 0
@@ -141,7 +143,7 @@ class Reader:
         return self.tuner.best if self.tuner else None
 
     def ask(self, names: Iterable[Hashable]) -> list[Reading]:
-        """Return a reading for each name. The files are read in this order as streams get free.
+        """Return a reading for each name, at once. The files are read in the order of the names.
 
         Raises:
             ColabUtilsError: the system starts no thread.
@@ -177,7 +179,7 @@ class Reader:
             self._ahead.setdefault(reading.name, deque()).append(reading)
 
     def is_ahead(self, name: Hashable) -> bool:
-        """Return whether `prefetch` began to read this file, and nobody took it yet."""
+        """Return whether `prefetch` was called for a file that was not taken yet."""
         return name in self._ahead
 
     def take(self, name: Hashable) -> Any:
@@ -245,15 +247,15 @@ class Reader:
 
     def _start(self, reading: Reading) -> None:
         self._active.add(reading)
-        # A dropped reading may keep its thread busy for ever, so such a thread counts as busy, too,
-        # and the next reading gets a thread of its own.
+        # A dropped reading may keep its thread busy for ever. The thread counts as busy until then,
+        # so the next reading gets a new thread.
         self._busy += 1
         if self._threads < self._busy:
             self._start_thread()
         self._tasks.put(reading)
 
     def _start_thread(self) -> None:
-        """Start one more thread. If the system refuses, the threads started so far go on alone."""
+        """Start one more thread. If the system refuses, those started so far do all the work."""
         try:
             start_thread(self._serve, f"read-{self._threads + 1}")
         except ColabUtilsError:
