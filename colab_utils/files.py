@@ -1,5 +1,6 @@
-"""Files: read whole or in pieces at the speed of their folder, and written so that a failure leaves
-nothing behind.
+"""Read files, whole or in pieces, and write them so that a failure leaves no part of a file behind.
+
+Reads in a slowed folder take as long as on a slow Google Drive: see `colab_utils.slow_drive`.
 """
 
 import errno
@@ -30,27 +31,30 @@ from colab_utils.units import format_bytes
 _Result = TypeVar("_Result")
 
 OPEN_FILES = 4096
-"""Files of a dataset that stay open at most."""
+"""The largest number of files that a dataset keeps open."""
 
 MOST_BYTES = 4e8
-"""Bytes of the largest file that is read as a whole: no photo is larger."""
-# Of a file that is hashed, so many bytes are read at once.
+"""Bytes of the largest file that is read as a whole, by default: no photo is larger."""
+# Bytes that are read at once from a file that is hashed, or from a file at a URL.
 _PIECE_BYTES = 1 << 20
-# The same at a URL, where each request takes its time.
+# Bytes of a request, if the hashed file is at a URL: more, because each request costs time.
 _BLOCK_BYTES = 8 << 20
 
 
 def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
-    """Open a file to read it, at once and whatever lies there; at a URL in pieces.
+    """Open a file to read it, without waiting for the writer of a named pipe.
+
+    A file at a URL is read in pieces, and may have any size.
 
     Raises:
-        ColabUtilsError: it is a named pipe, a socket or a device, or larger than ``most_bytes``.
-        OSError: as Python raised it.
+        ColabUtilsError: the path is a named pipe or a device, or the file has more than
+            ``most_bytes``.
+        OSError: any other error, as Python raised it.
 
     Example:
         >>> open_file("/dev/zero")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, and no file. ...
+        colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, not a file. ...
     """
     if isinstance(path, UrlPath):
         return cast(BinaryIO, io.BufferedReader(UrlFile(path), _PIECE_BYTES))
@@ -58,11 +62,11 @@ def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     try:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ColabUtilsError(f"{path} is a device or a pipe, and no file. Put the file there.")
+            raise ColabUtilsError(f"{path} is a device or a pipe, not a file. Put a file there.")
         if status.st_size > most_bytes:
             raise ColabUtilsError(
-                f"The file {path} has {format_bytes(status.st_size)}, and memory holds "
-                f"{format_bytes(most_bytes)} of it. Split it, or save it smaller."
+                f"The file {path} has {format_bytes(status.st_size)}, and at most "
+                f"{format_bytes(most_bytes)} can be read. Split the file, or save it smaller."
             )
     except BaseException:
         file.close()
@@ -71,13 +75,14 @@ def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # Otherwise a named pipe waits for its writer.
+    # Without this flag, opening a named pipe waits until another program writes to it.
     flags |= getattr(os, "O_NONBLOCK", 0)
     try:
         return os.open(path, flags)
     except OSError as error:
         if error.errno not in SHORTAGES:
             raise
+    # Too many files are open, or memory is short. Datasets can open their files again later.
     close_files()
     return os.open(path, flags)
 
@@ -85,15 +90,16 @@ def _open_at_once(path: str, flags: int) -> int:
 def read_file(
     path: str | Place, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
 ) -> bytes:
-    """Read a file, no faster than the slowed folder that it lies in allows.
+    """Read a whole file. In a slowed folder it takes as long as the folder's profile says.
 
-    Where Drive fails it is tried again by ``retries``; without them the first error is raised, but
-    a file of which fewer bytes came than it holds is always read again.
+    If Drive fails, ``retries`` reads the file again. Without ``retries`` the first error is raised,
+    with one exception: after a `ShortReadError` the file is always read again.
 
     Raises:
-        ColabUtilsError: it is none to read: see `open_file`.
-        DriveLostError: Drive got disconnected, or its storage failed.
-        OSError: anything else, a missing file included, as Python raised it.
+        ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
+        DriveLostError: Drive got disconnected, its storage failed, or a server did not answer.
+        UnavailableError: this machine has too little memory, or too many open files.
+        OSError: any other error, such as a missing file, as Python raised it.
 
     Example:
         >>> len(read_file(__file__)) > 1000
@@ -118,13 +124,14 @@ def _read_once(path: str | Place, profile: DriveProfile | None, most_bytes: floa
 
 
 def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
-    """Read a file once, at full speed.
+    """Read a whole file once, at full speed even in a slowed folder.
 
     Raises:
-        ColabUtilsError: it is none to read: see `open_file`.
-        ShortReadError: fewer bytes came than the file holds: this says nothing about the file.
-        DriveLostError: Drive got disconnected, or its storage failed.
-        OSError: anything else, as Python raised it.
+        ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
+        ShortReadError: fewer bytes came than the file holds. The file itself may be complete.
+        DriveLostError: Drive got disconnected, its storage failed, or a server did not answer.
+        UnavailableError: this machine has too little memory, or too many open files.
+        OSError: any other error, as Python raised it.
 
     Example:
         >>> read_whole(__file__) == read_file(__file__)
@@ -141,7 +148,9 @@ def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
 
 
 class FileStream:
-    """Read an open file to its end, no faster than the slowed folder that it lies in allows."""
+    """Read an open file from its start to its end. In a slowed folder, reads take as long as the
+    folder's profile says.
+    """
 
     def __init__(self, path: str | Place, file: BinaryIO) -> None:
         self._path = path
@@ -151,11 +160,16 @@ class FileStream:
         self._count = 0
 
     def read(self, size: int) -> bytes:
-        """Return so many bytes; fewer only at the end of the file."""
+        """Return the next ``size`` bytes, or fewer at the end of the file.
+
+        Raises:
+            ShortReadError: the file ended before its size was reached.
+            DriveLostError: Drive got disconnected, or its storage failed.
+        """
         started = perf_counter()
         with guard_drive(self._path):
             content = self._file.read(size)
-        # Drive opens it at the first read alone.
+        # Only the first read waits until Drive has opened the file.
         place = None if self._count else 0
         if not isinstance(self._path, UrlPath):
             wait_as_drive(self._profile, self._path, place, len(content), started)
@@ -167,12 +181,13 @@ class FileStream:
 
 @contextmanager
 def open_stream(path: str | Place, *, most_bytes: float = MOST_BYTES) -> Iterator[FileStream]:
-    """Open a file to read it from its begin to its end, in pieces of any size.
+    """Open a file to read it from its start to its end, in pieces of any size.
 
     Raises:
-        ColabUtilsError: it is none to read: see `open_file`.
-        ShortReadError: while it is read, as `read_whole`; DriveLostError and OSError in the same
-            way.
+        ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
+        DriveLostError: Drive got disconnected, or its storage failed.
+        UnavailableError: this machine has too little memory, or too many open files.
+        OSError: any other error, as Python raised it.
 
     Example:
         >>> with open_stream(__file__) as file:
@@ -194,7 +209,7 @@ def _find_size(path: str | Place, file: BinaryIO) -> int:
 def _explain_short(path: str | Place, count: int, size: int) -> ShortReadError:
     return ShortReadError(
         f"Only {count:,} of the {size:,} bytes of {path} came. Run the same again: "
-        "what is done is safe. If it stays so, put the file there again."
+        "what is done is safe. If this happens each time, copy the file there again."
     )
 
 
@@ -203,13 +218,19 @@ def parse_file(
     read: Callable[[], bytes],
     parse: Callable[[bytes], _Result],
 ) -> _Result:
-    """Return what ``parse`` makes of a file that ``read`` reads; what it refuses is read again.
+    """Return ``parse(read())``. If ``parse`` raises an error, the file is read and parsed again.
 
-    Drive gives wrong bytes at times. So an error of ``parse`` is raised only when the same bytes
-    came twice.
+    Drive gives wrong bytes at times. So an error of ``parse`` is raised only when two reads in a
+    row gave the same bytes. The file is read five times at most.
+
+    Args:
+        path: the file that the error message names.
+        read: returns the content of the file.
+        parse: takes the content, and returns the result.
 
     Raises:
-        DriveLostError: other bytes came each time.
+        DriveLostError: ``parse`` failed each time, and each read gave different bytes.
+        Exception: the error of ``parse``.
 
     Example:
         >>> contents = iter([b"", b"5"])
@@ -228,29 +249,46 @@ def parse_file(
             refused = checksum
         sleep(wait_s)
     raise DriveLostError(
-        f"Each time that {path} was read, other bytes came: Drive fails. "
+        f"Each time that {path} was read, different bytes came: Drive fails. "
         "Run the same again later: what is done is safe."
     )
 
 
 @dataclass
 class _Piece:
-    """What one call reads. Threads share a `DriveFile`, so that its state is not theirs."""
+    """The progress of one call of `DriveFile.readinto`.
+
+    Each call has its own, because threads may read the same `DriveFile` at the same time.
+    """
 
     view: memoryview
+    """The buffer to fill."""
     offset: int
+    """Where in the file the first byte of the buffer lies."""
     got: int = 0
-    """Bytes that came so far."""
+    """Bytes that were read so far."""
     is_lost: bool = False
-    """Whether the last try failed."""
+    """Whether a try has begun. The next try then opens the file anew."""
 
 
 class DriveFile(io.IOBase):
-    """A file read in pieces, no faster than the slowed folder that it lies in allows; Linux only.
+    """A file that is read in pieces; Linux only.
 
-    The first read waits ``open_s``, and so does each later one that does not start where the last
-    one ended. Close it when you are done, or use it as a context manager. Raises what `read_file`
-    raises; where Drive fails, ``retries`` open the file anew and go on where they were.
+    In a slowed folder, reads take as long as the folder's profile says: a read waits for
+    `DriveProfile.draw_open_s`, unless it starts where the last read ended.
+
+    Close the file when you are done, or use it as a context manager.
+
+    Args:
+        path: the file.
+        retries: if Drive fails, they open the file anew, and the read goes on where it stopped. By
+            default the first error is raised.
+
+    Raises:
+        ColabUtilsError: this is not Linux.
+        DriveLostError: Drive got disconnected, or its storage failed.
+        UnavailableError: this machine has too little memory, or too many open files.
+        OSError: any other error, such as a missing file, as Python raised it.
 
     Example:
         >>> with DriveFile(__file__) as file:
@@ -259,13 +297,13 @@ class DriveFile(io.IOBase):
     """
 
     def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
-        # The last one is read, the others belong to a mount that was lost.
+        # The last descriptor is read. The others belong to a mount that was lost.
         self._descriptors: list[int] = []
         require_linux("read files in pieces")
         self.path = Path(path)
         self.profile = find_profile(path)
         self.retries = retries
-        # Where a contiguous read would start.
+        # Where the last read ended: a read that starts there does not wait for an opening.
         self._next: int | None = None
         self._run(self._open)
 
@@ -275,9 +313,9 @@ class DriveFile(io.IOBase):
         return bytes(memoryview(content)[: self.readinto(content, offset)])
 
     def readinto(self, buffer: Any, offset: int) -> int:
-        """Fill a writable buffer of bytes from ``offset``; return how many came.
+        """Fill a writable buffer with the bytes of the file from ``offset``.
 
-        Fewer come only at the end of the file.
+        Return the number of bytes read. Only at the end of the file is it smaller than the buffer.
         """
         started = perf_counter()
         piece = _Piece(memoryview(buffer).cast("B"), offset)
@@ -288,9 +326,9 @@ class DriveFile(io.IOBase):
         return piece.got
 
     def close(self) -> None:
-        """Close the file; closing twice is fine."""
+        """Close the file. A second call does nothing."""
         while self._descriptors:
-            # On a mount that was lost it fails, and the descriptor is gone all the same.
+            # On a lost mount, `os.close` raises an error, but the descriptor is closed.
             with suppress(OSError):
                 os.close(self._descriptors.pop())
         super().close()
@@ -302,14 +340,17 @@ class DriveFile(io.IOBase):
             self.retries.run_listed(self.path, call)
 
     def _fill(self, piece: "_Piece") -> None:
-        """Read until the view is full or the file ends, from where the last try failed."""
+        """Read until the buffer is full or the file ends.
+
+        A new try goes on where the last try stopped.
+        """
         if piece.is_lost:
-            # A descriptor of a mount that was lost stays lost.
+            # After a remount, the old descriptor still belongs to the lost mount.
             self._open()
         piece.is_lost = True
         with guard_drive(self.path):
             while piece.got < len(piece.view):
-                # A network file may give less than was asked for.
+                # A network folder may return fewer bytes than asked for.
                 rest = piece.view[piece.got :]
                 count = os.preadv(self._descriptors[-1], [rest], piece.offset + piece.got)
                 if not count:
@@ -324,23 +365,24 @@ class DriveFile(io.IOBase):
 def open_pieces(
     path: str | Place, retries: Retries | None = None, *, block_bytes: int = 0
 ) -> DriveFile | UrlFile:
-    """Open a file to read it in pieces: see `DriveFile`, and `UrlFile` for one at a URL."""
+    """Open a file to read it in pieces: a `DriveFile`, or a `UrlFile` if the path is a URL."""
     if isinstance(path, UrlPath):
         return UrlFile(path, retries, block_bytes=block_bytes)
     return DriveFile(path, retries)
 
 
 class OpenFiles:
-    """Files of a dataset that stay open to be read again: those that were read last.
+    """Keep files of a dataset open between reads.
 
-    All datasets of a process share half of the files that it may have open. What falls out is
-    closed when nothing reads it any more. Threads may share it.
+    A process may open a limited number of files. All datasets of the process share half of that
+    number. When the share of a dataset is used up, the file that was used longest ago is dropped.
+    A dropped file is closed when no thread reads it any more. Threads may share this object.
 
     Args:
-        retries: Of each file; see `open_pieces`.
+        retries: for each file, as in `DriveFile`.
 
     Attributes:
-        get: Returns the file of a path, open.
+        get: takes a path, and returns its file, open.
 
     Example:
         >>> files = OpenFiles(Retries())
@@ -356,7 +398,10 @@ class OpenFiles:
         close_files()
 
     def close(self) -> None:
-        """Close all files that nothing reads, and keep as many open as this process may now."""
+        """Drop all files: each is closed once nothing reads it.
+
+        From then on, `get` keeps as many files open as the limit of the process allows now.
+        """
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -364,12 +409,15 @@ class OpenFiles:
         self.get = lru_cache(capacity)(partial(open_pieces, retries=self._retries))
 
 
-# Of all datasets of this process.
+# The open files of each dataset of this process.
 _open_files: WeakSet[OpenFiles] = WeakSet()
 
 
 def close_files() -> None:
-    """Close what the datasets of this process keep open; they open it again when they read."""
+    """Close the files that the datasets of this process keep open, except those being read.
+
+    A dataset opens a file again when it needs it.
+    """
     for files in list(_open_files):
         files.close()
 
@@ -377,7 +425,7 @@ def close_files() -> None:
 def name_temporary(path: Path) -> Path:
     """Return the name under which this thread writes a file until the file is complete.
 
-    It tells the machine, the process and the thread.
+    The name contains the machine, the process and the thread, so two writers use different names.
 
     Example:
         >>> name_temporary(Path("index.json"))
@@ -388,12 +436,13 @@ def name_temporary(path: Path) -> Path:
 
 
 def write_file(path: Place, *parts: bytes | memoryview) -> None:
-    """Write a file of these parts under a temporary name, read it back, then rename it.
+    """Write the parts, one after the other, to a temporary file, read it back, then rename it.
 
-    A failure leaves nothing behind. For one at a URL see `UrlPath.write`.
+    After a failure the temporary file is removed, and a file that was there before is unchanged.
+    A URL is written by `UrlPath.write`.
 
     Raises:
-        OSError: what Python raised, or EIO where the file reads back differently.
+        OSError: as Python raised it; with ``EIO``, if the file reads back differently.
     """
     if isinstance(path, UrlPath):
         path.write(*parts)
@@ -404,7 +453,7 @@ def write_file(path: Place, *parts: bytes | memoryview) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        # Otherwise it would be read from memory, which proves nothing.
+        # Otherwise Linux would read its copy in memory, which says nothing about the disk.
         drop_cached(temporary)
         with open(temporary, "rb", buffering=0) as file:
             if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
@@ -415,12 +464,15 @@ def write_file(path: Place, *parts: bytes | memoryview) -> None:
 
 
 def require_new(path: Path, mark: bytes = b"") -> Path:
-    """Return the path of a file to write, and refuse to overwrite what is there.
+    """Return the path of a file to write, and refuse to overwrite a file of the user.
 
-    An empty file may be overwritten, and an earlier result, which holds ``mark``.
+    Args:
+        path: the file to write.
+        mark: bytes that each earlier result contains. A file with these bytes, or an empty file,
+            may be overwritten. By default no file may be overwritten.
 
     Raises:
-        ColabUtilsError: something else is there.
+        ColabUtilsError: a file or folder is there that may not be overwritten.
     """
     is_ours = False
     if mark and path.is_file():
@@ -434,7 +486,7 @@ def require_new(path: Path, mark: bytes = b"") -> Path:
 
 
 def hash_bytes(*parts: Any) -> str:
-    """Return the XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
+    """Return the XXH3-64 checksum of all parts (bytes or arrays) joined, in hexadecimal.
 
     Example:
         >>> hash_bytes(b"")
@@ -447,20 +499,21 @@ def hash_bytes(*parts: Any) -> str:
 
 
 class FileStamp(NamedTuple):
-    """What tells, without reading it, that a file is the one that it was."""
+    """Name, size and time of a file. While they stay the same, the file counts as unchanged."""
 
     name: str
     bytes: int
-    """Its size; -1 where there is no file."""
+    """The size of the file; -1 if there is no file."""
     modified_ns: int
-    """When it was written to, in nanoseconds since 1970."""
+    """When the file was last written to, in nanoseconds since 1970; 0 if there is no file."""
 
 
 def stamp_file(path: Place) -> FileStamp:
-    """Return what tells that a file is the one that it was.
+    """Return the stamp of a file, to see later, without reading it, whether it has changed.
 
     Raises:
-        DriveLostError: Drive went away.
+        DriveLostError: Drive got disconnected.
+        OSError: any other error but a missing file, as Python raised it.
 
     Example:
         >>> stamp_file(Path("no/such/file"))
@@ -473,8 +526,8 @@ def stamp_file(path: Place) -> FileStamp:
 
 
 def drop_cached(path: Path) -> None:
-    """Drop what Linux keeps of a written file in memory; do nothing elsewhere."""
-    # Where there is no file, reading it will say what is wrong.
+    """Make Linux drop its copy of a written file from memory. On other systems, do nothing."""
+    # If the file cannot be opened, the read that follows says why.
     with suppress(OSError, AttributeError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -482,7 +535,7 @@ def drop_cached(path: Path) -> None:
 def has_size(path: Place, size: int) -> bool:
     """Return whether there is a file of this size in bytes."""
     if isinstance(path, UrlPath):
-        # One question in place of two.
+        # `is_file` and `stat` would be two requests to the server; `stat` alone is one.
         with suppress(FileNotFoundError):
             return path.stat().st_size == size
         return False
@@ -490,7 +543,12 @@ def has_size(path: Place, size: int) -> bool:
 
 
 def hash_file(path: str | Place, retries: Retries | None = None) -> tuple[int, str]:
-    """Return the size of a file in bytes, and its XXH3-64 in hexadecimal."""
+    """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal.
+
+    Args:
+        path: the file.
+        retries: see `DriveFile`, which also lists the errors.
+    """
     state = xxhash.xxh3_64()
     size = 0
     piece = memoryview(bytearray(_PIECE_BYTES))

@@ -379,7 +379,8 @@ def _open_system(server: str, process: int) -> Any:
     if protocol in WEB:
         from aiohttp import ClientTimeout
 
-        # A large file may take long, so there is no limit in all. A limit without data is enough.
+        # A large file may take long, so the total time has no limit. Only the time without any data
+        # is limited.
         silence = ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
         options["client_kwargs"] = {"timeout": silence}
     return url_to_fs(server, **options)[0]

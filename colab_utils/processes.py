@@ -1,4 +1,4 @@
-"""Processes and threads that this one starts: forked pools, and who of them is there."""
+"""Start processes and threads, and explain the error when the system starts no more of them."""
 
 import errno
 import gc
@@ -28,21 +28,22 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
 from colab_utils.os_errors import SHORTAGES, explain_os_error
 
-# So long Ctrl-C may have to wait.
+# Seconds that `pop_done` waits at most. Ctrl-C may be delayed for this time.
 _WAIT_S = 0.2
 
 
 def list_processes() -> list[psutil.Process]:
-    """Return this process, and all that it or its children started.
+    """Return this process and all of its descendants.
 
     Example:
         >>> list_processes()[0].pid == os.getpid()
         True
     """
     main = psutil.Process()
-    # An error: one ended meanwhile, or the system has no such lists.
+    # An error means that a process ended meanwhile, or that this system has no lists of children.
     with suppress(OSError, psutil.Error):
-        # The kernel's own lists, which grow here: psutil looks at every process of the machine.
+        # Linux lists the children of each process. psutil would look at every process of the
+        # machine, which takes longer. `pids` grows while the loop goes over it.
         pids = [main.pid]
         for pid in pids:
             for task in os.listdir(f"/proc/{pid}/task"):
@@ -52,16 +53,17 @@ def list_processes() -> list[psutil.Process]:
 
 
 def find_cut_file() -> str:
-    """Return a file that this process or one below it has mapped beyond its end; "" without one.
+    """Return the path of a file that became shorter while it is mapped into memory; "" if none did.
 
-    To touch what lies there is a bus error.
+    The mappings of this process and its descendants are searched. Reading the memory behind the end
+    of such a file kills the process by a bus error.
 
     Example:
         >>> find_cut_file()
         ''
     """
     for process in list_processes():
-        # A process may have ended.
+        # An error means that the process has ended.
         with suppress(OSError):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 words = line.split(maxsplit=5)
@@ -71,13 +73,16 @@ def find_cut_file() -> str:
 
 
 def _is_cut(addresses: str, rights: str, offset: str, device: str, inode: str, path: str) -> bool:
-    """Return whether a mapping, as Linux lists it, goes on for a page or more after its file."""
-    # A library may have no file behind its last pages.
+    """Return whether a mapping goes on for a page or more after the end of its file.
+
+    The arguments are the columns of ``/proc/PID/maps``.
+    """
+    # The last pages of a library may lie behind the end of its file: that is no fault.
     if not path.startswith("/") or ".so" in path:
         return False
     first, _, last = addresses.partition("-")
     end = int(offset, 16) + int(last, 16) - int(first, 16)
-    # A file may be gone.
+    # An error means that the file was deleted.
     with suppress(OSError):
         status = os.stat(path)
         is_same = status.st_ino == int(inode) and S_ISREG(status.st_mode)
@@ -86,37 +91,37 @@ def _is_cut(addresses: str, rights: str, offset: str, device: str, inode: str, p
 
 
 def end_with_parent() -> None:
-    """End this worker process when the process that started it is killed.
+    """Make this worker process end when its parent process is killed.
 
-    Nobody would end it then.
+    Otherwise it would run on, and nobody would end it.
     """
     import fcntl
 
     parent: Any = multiprocessing.parent_process()
-    # A signal that ends a process comes when the parent's end of this pipe closes. A thread that
-    # waits for that would need one more of what a limit counts.
+    # When the parent's end of this pipe closes, the kernel sends SIGIO, which ends this process. A
+    # thread that waits for the parent would count towards the limit of processes (`ulimit -u`).
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
     if not parent.is_alive():
         os._exit(1)
 
 
-# What the system says where it starts no more processes or threads, or opens no more files.
+# Error numbers that mean: the system starts no more processes or threads, or opens no more files.
 _LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
 
 
 @contextmanager
 def explain_limits() -> Iterator[None]:
-    """Explain why the system starts no further process or thread, or opens no further file.
+    """Explain the error if the block can start no more processes or threads, or open no more files.
 
     Raises:
-        ColabUtilsError: A limit of this machine is reached; the message names it.
+        ColabUtilsError: a limit of the system is reached; the message says what to do.
 
     Example:
         >>> with explain_limits():
         ...     raise RuntimeError("can't start new thread")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: The system gives no more to this work: can't ...
+        colab_utils.errors.ColabUtilsError: A limit of the system is reached: can't ...
     """
     try:
         yield
@@ -127,13 +132,13 @@ def explain_limits() -> Iterator[None]:
         if getattr(cause, "errno", None) not in _LIMITS:
             raise
         reason = explain_os_error(cause, "")
-        raise ColabUtilsError(f"The system gives no more to this work: {reason}") from None
+        raise ColabUtilsError(f"A limit of the system is reached: {reason}") from None
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """Threads; where the system starts no more of them, those that there are do all the work.
+    """A pool of threads that works with fewer of them if the system starts no more.
 
-    Without a single one `submit` and `map` raise a `ColabUtilsError`.
+    If the system does not start even one, `submit` and `map` raise a `ColabUtilsError`.
     """
 
     def _adjust_thread_count(self) -> None:
@@ -149,7 +154,7 @@ def start_thread(call: Callable[[], object], name: str) -> Thread:
     """Start a thread that does not keep the program from ending.
 
     Raises:
-        ColabUtilsError: The system starts no more threads.
+        ColabUtilsError: the system starts no more threads.
     """
     thread = Thread(target=call, name=name, daemon=True)
     with explain_limits():
@@ -159,7 +164,11 @@ def start_thread(call: Callable[[], object], name: str) -> Thread:
 
 @contextmanager
 def explain_shared_memory() -> Iterator[None]:
-    """Say what to do where the block cannot make what processes share, such as their locks."""
+    """Explain an error of a block that makes locks or queues for several processes.
+
+    Raises:
+        ColabUtilsError: the block failed; the message says what to do.
+    """
     try:
         yield
     except OSError as error:
@@ -175,13 +184,14 @@ def explain_shared_memory() -> Iterator[None]:
 
 class _ForkPool(ProcessPoolExecutor):
     def begin(self) -> None:
-        """Start every process and thread that the pool will need; where one fails, none is left."""
+        """Start all processes and threads of the pool. If one does not start, end the others."""
         queue: Any = vars(self)["_call_queue"]
         try:
             with quiet_fork():
-                # The pool's own thread would start this one, and end without a word if it cannot.
+                # Otherwise the manager thread of the pool starts the thread of the queue. If that
+                # failed, the manager thread would end without a message.
                 queue._start_thread()
-                # Forked processes all start with the first job.
+                # With fork, all processes start at the first job. This one, `int()`, does nothing.
                 self.submit(int)
         except BaseException:
             queue.close()
@@ -194,7 +204,7 @@ class _ForkPool(ProcessPoolExecutor):
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
             raise ColabUtilsError(
-                "The system ended a process, most often for want of memory. Use fewer workers "
+                "The system ended a process, most often because memory ran out. Use fewer workers "
                 "(--workers 1)."
             ) from None
 
@@ -202,14 +212,20 @@ class _ForkPool(ProcessPoolExecutor):
 def fork_pool(
     workers: int, initializer: Callable[..., object] = int, *arguments: Any
 ) -> ProcessPoolExecutor:
-    """Start a pool of forked processes that end with this one.
+    """Start a pool of forked worker processes; Linux only.
 
-    Ctrl-C does not reach them: it is the parent's to answer. Each calls
-    ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends with an
-    error that says so.
+    Workers do not react to Ctrl-C: only this process does. If this process is killed, they end,
+    too. If the system ends a worker, the ``with`` block of the pool raises a `ColabUtilsError`.
+
+    Args:
+        workers: how many processes to start.
+        initializer: each worker first calls ``initializer(*arguments)``. By default nothing is
+            done.
+        arguments: the arguments of ``initializer``.
 
     Raises:
-        ColabUtilsError: The system starts no more processes or threads; none of the pool is left.
+        ColabUtilsError: this is not Linux, or the system starts no more processes or threads. Those
+            of the pool that had started are ended.
 
     Example:
         >>> with fork_pool(2) as pool:
@@ -219,14 +235,16 @@ def fork_pool(
     require_linux("start worker processes")
 
     def begin() -> None:
-        # What the parent has left to collect, such as tensors on a GPU, is not collected here.
+        # Otherwise a worker's garbage collector would free objects that belong to the parent, such
+        # as tensors on a GPU.
         gc.freeze()
         end_with_parent()
         initializer(*arguments)
 
     with explain_shared_memory():
         pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
-    # Blocked from the first moment on: a handler is set too late for a process that has only begun.
+    # Workers inherit the blocked signal. If each worker blocked it itself, a Ctrl-C right after the
+    # fork could come first.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         pool.begin()
@@ -237,17 +255,17 @@ def fork_pool(
 
 @contextmanager
 def defer_interrupt() -> Iterator[None]:
-    """Let Ctrl-C come after the block, which must be short.
+    """Delay Ctrl-C until the block has ended. Keep the block short.
 
-    Within the methods of a future or a pool it would leave a lock held, and its pool could never
-    end.
+    The methods of a future or a pool hold locks. A `KeyboardInterrupt` within them would leave a
+    lock held, and the pool could never end.
 
     Example:
         >>> with defer_interrupt():
         ...     pass
     """
     if current_thread() is not main_thread():
-        # No signal comes here.
+        # Python handles signals in the main thread only.
         yield
         return
     signals: list[tuple[Any, ...]] = []
@@ -265,9 +283,10 @@ def defer_interrupt() -> Iterator[None]:
 
 
 def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
-    """Wait a moment for futures to be done; take those that are out of ``pending``.
+    """Wait until a future is done, for 0.2 seconds at most.
 
-    Ctrl-C comes after the wait.
+    Those that are done are removed from ``pending`` and returned. Ctrl-C is delayed until the wait
+    has ended.
 
     Example:
         >>> pop_done(set())
@@ -281,18 +300,18 @@ def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
 
 @contextmanager
 def quiet_fork() -> Iterator[None]:
-    """Start worker processes without two warnings that tell you nothing here.
+    """Hide two warnings, which do not matter here, while a block starts worker processes.
 
     Raises:
-        ColabUtilsError: See `explain_limits`.
+        ColabUtilsError: see `explain_limits`.
     """
     with warnings.catch_warnings(), explain_limits():
-        # Python 3.12 warns that a process with threads forks; what runs in our workers touches none
-        # of them.
+        # Python 3.12 warns when a process with threads forks, because threads are not forked. Our
+        # workers need none of these threads.
         warnings.filterwarnings(
             "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
         )
-        # The number of workers is chosen already; torch warns of more than it counts cores.
+        # torch warns of more workers than cores, but the caller chose their number on purpose.
         warnings.filterwarnings(
             "ignore", message="This DataLoader will create", category=UserWarning
         )

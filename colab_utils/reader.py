@@ -1,4 +1,8 @@
-"""Read files ahead of those who need them, many at once: a read that waits needs no core."""
+"""Read files in background threads before they are needed, many at once.
+
+A thread that waits for a slow folder uses no processor core, so there may be many more threads than
+cores.
+"""
 
 import queue
 import threading
@@ -21,10 +25,11 @@ from colab_utils.streams import (
 )
 
 AHEAD_BYTES = 64_000_000
-"""Bytes that a reader holds of files that nobody has taken yet."""
+"""Bytes that a reader holds at most, in files that were read and not taken yet."""
 
-# Files that are asked for, for each stream: while the one that is needed next takes 16 times as
-# long as others, these keep coming.
+# Files that `read_all` asks for, per stream. Files are taken in order, so a slow file holds up
+# those behind it. With 16 files a stream, a file may take 16 times as long as the others before the
+# other streams have nothing left to read.
 _FILES_A_STREAM = 16
 
 
@@ -32,7 +37,8 @@ class Reading:
     """One file that was asked for: see `Reader.ask`.
 
     Attributes:
-        content: of the file, once it was read; `take` waits for it and frees its memory.
+        name: the name of the file, as it was asked for.
+        content: a future of the file's content. To get the content, call `take`.
     """
 
     def __init__(self, reader: "Reader", name: Any) -> None:
@@ -41,7 +47,9 @@ class Reading:
         self.content: Future[Any] = Future()
 
     def take(self) -> Any:
-        """Return what was read; wait for it where it has not come yet.
+        """Return the content of the file. If it is not read yet, wait for it.
+
+        Afterwards the content no longer counts towards ``most_bytes`` of the reader.
 
         Raises:
             DriveLostError: Drive failed, and went on failing for 81 seconds.
@@ -55,22 +63,27 @@ class Reading:
 
 
 class Reader:
-    """Keep many reads in flight for the files that come next, in the order in which they are asked.
+    """Read files in background threads, many at once, in the order in which they are asked for.
 
-    Its threads start with the first file that is asked for, and are daemons: a read that never
-    ends keeps no program from ending. A forked process makes a reader of its own.
+    The threads start when files are asked for. They are daemon threads: a read that never ends does
+    not keep the program from ending. A reader does not work in a forked process, because threads
+    are not forked: make a new reader there.
 
     Args:
-        read: gives a file's content by its name, such as ``read_file``; threads call it.
-        place: a folder that the files lie in; what was found for its mount, or its server, is
-            kept for the session.
-        streams: reads at the same time, up to 256. "auto" measures: see `StreamTuner`.
-        retries: those of ``read``, if it has any: they tell where Drive refuses, so that less is
-            read at once.
-        most_bytes: bytes that may wait to be taken; one file may always be in flight.
+        read: takes a name and returns the content of the file, as ``read_file`` does. Several
+            threads call it at the same time.
+        place: the folder or URL that the files lie in. The best number of streams for its mount or
+            its server is kept for the session, and the next reader starts with it.
+        streams: how many files are read at once, 1 to 256. By default, ``"auto"``, the best number
+            is measured while files are read: see `StreamTuner`.
+        retries: the object by which ``read`` retries, if it does. The reader sets its
+            ``on_failure``: with ``streams="auto"``, a failure of Drive makes the reader read
+            fewer files at once.
+        most_bytes: how many bytes the files in flight and those not taken yet may hold together, by
+            default 64 MB. A single file may be larger. Only ``bytes`` and ``bytearray`` count.
 
     Attributes:
-        tuner: what was found about the number of streams; None where you gave one.
+        tuner: the `StreamTuner` that chooses the number of streams; None if you gave the number.
 
     Raises:
         ColabUtilsError: ``streams`` is out of range.
@@ -107,8 +120,9 @@ class Reader:
         self._ahead: dict[Hashable, deque[Reading]] = {}
         self._threads = 0
         self._busy = 0
-        # Readings in flight, and the bytes of those that came and were not taken.
+        # Readings in flight.
         self._active: set[Reading] = set()
+        # The bytes of each reading that has ended and was not taken yet.
         self._held: dict[Reading, int] = {}
         self._held_bytes = 0
         self._files = 0
@@ -122,11 +136,18 @@ class Reader:
 
     @property
     def best(self) -> StreamTrial | None:
-        """Return the number of streams that was found, with its files a second; None before."""
+        """Return the best number of streams so far, with its files a second.
+
+        None before the first measurement has ended, or if you gave the number of streams.
+        """
         return self.tuner.best if self.tuner else None
 
     def ask(self, names: Iterable[Hashable]) -> list[Reading]:
-        """Begin to read files, in this order, as soon as a stream is free."""
+        """Return a reading for each name, at once. The files are read in the order of the names.
+
+        Raises:
+            ColabUtilsError: the system starts no thread.
+        """
         readings = [Reading(self, name) for name in names]
         with self._lock:
             self._waiting.extend(readings)
@@ -134,9 +155,9 @@ class Reader:
         return readings
 
     def read_all(self, names: Iterable[Hashable]) -> Generator[Reading, None, None]:
-        """Yield a reading of each name in order, while those that come next are read.
+        """Yield a reading for each name in order, while the next files are read.
 
-        Names are drawn as they are needed: they may be more than memory holds.
+        ``names`` may be a generator: only as many names are taken from it as are read next.
         """
         source = iter(names)
         pending: deque[Reading] = deque()
@@ -150,16 +171,21 @@ class Reader:
             self._drop(pending)
 
     def prefetch(self, names: Iterable[Hashable]) -> None:
-        """Begin to read files for later calls of `take`, once for each time that they are named."""
+        """Begin to read files for later calls of `take`.
+
+        A name that occurs twice is read twice, for two calls.
+        """
         for reading in self.ask(names):
             self._ahead.setdefault(reading.name, deque()).append(reading)
 
     def is_ahead(self, name: Hashable) -> bool:
-        """Return whether `prefetch` began to read a file that nobody took yet."""
+        """Return whether `prefetch` was called for a file that was not taken yet."""
         return name in self._ahead
 
     def take(self, name: Hashable) -> Any:
-        """Return a file's content: as `prefetch` began to read it, or read now, in this thread.
+        """Return the content of a file.
+
+        If `prefetch` was called for it, wait for that read. If not, read it now, in this thread.
 
         Raises:
             DriveLostError: Drive failed, and went on failing for 81 seconds.
@@ -170,7 +196,7 @@ class Reader:
         return self._pop_ahead(name).take()
 
     def forget(self, names: Iterable[Hashable]) -> None:
-        """Give up what `prefetch` began to read of these files."""
+        """Give up these files, which `prefetch` began to read. Other names are ignored."""
         dropped = []
         for name in names:
             while self.is_ahead(name):
@@ -178,7 +204,7 @@ class Reader:
         self._drop(dropped)
 
     def forget_all(self) -> None:
-        """Give up all that `prefetch` began to read and nobody took."""
+        """Give up all files that `prefetch` began to read and that were not taken yet."""
         self.forget(list(self._ahead))
 
     def _pop_ahead(self, name: Hashable) -> Reading:
@@ -189,7 +215,7 @@ class Reader:
         return reading
 
     def close(self) -> None:
-        """Let go of all files, and end the threads that wait; reads in flight end by themselves."""
+        """Give up all files, and end the threads. A thread that is reading ends after its read."""
         with self._lock:
             self._waiting.clear()
             self._held.clear()
@@ -200,7 +226,7 @@ class Reader:
             self._threads = 0
 
     def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield names until some files for each stream are asked for."""
+        """Yield names until `_FILES_A_STREAM` files for each stream are pending; at least one."""
         for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
             try:
                 yield next(source)
@@ -208,7 +234,7 @@ class Reader:
                 return
 
     def _start_more(self) -> None:
-        """Start reads while streams and memory are free; the lock is held."""
+        """Start reads while streams and memory are free. The caller holds the lock."""
         while self._waiting and self._may_start():
             self._start(self._waiting.popleft())
 
@@ -221,14 +247,15 @@ class Reader:
 
     def _start(self, reading: Reading) -> None:
         self._active.add(reading)
-        # A thread whose reading was dropped may be busy for ever: it is counted, not waited for.
+        # A dropped reading may keep its thread busy for ever. The thread counts as busy until then,
+        # so the next reading gets a new thread.
         self._busy += 1
         if self._threads < self._busy:
             self._start_thread()
         self._tasks.put(reading)
 
     def _start_thread(self) -> None:
-        """Start one more thread; where the system gives none, those that there are do the work."""
+        """Start one more thread. If the system refuses, those started so far do all the work."""
         try:
             start_thread(self._serve, f"read-{self._threads + 1}")
         except ColabUtilsError:
@@ -238,7 +265,7 @@ class Reader:
             self._threads += 1
 
     def _serve(self) -> None:
-        """Read what is asked for, until the reader is closed."""
+        """Run in each thread: read the files of the queue, until the reader is closed."""
         while True:
             reading = self._tasks.get()
             if reading is None:
@@ -274,7 +301,7 @@ class Reader:
             reading.content.set_exception(error)
 
     def _tune(self) -> None:
-        """Tell the tuner of a file that came; the lock is held."""
+        """Let the tuner count a file that was read. The caller holds the lock."""
         if self.tuner is None:
             return
         is_busy = bool(self._waiting) and len(self._active) + 1 >= self.tuner.streams
@@ -288,7 +315,7 @@ class Reader:
             remember_streams(self._place, best.streams)
 
     def _hurry(self, reading: Reading) -> None:
-        """Start a reading now that somebody waits for it, whatever the limits are."""
+        """Start a reading at once, beyond all limits, because `take` waits for it."""
         with self._lock:
             if reading in self._waiting:
                 self._waiting.remove(reading)
@@ -300,9 +327,10 @@ class Reader:
             self._start_more()
 
     def _drop(self, readings: Iterable[Reading]) -> None:
-        """Forget readings, all before another one starts: else each would make room for the next.
+        """Give up readings. Those in flight go on, but no longer count towards the limits.
 
-        Reads in flight go on, and count no more.
+        All are given up before another read starts. One at a time, each would make room for the
+        next, which would then start.
         """
         dropped = set(readings)
         with self._lock:

@@ -137,7 +137,7 @@ def test_too_few_processes_are_said_in_one_line(command, value, user, tiny_datas
         [*command, *data], tmp_path, kind=resource.RLIMIT_NPROC, value=value, user=user
     )
     [line] = find_lines(done)
-    assert line.startswith("error: The system gives no more to this work: ")
+    assert line.startswith("error: A limit of the system is reached: ")
     assert "`ulimit -u`" in line
     assert done.returncode == 2
     assert list_processes_of(user) == []
@@ -162,7 +162,7 @@ def test_too_few_open_files_are_said_in_one_line(command, tiny_dataset, tmp_path
         value=10,
     )
     [line] = find_lines(done)
-    assert line.startswith("error: The system gives no more to this work: Too many open files. ")
+    assert line.startswith("error: A limit of the system is reached: Too many open files. ")
     assert "`ulimit -n 4096`" in line
     assert done.returncode == 2
 

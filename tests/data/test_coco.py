@@ -655,7 +655,7 @@ def test_what_is_no_file_of_annotations_is_refused_at_once(path, kind):
         path.symlink_to("/dev/zero")
     with pytest.raises(
         ColabUtilsError,
-        match=r"is a device or a pipe|read: No such device|has [\d,.]+ .B, and memory holds",
+        match=r"is a device or a pipe|read: No such device|has [\d,.]+ .B, and at most",
     ):
         read_coco("/dev/zero" if kind == "device" else path)
     if held:

@@ -140,7 +140,8 @@ def test_workers_that_cannot_start_are_said_and_none_is_left(make, monkeypatch):
     monkeypatch.setattr(os, "fork", refuse)
     loader = make(Numbers(6), batch_size=2, workers=3, shuffle=False, deliver="packed")
     with pytest.raises(
-        ColabUtilsError, match=r"gives no more to this work: .*temporarily unavailable.*ulimit -u"
+        ColabUtilsError,
+        match=r"limit of the system is reached: .*temporarily unavailable.*ulimit -u",
     ):
         list(loader)
     assert multiprocessing.active_children() == []

@@ -179,7 +179,7 @@ def test_an_index_that_is_no_json_is_refused(tmp_path, content):
 def test_a_file_too_large_for_an_index_is_not_read(tmp_path):
     with open(tmp_path / "index.json", "wb") as file:
         file.truncate(1 << 40)
-    is_refused(tmp_path, "has 1.1 TB, and memory holds 400.0 MB of it")
+    is_refused(tmp_path, "has 1.1 TB, and at most 400.0 MB can be read")
 
 
 def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
