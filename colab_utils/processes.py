@@ -107,7 +107,7 @@ def end_with_parent() -> None:
 
 
 # Error numbers that mean: the system starts no more processes or threads, or opens no more files.
-_LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
+_LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 @contextmanager
