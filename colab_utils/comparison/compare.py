@@ -37,11 +37,11 @@ _MOST_BATCHES = 10_000
 # Number of images in an epoch that are compared with the reference.
 _CHECKED_IMAGES = 32
 # How much pixels may differ, in levels of 255: the mean, and the 99.9th percentile. An image that
-# keeps its size may differ as two JPEG decoders do on the same bytes. An image that was shrunk was
-# also resized and stored as JPEG at quality 95.
+# keeps its size may differ as two JPEG decoders do on the same bytes. A shrunk image may differ
+# more, because it was resized and stored as JPEG at quality 95.
 _KEPT_LEVELS = (1.0, 16.0)
 _SHRUNK_LEVELS = (3.0, 48.0)
-# An image with more pixels is compared by every second (or third, and so on) row and column.
+# Of an image with more pixels, only every second (or third, and so on) row and column is compared.
 _ALL_PIXELS = 2_000_000
 
 
@@ -58,7 +58,7 @@ class StrategyTiming:
     idea: str
     """What the strategy does, in one sentence."""
     comparable: bool
-    """Whether the samples are equal to those of the reference."""
+    """Whether the samples are equal to those of the reference, a `CocoFolder`."""
     difference: str
     """How the samples differ from those of the reference; empty if they are equal."""
     images_per_second: float | None = None
@@ -88,8 +88,8 @@ class StrategyTiming:
     start of the workers is not.
     """
     timeline: tuple[tuple[float, float], ...] = ()
-    """When each step of the cold run began and ended, in seconds since the strategy began to
-    open.
+    """When each step of the cold run began and ended, in seconds since the opening of the
+    loader began.
     """
 
     @property
@@ -143,7 +143,7 @@ class Comparison:
         """Return a sentence for each strategy but the first: how it compares with the one before.
 
         Two strategies count as equally fast if they differ by less than 5 %, or by less than the
-        repeats of either.
+        repeats of one of them differ.
         """
         timed = [row for row in self.strategies if row.images_per_second is not None]
         return [_describe_step(before, after) for before, after in pairwise(timed)]
@@ -181,22 +181,23 @@ def compare(
     there is one. The transfer of a batch to the device is part of the step, as in `train`.
 
     First, each strategy loads an epoch. The epoch must hold every image once, and its samples must
-    equal those of the reference. Then each strategy runs cold: none of its files are in the
-    system's memory. After that it runs warm. The other repeats are warm, too, and run in turns, so
-    that a machine that slows down slows all strategies. Figures are medians over the repeats.
+    equal those of the reference, a `CocoFolder` of the loose files. Then each strategy runs cold:
+    none of its files are in the system's memory. After that it runs warm. The other repeats are
+    warm, too, and run in turns, so that a machine that slows down slows all strategies. Figures are
+    medians over the repeats.
 
     If a strategy fails, its row holds the reason, and the others go on. Ctrl-C keeps the rows that
     are measured. Charts have a baseline: the first strategy that was timed and whose samples equal
     those of the reference.
 
     If ``drive_profile`` makes Drive slow, it is slow while a strategy is timed. While data is
-    prepared and samples are checked, files are read at full speed, even in a slowed folder. The
-    time that the copies would take at Drive's speed is added to their costs.
+    prepared and samples are checked, files are read at full speed, even in a slowed folder. For a
+    copy from Drive, the time that Drive would take is computed, and added to the measured time.
 
     A cold run lasts at least ``timeline_s`` seconds and three batches of each worker. A warm run
     lasts at least ``run_s`` seconds, three batches of each worker and ``batches`` batches. A run
-    that takes three times its seconds ends in any case. Every run has as many batches of one worker
-    as of another.
+    that takes three times its seconds ends in any case. In every run, all workers deliver the same
+    number of batches.
 
     Args:
         images: the image folder.
@@ -254,8 +255,8 @@ def compare(
         timings = tuple(map(_Row.summarise, rows))
         busy = ""
         if isinstance(step, EmulatedStep):
-            # Only other work slows the step of every strategy. A strategy's own workers can slow
-            # its step alone.
+            # Only other work slows the step of every strategy. The workers of a strategy can slow
+            # the step of that strategy, but not of the others.
             busy = describe_busy(
                 step.step_ms,
                 min(row.step_ms_median for row in timings if row.step_ms_median),
@@ -338,7 +339,7 @@ class _Row:
             )
 
     def run_warm(self) -> None:
-        """Time batches after a warm-up. It is an epoch if the strategy keeps what it reads."""
+        """Time batches after a warm-up, which is an epoch if the strategy keeps what it reads."""
         with self._open_slowly() as loader:
             warmup = self._epoch if self.strategy.keeps else 1
             self.times.append(
@@ -416,8 +417,8 @@ class _Row:
             cold_s = float(batch_s.mean()) / self.setting.batch_size
         else:
             cold_s = 1 / median(run.images_per_second for run in self.times)
-        # A strategy that keeps its samples may read all of them while it opens, so this time grows
-        # with the dataset.
+        # A strategy that keeps its samples may read all of them while its loader opens. The time to
+        # open then grows with the dataset, so each image gets its part of it.
         return cold_s + self.opened_s / count if self.strategy.keeps else cold_s
 
 
@@ -429,7 +430,7 @@ def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
     elif gain <= 1 - noise:
         words = f"trains {1 - gain:.0%} fewer images/s than"
     else:
-        words = f"is as fast as, within {noise:.0%},"
+        words = f"is, within {noise:.0%}, as fast as"
     return f"{after.title} {words} {before.title}"
 
 

@@ -45,9 +45,9 @@ _MEMORY_OF_JSON = 1.5
 class CocoDataset:
     """Hold a COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
 
-    There are I images and A annotations. Annotations of an unknown image are not counted in A;
-    their ids are in ``unknown_images``. If several images have the same id, the first one gets the
-    annotations.
+    There are I images and A annotations. An annotation whose image is not in the file is not
+    counted in A; its id is in ``unknown_images``. If several images have the same id, the first one
+    gets the annotations.
     """
 
     fingerprint: str
@@ -65,8 +65,8 @@ class CocoDataset:
     first: NDArray[np.int64]
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
     ids: NDArray[np.int64]
-    """int64 [A]: annotation ids. If an id is missing or is text, the annotation's row in the file,
-    counted from 1, stands for it.
+    """int64 [A]: annotation ids. An id that is missing or no number is replaced by the annotation's
+    row in the file, counted from 1.
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
@@ -79,7 +79,7 @@ class CocoDataset:
     is meant.
     """
     repeated_ids: NDArray[np.int64]
-    """Ids that several images have, listed once for each of these images but the first."""
+    """Ids that an earlier image has, too. An id of three images is thus listed twice."""
     unknown_images: NDArray[np.int64]
     """Ids of the annotations whose image is unknown."""
     unknown_categories: NDArray[np.int64]
@@ -97,7 +97,7 @@ class CocoDataset:
         )
 
     def file_name(self, index: int) -> str:
-        """Return the image's ``file_name`` as the JSON gives it: a path below the image folder.
+        """Return the image's ``file_name`` as in the JSON: a path relative to the image folder.
 
         It may lead out of the folder. Use :meth:`find_image` to get a file that is safe to open.
         """
@@ -110,21 +110,21 @@ class CocoDataset:
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
     def find_image(self, folder: str | Place, index: int) -> tuple[Place, bool]:
-        """Return the image's file, and whether another name than ``file_name`` found it.
+        """Return the image's file, and whether it was found under another name than ``file_name``.
 
         The file is always below ``folder``. These names are tried, in this order:
 
         - ``file_name`` itself. Composed and decomposed accents count as equal.
-        - ``file_name`` without what an address adds to it, such as ``%20`` for a space.
-        - Its base name, if only one file below ``folder`` has it. Tools also write paths of another
-          machine, and folders that do not exist. This search follows no links but Drive's
+        - ``file_name`` decoded as a URL: for example, ``%20`` becomes a space.
+        - Its base name, if only one file below ``folder`` has it. Some tools write paths of another
+          machine, or folders that do not exist. This search follows no links but Drive's
           shortcuts.
 
         If no file is found, the returned path is the one that ``file_name`` names.
 
         Raises:
-            ColabUtilsError: if the name leads out of the folder and not exactly one file in it has
-                this base name; or if a link at this name leads out of the folder.
+            ColabUtilsError: if the name leads out of the folder, unless exactly one file in the
+                folder has its base name; or if a link at this name leads out of the folder.
             DriveLostError: if Drive went away.
         """
         return find_file(folder, self.file_name(index), self.shared_names)
@@ -171,7 +171,9 @@ class CocoDataset:
             try:
                 annotation = {"id": number, **read_annotation(entry, *size)}
                 if annotation["category_id"] not in known:
-                    raise ValueError(f"category_id {annotation['category_id']} of no category")
+                    raise ValueError(
+                        f"category_id {annotation['category_id']} is the id of no category"
+                    )
                 sound.append(annotation)
             except (*FAULTS, ColabUtilsError) as error:
                 faults.append((number, str(error)))
@@ -195,7 +197,7 @@ class CocoDataset:
 
         It has arrays of its own, so it is small to send to another process.
         """
-        # A check selects thousands of small parts, so no step may go through the whole dataset.
+        # A check selects thousands of small parts, so no line may go through the whole dataset.
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
         name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
@@ -222,7 +224,10 @@ class CocoDataset:
 def join_parts(
     content: bytes | bytearray, spans: NDArray[np.int64]
 ) -> tuple[bytes, NDArray[np.int64]]:
-    """Join some parts of a text. Return the result, where each part starts and the last ends."""
+    """Join some parts of a text; return the joined text, and where its parts start and end.
+
+    Part i starts at element i of the array, and ends at element i + 1.
+    """
     parts = [content[start:end] for start, end in spans.tolist()]
     lengths = spans[:, 1] - spans[:, 0]
     return b"".join(parts), np.append(0, np.cumsum(lengths))
@@ -232,10 +237,10 @@ def read_coco(annotations: str | Place | CocoDataset) -> CocoDataset:
     """Read a COCO instance JSON.
 
     Segmentations may be polygons, uncompressed or compressed RLE. Category ids may have gaps. Some
-    tools deviate from the format, and their files are read, too: with numbers as text, with ids of
-    annotations and images that are text, or with LVIS's ``coco_url`` in place of ``file_name``. A
-    missing box or area is computed from the mask, as pycocotools does. A faulty annotation raises
-    no error here: see `CocoDataset.annotations`.
+    tools deviate from the format, and their files are read, too: with numbers in quotes, with ids
+    of annotations and images that are no numbers, or with LVIS's ``coco_url`` in place of
+    ``file_name``. A missing box or area is computed from the mask, as pycocotools does. A faulty
+    annotation raises no error here: see `CocoDataset.annotations`.
 
     Args:
         annotations: the path of the JSON file, or a URL that fsspec knows. If it is a dataset that
@@ -279,10 +284,9 @@ def _read(path: Place) -> CocoDataset:
 
 
 def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
-    """Read annotations as `read_coco` does, and raise an error if the image or category of one is
-    unclear.
+    """Read annotations as `read_coco` does; raise an error if any has an unclear image or category.
 
-    Use it where the images are read, too.
+    Call this function, not `read_coco`, if the image files are read as well.
 
     Raises:
         ColabUtilsError: as `read_coco` does; or if there is no image folder, if several images have
@@ -305,14 +309,14 @@ def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
             is unknown.
     """
     strangers = {
-        "with the id of another": dataset.repeated_ids,
-        "of an unknown image": dataset.unknown_images,
-        "of an unknown category": dataset.unknown_categories,
+        "images with the id of another image": dataset.repeated_ids,
+        "annotations of an unknown image": dataset.unknown_images,
+        "annotations of an unknown category": dataset.unknown_categories,
     }
     for kind, ids in strangers.items():
         if ids.size:
             raise ColabUtilsError(
-                f"{annotations} has {ids.size} entries {kind}, such as id {ids[0]}. See `check`, "
+                f"{annotations} has {ids.size} {kind}, such as id {ids[0]}. See `check`, "
                 "which repairs them (--repair OUT.json)."
             )
 
@@ -326,15 +330,15 @@ def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
     if divided:
         warnings.warn(
             f"{annotations} has several entries of {divided[0]!r:.80} with different objects. "
-            "Objects of one entry are background in the other. `check --repair OUT.json` joins the "
-            "entries.",
+            "In training, the objects of one entry count as background in the other. "
+            "`check --repair OUT.json` joins the entries.",
             ColabUtilsWarning,
             stacklevel=4,
         )
 
 
 def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
-    """Return the indices of the images whose file name another image has, too."""
+    """Return the indices of the images that share their file name with another image."""
     names = (dataset.file_name(index) for index in range(len(dataset)))
     hashes = (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names)
     keys = np.fromiter(hashes, np.uint64, len(dataset))
@@ -357,7 +361,7 @@ def warn_of_place(images: str | Place, dataset: CocoDataset) -> None:
 
 
 def list_repeated_names(dataset: CocoDataset) -> Iterator[tuple[str, bool]]:
-    """Yield each file name that an earlier image has, too, and whether both have equal objects."""
+    """Yield each file name that repeats an earlier one, and whether both have equal objects."""
     first: dict[str, int] = {}
     for i in range(len(dataset)):
         name = dataset.file_name(i)

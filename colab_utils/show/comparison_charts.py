@@ -31,7 +31,7 @@ COCO_IMAGES = 118_287
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
 _EPOCHS = _SESSIONS * _SESSION_EPOCHS
-# A gain, a wait or a longer step below this share is not mentioned.
+# A gain, a wait, or the extra time of a step is not mentioned if its share is smaller than this.
 _LITTLE = 0.1
 # The content of a receipt's ``comparison.json``, or one of its strategies.
 Content = Mapping[str, Any]
@@ -63,8 +63,8 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         repeats = row["repeats_images_per_second"]
         if measure_spread(repeats) > LEAST_NOISE:
             note += f", repeats differ by {measure_spread(repeats):.0%}"
-        # Without waits, the bar would touch the line of the step alone. If it does not, the workers
-        # took the core of the step and made the step longer.
+        # Without waits, the bar would touch the line of the step alone. If it ends far from that
+        # line, the workers used the CPU core that the step needs, and the step took longer.
         elif row["wait_share"] < _LITTLE and longer > 1 + _LITTLE:
             note += f", step {longer:.1f} x"
         notes[row["label"]] = note
@@ -129,8 +129,11 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     The measured times are scaled to COCO's number of images. A session on Colab has three epochs.
     The time to convert counts once, and the time to copy counts in each session.
 
-    Three strategies are drawn, if they were timed: the first one; one that needs no conversion
-    (streams, or else workers); and `make_loader`, or else the strategy that ends first.
+    At most three of the timed strategies are drawn:
+
+    - The first one.
+    - One that needs no conversion: "streams", or "dataloader" if "streams" was not timed.
+    - `make_loader`, or the one that takes the fewest hours if `make_loader` was not timed.
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
@@ -178,7 +181,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
 
 
 def _describe_hours(best: Content, rival: Content, spent: Mapping[str, str]) -> str:
-    """Return a title: when the best strategy pays for its conversion, and the hours of both."""
+    """Return a title: when the best strategy has paid back, and the hours of it and its rival."""
     rows = (best,) if best is rival else (best, rival)
     ends = ", ".join(f"{spent[row['name']]} with {row['title']}" for row in rows)
     pay_back = _describe_pay_back(best, rival)
@@ -204,7 +207,7 @@ def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
 
 
 def describe_gain(comparison: "Comparison | Content") -> str:
-    """Return a sentence: how long the step waits before and after, and how much faster it trains.
+    """Return a sentence: how the first and the best strategy differ in waits and in images/s.
 
     A warning comes first if the machine was busy with other work.
 
@@ -228,7 +231,7 @@ def describe_gain(comparison: "Comparison | Content") -> str:
 
 
 def _warn_of_busy(content: Content, title: str) -> str:
-    """Return the title, after a warning if the machine was busy with other work."""
+    """Put a warning before the title if the machine was busy with other work."""
     return f"{content.get('busy', '')} {title}".strip()
 
 
@@ -238,9 +241,9 @@ def _is_faster(row: Content, other: Content) -> bool:
 
 
 def _find_noise(*rows: Content) -> float:
-    """Return how much faster, as a share, one strategy must be than another to count as faster.
+    """Return the smallest gain, as a share, that makes one of these strategies count as faster.
 
-    The share is 10 %, or the larger spread between the repeats of one of them.
+    It is 10 %, or more if the repeats of one of them differ by more.
     """
     return max(_LITTLE, *(measure_spread(row["repeats_images_per_second"]) for row in rows))
 
@@ -248,8 +251,9 @@ def _find_noise(*rows: Content) -> float:
 def find_gain(content: Content) -> tuple[Content, Content]:
     """Return the first strategy that delivers the same samples, and the best one.
 
-    Several strategies may tie with the fastest one. Of those that are also faster than the first,
-    `make_loader` is then the best. If it is not among them, the last of them is the best.
+    Strategies tie if they are faster than the first one and about as fast as the fastest. Of these,
+    `make_loader` is the best, or else the last one. If none is faster than the first one, the best
+    is the one with the most images per second.
     """
     rows = content["fair"]
     now = next(iter(rows.values()))
@@ -286,7 +290,7 @@ def read_comparison(comparison: "Comparison | Content") -> Content:
 
 
 def _add_up(row: Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the epochs and the hours at each corner of a strategy's line, from the start."""
+    """Return the points of a strategy's line in the chart: their epochs, and their hours."""
     later = _SESSION_EPOCHS - 1
     ms = 1000 / row["images_per_second"]
     session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]

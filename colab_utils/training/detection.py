@@ -1,4 +1,4 @@
-"""The objects that a model finds in images. Their masks are as large as their boxes."""
+"""The objects that a model finds in images. A Mask R-CNN's masks cover only their boxes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,8 +28,8 @@ def detect(
     """Find the objects in a batch of images.
 
     torchvision pastes every mask into a float image on the device: 4.8 GB for 100 objects in a
-    photo of 12 megapixels. Its loop also waits for the device at every mask. This function returns
-    each mask in the pixels of its box.
+    photo of 12 megapixels. Its loop also waits for the device at every mask. This function pastes
+    no mask: each one stays a grid of 28 x 28 values that covers its box.
 
     Args:
         model: A model in evaluation mode, on the device.
@@ -57,7 +57,7 @@ def detect(
 def _find_in_boxes(
     model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]
 ) -> list[dict[str, Tensor]]:
-    """Return the result of ``model(images)``, with the masks that the mask head makes.
+    """Return the result of ``model(images)``, but with masks that are not pasted into the image.
 
     Source: ``GeneralizedRCNN.forward`` in torchvision's ``models/detection``.
     """
@@ -119,7 +119,7 @@ def describe_detections(
 def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict[str, Any]]:
     """Paste masks into an image, and encode the pixels above 0.5 as compressed RLE.
 
-    The masks are bit for bit those of ``paste_masks_in_image`` in torchvision's
+    The encoded pixels are exactly those of ``paste_masks_in_image`` in torchvision's
     ``models/detection/roi_heads.py``.
 
     Args:

@@ -8,7 +8,8 @@ from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.prepare import PreparedStep
 from colab_utils.training.settings import Settings
 
-# A GPU with less memory than this, such as a T4, is slow, too. Smaller images help most there.
+# A GPU with less memory than this, such as a T4, also computes slowly. There, smaller images help
+# most.
 _SMALL_GPU_BYTES = 20e9
 # The plan then proposes this shorter side, in pixels.
 _SMALL_SIZE = 640
@@ -82,20 +83,21 @@ class TrainingPlan:
         )
 
     def _name_first_knob(self) -> str:
-        """Return advice to make a step on a small GPU faster. It is empty if nothing is to do."""
+        """Return advice that makes a step on a small GPU faster; empty if there is none."""
         is_small = self.memory is not None and self.memory.total_bytes < _SMALL_GPU_BYTES
         if not is_small or self.min_size <= _SMALL_SIZE:
             return ""
         return (
             f"\nfaster: on a GPU this small, try min_size={_SMALL_SIZE} first. A step is then "
-            "about 1.4 times as fast as at 800 (by a roofline model, not measured)."
+            "about 1.4 times as fast as with 800 (computed by a roofline model, not measured)."
         )
 
 
 def count_steps(loader: Loader, data: OpenData, *, first_step: int, epochs: int) -> int:
-    """Return the steps of a run of ``epochs`` epochs, the ``first_step`` done steps included.
+    """Return how many steps a run of ``epochs`` epochs has, those of earlier sessions included.
 
-    The ``loader`` stands at the place in the epoch where the run continues.
+    The first ``first_step`` of them are done. The ``loader`` stands at the place in the epoch where
+    the run continues.
     """
     if loader.epoch >= epochs:
         return first_step

@@ -796,7 +796,7 @@ def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
     dataset.coco["annotations"] = rows
     assert ("repeated image id", 4) in list_kinds(dataset.check()).items()
     with pytest.raises(
-        ColabUtilsError, match=r"has 4 entries with the id of another.*\(--repair OUT.json\)"
+        ColabUtilsError, match=r"has 4 images with the id of another image.*\(--repair OUT.json\)"
     ):
         write_shards(dataset.images, dataset.annotations, shards=tmp_path / "shards", workers=1)
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")

@@ -390,7 +390,7 @@ def test_unknown_references_are_set_aside(path):
     assert dataset.unknown_images.tolist() == [1]
     assert dataset.unknown_categories.tolist() == [2]
     assert dataset.ids.tolist() == [2, 3]
-    assert dataset.read_annotations(0)[1] == [(2, "category_id 3 of no category")]
+    assert dataset.read_annotations(0)[1] == [(2, "category_id 3 is the id of no category")]
     assert [annotation["id"] for annotation in dataset.read_annotations(0)[0]] == [3]
 
 
@@ -402,7 +402,7 @@ def test_images_of_the_same_id_are_refused_with_the_way_out(path):
     assert [len(dataset.annotations(i)) for i in range(3)] == [1, 0, 0]
     with pytest.raises(
         ColabUtilsError,
-        match=r"has 1 entries with the id of another, such as id 7\. See `check`.*--repair",
+        match=r"has 1 images with the id of another image, such as id 7\. See `check`.*--repair",
     ):
         open_coco(path.parent, path)
 

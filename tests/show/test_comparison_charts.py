@@ -259,7 +259,7 @@ def test_a_difference_within_the_spread_of_the_repeats_is_called_equal(
     close = replace(make_timing("packed"), images_per_second=31.4)
     steady = (31.0, 31.4, 31.6)
     wide = (28.0, 31.4, 35.0)
-    for repeats, words in ((steady, "is as fast as, within 5%,"), (wide, "within 22%")):
+    for repeats, words in ((steady, "is, within 5%, as fast as"), (wide, "within 22%")):
         rows = make_comparison(
             replace(slow, repeats_images_per_second=(29.9, 30.0, 30.1)),
             replace(close, repeats_images_per_second=repeats),
