@@ -15,7 +15,8 @@ def show_progress(
 
     Args:
         label: Text before the bar.
-        items: Iterable that the bar iterates over and counts. Default: None; you call ``update``.
+        items: Iterable that the bar iterates over and counts. With None, the default, you call
+            ``update`` yourself.
         total: Number of items. Default: None, the length of ``items`` if it is known.
         unit: Name of one item.
         scale: Whether large numbers are shortened, such as 2.5M. Use it for bytes.
@@ -45,7 +46,8 @@ class _Bar(tqdm):
     _lock = threading.RLock()
 
 
-# A forked process has a copy of the lock, but not the thread that may hold it. A new lock is free.
+# A forked process has a copy of the lock, but not the thread that may hold it. So it gets a new
+# lock.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 

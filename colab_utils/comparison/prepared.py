@@ -29,7 +29,7 @@ from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down
 _CURE = "or compare fewer images"
 # Number of files that are read at the same time.
 _STREAMS = 4
-# Size of the shards of a large dataset, by the default of `write_shards`.
+# Bytes of a shard of a large dataset: the default of `write_shards`.
 _SHARD_BYTES = 128e6
 
 
@@ -68,8 +68,8 @@ class PreparedData:
         images: the image folder.
         annotations: COCO instance JSON.
         folder: the folder for the prepared data.
-        profile: how slow Drive is within `slow_drive`. The seconds of a copy from Drive are
-            computed with it, too.
+        profile: how slow Drive is, in blocks of `slow_drive` and in the computed seconds of copies
+            from Drive. None slows nothing down.
         count: number of images to take from the dataset, at most.
 
     Raises:
@@ -101,12 +101,12 @@ class PreparedData:
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
-            why = f"{annotations} lists none: choose an instances file."
+            why = f"{annotations} lists no image: choose an instances file."
             if self.bad:
                 why = f"The first error: {self.bad[0]}"
             raise ColabUtilsError(f"No image in {images} can be used. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
-        # People's own datasets usually read one file after the other.
+        # The dataset classes that people write usually read one file after the other.
         self.reference = CocoFolder(images, self.annotations, streams=1)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
         self._made: dict[str, PreparedFiles] = {}
@@ -161,7 +161,7 @@ class PreparedData:
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            # With this size there are 8 shards or more.
+            # An eighth of the images' bytes or less, for about 8 shards or more.
             shard_mb = max(0.01, min(4.0, source.bytes / 8e6))
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:

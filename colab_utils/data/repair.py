@@ -37,9 +37,10 @@ from colab_utils.files import require_new
 from colab_utils.places import Place, open_place
 from colab_utils.require import require_local_path
 
-# Why an object has no mask, by how many numbers its segmentation has.
+# Why an object has no mask. The key is the count of numbers in its segmentation.
 _REASONS = {0: "object without mask", 4: "a box or a line, not an outline"}
-# If at least this share of the images that are not square has swapped sides, the sides are mended.
+# Swapped sides are mended if at least this share of the images has them. Square images do not
+# count.
 _NEARLY_ALL = 0.9
 
 
@@ -69,9 +70,10 @@ def repair_annotations(
     - Sizes and names of images, from the files.
     - Width and height, if nearly all images have them swapped.
 
-    What cannot be mended is left out. An object without area is left out alone. Any other object is
-    left out together with its image, because it would become background. For each image, the copy
-    has only id, name and size. Repairing a repaired file changes nothing.
+    What cannot be mended is left out. If an object has no area, only the object is left out. Any
+    other object is left out together with its image. Otherwise the model would learn that the
+    object is background. For each image, the copy has only id, name and size. Repairing a repaired
+    file changes nothing.
 
     Args:
         images: the image folder; its path, or a URL that fsspec knows.
@@ -100,7 +102,7 @@ def repair_annotations(
         dataset.sizes[i] = headers[i].size
         done["width and height swapped"].append(escape(dataset.file_name(i)))
     for number in dataset.unknown_images.tolist():
-        done["annotation of no image left out"].append(f"annotation {number}")
+        done["annotation without an image left out"].append(f"annotation {number}")
     gone = Counter[str]()
     entries: list[dict[str, Any]] = []
     kept: list[bytes] = []
@@ -127,9 +129,9 @@ def repair_annotations(
         if kept:
             reasons.append(f"{len(kept):,} x crowd")
         raise ColabUtilsError(
-            f"{annotations} has no object to keep: none has a usable mask and an image in {folder} "
-            f"({', '.join(reasons)}). Name the right image folder, mend the defects that `check` "
-            "reports, or use --crowds objects."
+            f"{annotations} has no object to keep: no object has both a usable mask and an "
+            f"image in {folder} ({', '.join(reasons)}). Name the right image folder, mend the "
+            "defects that `check` reports, or use --crowds objects."
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
@@ -141,13 +143,14 @@ def _describe_repair(kind: str, names: list[str], gone: Counter[str]) -> Problem
     effect = "mended"
     if kind in gone:
         effect = (
-            f"images left out whole, with {gone[kind]:,} objects, so that none becomes background"
+            f"images left out whole, with {gone[kind]:,} objects, so that no object becomes "
+            "background"
         )
     return Problem(kind, len(names), tuple(names[:5]), effect)
 
 
 def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
-    """Group the images by file name, because some tools write an image for each object.
+    """Group the entries of images by file name: some tools write an entry for each object.
 
     Returns:
         The indices of each group, and whether its ids belong to no other file name.
@@ -193,7 +196,7 @@ class _MendedImage:
             raise _LostObjectError(header.defects[0][0])
         moved = dict(header.defects).get("found by base name")
         if moved:
-            # The name was escaped, because it has characters that we write into no JSON.
+            # A backslash comes from `escape`: the name has characters that we write into no JSON.
             if "\\" in moved:
                 raise _LostObjectError("unsafe file_name")
             self.entry["file_name"] = moved
@@ -201,7 +204,8 @@ class _MendedImage:
         is_from_file = False
         if not all(size):
             size = header.size
-            # With a size in the copy, a check would no longer warn of an unclear turn by EXIF.
+            # If EXIF turns the image, no size is added. With a size, a check of the copy might no
+            # longer warn that the turn is unclear.
             is_from_file = header.orientation == 1
         elif "size mismatch" in dict(compare_sizes(size, header)):
             # The file's size is right only if the masks fit it and do not fit the entry's size.
@@ -244,8 +248,8 @@ class _MendedImage:
             self.changes.append("outline written as COCO has it")
         self._mend_box(values, rle)
         area = values["area"]
-        # A crowd without area may be an object, and only the user knows (`crowds`). Its area stays
-        # 0, so that a check can still tell that it is such a crowd.
+        # A crowd whose ``area`` is 0 may be an object, and only the user knows (`crowds`). The 0
+        # stays, so that a check still finds such a crowd.
         is_unclear = values["iscrowd"] and area == 0
         if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
             values["area"] = float(pixels)
@@ -253,7 +257,7 @@ class _MendedImage:
         if values["id"] is None:
             del values["id"]
             if entry.pop("id", None) is not None:
-                self.changes.append("id that is no number left out")
+                self.changes.append("id left out (not a number)")
         key = repr((values["category_id"], values["segmentation"]))
         if key in self.annotations:
             self.changes.append("repeated annotation left out")
@@ -274,8 +278,9 @@ class _MendedImage:
             if reading:
                 raise ColabUtilsError(
                     f"Outlines of {escape(self.entry['file_name'])} are not as COCO has them: one "
-                    f"{reading}. Others may be wrong, too, and nothing shows it. Export all of "
-                    "them again, x before y or RLE column by column, then repair the new file."
+                    f"of them {reading}. Others may be wrong, too, even if no check finds them. "
+                    "Export all outlines again, x before y or RLE column by column, then repair "
+                    "the new file."
                 )
         values["bbox"], _ = measure_mask(rle)
         self.changes.append("box from the mask")
@@ -306,7 +311,9 @@ def _read_headers(
     deep: bool,
     validation: tuple[str | Place, str | Place] | None,
 ) -> list[Header]:
-    """Return the header of each image. One that the validation set has, too, counts as unusable."""
+    """Return the header of each image. An image that is also in the validation set counts as
+    unusable.
+    """
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
     if validation is not None:
         for i in find_shared(folder, dataset, headers, *validation):
@@ -318,8 +325,9 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
     """Return the indices of the images whose entries have width and height swapped.
 
     The list is empty if only some images have swapped sides. It is also empty if the outlines of an
-    image fit only the swapped size. Files were turned then, for example because their EXIF
-    orientation was lost, and nothing shows which of the other images are right.
+    image fit only the size in its entry. Then the file was turned, not the entry, for example
+    because its EXIF orientation was lost. Other files may have been turned, too, and nothing shows
+    which.
     """
     swapped = []
     total = 0

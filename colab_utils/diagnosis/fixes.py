@@ -47,11 +47,11 @@ FIXES = {
         "Load the files by make_loader(CocoFolder(...)), whose workers read many at once",
     ),
     "workers": ("more workers", "Use workers"),
-    "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
+    "prefetch": ("more prefetch", "Let each worker load more batches ahead"),
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
     "packed_masks": (
         "shards on the local SSD, masks packed",
-        "Load those shards with make_loader: masks stay packed",
+        "Load shards on the local SSD with make_loader: masks stay packed",
     ),
     "resize": (
         "shards on the local SSD, images resized once",
@@ -70,9 +70,11 @@ _SAME = 0.95
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
 _LEAST_BUSY = 0.01
-# No more fixes are tried after this many times the ``seconds`` of a diagnosis.
+# Without ``verify``, a diagnosis tries no more fixes when it has taken this many times its
+# ``seconds``.
 _LATE = 12.0
-# A trial times at least this many batches, but stops after three times its share of the seconds.
+# A trial times at least this many batches. It stops earlier only if they take three times its share
+# of the ``seconds``.
 _LEAST_BATCHES = 20
 # Stands for the number of batches in an endless epoch.
 _MANY = 10_000
@@ -122,9 +124,11 @@ class Situation:
     cached: BatchTimes
     """Times of your step on copies of batches in memory."""
     indices: Sequence[int]
-    """Indices of images that the stages of loading were timed on. Shards are tried with these."""
+    """Indices of the images with which the stages of loading were timed. Trials of shards use the
+    same images.
+    """
     seconds: float
-    """About how many seconds the diagnosis measures, without the trials."""
+    """About how long the diagnosis measures, in seconds. The trials take more time."""
     verify: bool
     """Whether to measure each fix for longer, with your own step."""
     began_s: float
@@ -158,7 +162,7 @@ class Situation:
     def make_placeholder(self) -> EmulatedStep | None:
         """Return the step of a trial: an emulated one, because a trial must not train your model.
 
-        It takes as long, and as much of a core, as your step takes on batches in memory.
+        It takes as long as your step takes on batches in memory, and keeps as much of a core busy.
         """
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
@@ -167,10 +171,11 @@ class Situation:
         return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
-        """Choose how many workers to try: the smallest of 1, 2, 4 and 8 that is larger than the
-        present number, and that keeps either the step or all cores busy.
+        """Choose how many workers to try.
 
-        If none of them does, 8 are tried. If your loader has 8 or more already, 16 are tried.
+        The number is the smallest of 1, 2, 4 and 8 that is larger than yours, and that is enough to
+        keep either the step or all cores busy. If none is enough, 8 are tried. If your loader has 8
+        or more already, 16 are tried.
 
         Args:
             load_ms: Time that one worker takes for an image.
@@ -202,8 +207,9 @@ def open_like(
         dataset: Other data, repeated until an epoch has as many images as yours; None keeps yours.
         workers: Number of workers; None keeps yours.
         prefetch: Batches that each worker loads ahead; None keeps yours.
-        persistent: Whether workers stay after an epoch. Those of your loader stay if they did.
-        packs: Whether `make_loader` makes the loader.
+        persistent: Whether workers stay after an epoch. With False, they still stay if those of
+            your loader do, or if it has no workers.
+        packs: Whether to use `make_loader` even if your loader is a ``DataLoader``.
 
     Raises:
         ColabUtilsError: your dataset is iterable, and no other is given. It shares out its samples
@@ -217,12 +223,12 @@ def open_like(
         images = now.epoch_batches * now.loop.batch_size
         data = Subset(dataset, np.resize(range(len(dataset)), images).tolist())
     if same and isinstance(data, IterableDataset):
-        raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
+        raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
     workers = count_workers(loader) if workers is None else workers
     prefetch = prefetch or now.prefetch
     batch_size = now.loop.batch_size
     if packs or isinstance(loader, Loader):
-        # The device expands packed masks: the GPU does it if the program uses one.
+        # The GPU expands packed masks, but only if the program uses it already.
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         rebuilt: Any = make_loader(
             data,
@@ -262,7 +268,8 @@ def find_fixes(now: Situation) -> list[Fix]:
     forecast, and its sentence says why.
 
     Returns:
-        All fixes, the best first. Fixes within 5 % of the best are sorted by your effort.
+        All fixes, the best first. Of those within 5 % of the best, the one with the least effort
+        for you comes first.
     """
     workers = count_workers(now.loader)
     prefetch = 2 * now.prefetch
@@ -314,7 +321,9 @@ def _make_fix(id: str, more: str = "") -> Fix:
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """Sort fixes, the best first. Fixes within 5 % of the best are sorted by your effort."""
+    """Sort fixes, the best first. Of those within 5 % of the best, the one with the least effort
+    for you comes first.
+    """
     least = _SAME * max((fix.images_per_second for fix in fixes), default=0.0)
     costs = [*FIXES]
 
@@ -328,7 +337,7 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
     """Forecast a fix by a short trial with an emulated step. With ``now.verify``, also measure it
     by a longer trial with your step. A fix takes about ``each_s`` seconds.
     """
-    why = f"there is no time left, it takes about {max(1, each_s):.0f} s more. Raise seconds"
+    why = f"no time is left. The trial takes about {max(1, each_s):.0f} s. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
             # A real Drive has cached the images by now, and would read them fast.
@@ -350,8 +359,10 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
 def _time(
     now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
 ) -> float:
-    """Measure the images per second of a trial. Each trial opens its loader anew, and so starts at
-    the first batch: on a slow Drive, some images take longer than others.
+    """Measure the images per second of a trial, from the first batch of a new loader.
+
+    Trials with the same order of images then read the same ones. On a slow Drive, some images take
+    longer than others.
     """
     with open_like(now, **options) as loader:
         watched = WatchedLoader(loader, TIMEOUT_S, "raise")
@@ -402,9 +413,9 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
 def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> dict[str, Any]:
     """Put shards of some images on the local disk, and return the options of a loader for them.
 
-    Shards of a `CocoFolder` are written: of the images that were timed, resized where ``id`` is
-    "resize". Of a `ShardDataset` in a slow folder (``is_slow``), 0.2 GB are copied, or its first
-    shard where that is larger. A `ShardDataset` in a fast folder is used where it is.
+    For a `CocoFolder`, shards are written with the images that were timed. If ``id`` is "resize",
+    these are shrunk. For a `ShardDataset` in a slow folder (``is_slow``), the first shards are
+    copied: up to 0.2 GB, but at least one. A `ShardDataset` in a fast folder is used where it is.
     """
     dataset = now.loader.dataset
     shards = folder / ("resized" if id == "resize" else "shards")

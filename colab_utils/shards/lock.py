@@ -28,11 +28,12 @@ _OURS = (
     r"shard-\d+\.(?:tar|arrays)|(?:index|arriving|plan)\.json|writer\.txt|run-id|"
     r"(?:checkpoint|best)-\d{8,}\.pt"
 )
-# Older versions gave names without a machine.
+# In older versions, the names of half-written files had no machine.
 _PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8,24}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
-# The marks in the lock files of this process.
+# Random marks, one for each folder that this process holds, as in the folder's lock file.
 _marks: set[str] = set()
-# A writer touches its lock file this often. After _SILENT_S seconds without a touch, it is gone.
+# A writer touches its lock file every _TOUCH_S seconds. After _SILENT_S seconds without a touch,
+# the writer counts as ended.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
 # Writing a file never takes this long.
@@ -60,8 +61,8 @@ def hold_folder(folder: Place) -> Iterator[None]:
 
     Before and after the block, the half-written files of killed processes are removed.
 
-    Among the processes of this machine, the lock is a file lock of the system, on a file in the
-    folder for temporary files. It ends with its process. Other machines see the file
+    Processes of this machine see a lock of the system (``flock``) on a file in the folder for
+    temporary files. This lock ends with the process that holds it. Other machines see the file
     ``writer.txt``, which the writer touches every 30 seconds. A writer that has not touched it for
     100 seconds counts as ended. (Drive shows the files of another machine with a delay. Two
     machines that start within seconds of each other can both get the lock.)
@@ -91,7 +92,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
 
     def touch() -> None:
         while not ended.wait(_TOUCH_S):
-            # The block itself meets the same error.
+            # Nothing is reported: the block writes to the same folder and meets the same error.
             with suppress(OSError, ColabUtilsError):
                 path.touch()
 
@@ -101,9 +102,9 @@ def hold_folder(folder: Place) -> Iterator[None]:
         writer = retries.write(folder, partial(find_writer, folder, is_locked=not is_free))
         if writer:
             raise ColabUtilsError(
-                f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it and "
-                "run the same again: it continues. (On another machine it counts as gone after "
-                f"{_SILENT_S:.0f} seconds.)"
+                f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it. "
+                "Then run the same again: your run continues there. (A writer on a machine that is "
+                f"gone counts as gone after {_SILENT_S:.0f} seconds.)"
             )
         _marks.add(mark)
         try:
@@ -166,10 +167,11 @@ def find_writer(folder: Place, *, is_locked: bool = False) -> str:
     if host != _find_host():
         is_alive = True
     elif pid == str(os.getpid()):
-        # The lock file of this process stays if Drive was gone when the process ended its writing.
+        # If Drive was gone when this process stopped writing, its old lock file is still there.
         is_alive = mark in _marks
     else:
-        # The system's lock belongs to a path, and the same folder may be mounted at two paths.
+        # The lock of the system is for one path. The same folder may be mounted at another path,
+        # so the process is looked up, too.
         is_alive = pid.isdecimal() and _is_running(int(pid[:9]))
     if is_alive and silent_s < -_SILENT_S:
         is_alive = _is_touched(path)
@@ -181,7 +183,8 @@ def _is_touched(path: Place) -> bool:
     """Watch a lock file whose time is in the future; return whether its writer touches it."""
     warnings.warn(
         f"{path} has a time in the future: the clocks of two machines differ. Wait "
-        f"{_SILENT_S:.0f} seconds: it is watched to see whether another process writes there.",
+        f"{_SILENT_S:.0f} seconds while the file is watched. If it changes, another process writes "
+        "there.",
         ColabUtilsWarning,
         stacklevel=2,
     )
@@ -202,7 +205,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _is_written(path: Place, host: str | None, pid: int) -> bool:
-    """Return whether a temporary file may still be written to, by the process in its name."""
+    """Return whether the process in a temporary file's name may still be writing the file."""
     if host in (None, find_host()):
         return _is_running(pid)
     return time() - path.stat().st_mtime < _ABANDONED_S

@@ -596,7 +596,7 @@ def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
 def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prepare):
     (tmp_path / "empty.json").write_text('{"images": [], "annotations": [], "categories": []}')
     with pytest.raises(
-        ColabUtilsError, match=r"No image in .* can be used\. .*empty.json lists none"
+        ColabUtilsError, match=r"No image in .* can be used\. .*empty.json lists no image"
     ):
         prepare(annotations=tmp_path / "empty.json")
     # The folder belongs to another dataset.

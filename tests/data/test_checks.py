@@ -806,7 +806,7 @@ def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
     [lost] = report.repairs
     assert (lost.kind, lost.count) == ("id of several images", 8)
     objects = sum(annotation["image_id"] < 5 for annotation in rows)
-    assert f"with {objects} objects, so that none becomes background" in lost.effect
+    assert f"with {objects} objects, so that no object becomes background" in lost.effect
 
 
 def test_repair_without_ids_in_utf_16(dataset, tmp_path):

@@ -394,7 +394,9 @@ def test_an_outline_that_fits_its_box_in_another_order_is_no_wrong_box(export, c
     ]
     assert problem.examples[0].endswith(f"fits its box with {reading}")
     # Those that fit by chance both ways would be taken as they are.
-    with pytest.raises(ColabUtilsError, match=f"not as COCO has them: one fits .*{reading}"):
+    with pytest.raises(
+        ColabUtilsError, match=f"not as COCO has them: one of them fits .*{reading}"
+    ):
         repair_annotations(export.images, export.annotations, output=export.repaired)
     assert not export.repaired.exists()
     with pytest.raises(ColabUtilsError, match="x outline in another order"):

@@ -208,7 +208,7 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     assert len(fixes_by_id) == 6
     assert all(fix.forecast_images_per_second is None for fix in fixes_by_id.values())
     assert fixes_by_id["shards"].sentence == (
-        "Run preprocess, then copy. Not tried: there is no time left, it takes about 1 s more. "
+        "Run preprocess, then copy. Not tried: no time is left. The trial takes about 1 s. "
         "Raise seconds."
     )
 
@@ -228,7 +228,10 @@ def test_an_iterable_dataset_is_diagnosed_and_its_fixes_are_not_tried(batch_size
     diagnosis = diagnose(DataLoader(_Stream(), batch_size=batch_size), EmulatedStep(2), seconds=0.3)
     assert [stage.name for stage in diagnosis.stages] == ["wait", "step"]
     assert {fix.id: fix.forecast_images_per_second for fix in diagnosis.fixes} == {"workers": None}
-    assert "an iterable dataset deals its work to the workers itself" in diagnosis.fixes[0].sentence
+    assert (
+        "an iterable dataset divides its samples among the workers itself"
+        in diagnosis.fixes[0].sentence
+    )
 
 
 def test_a_trial_keeps_what_the_loader_was_given():
