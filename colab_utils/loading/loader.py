@@ -64,15 +64,15 @@ def make_loader(
     initialised and there is no ``sampler``, each process gets its share of each batch. A process
     whose share has no image gets None.
 
-    Each time a pass begins (``for batch in loader``), the loader looks whether the dataset or the
+    Each time a pass begins (``for batch in loader``), the loader checks whether the dataset or the
     processes that train together have changed. So a change takes effect, as with torch's
-    ``DataLoader``. If the dataset has not changed, the same workers continue. The
-    comparison covers the dataset's attributes and all objects in them, such as the dataset of a
-    ``Subset``, transforms, lists and arrays. If the dataset has changed or cannot be compared, new
-    workers start. A dataset cannot be compared if it holds an object that cannot be pickled (an
-    open file, a lambda), more than 256 MB of arrays, or more than 8 MB of other objects. The loader
-    does not notice a change of a global or of a class attribute. Call ``loader.close()`` after such
-    a change.
+    ``DataLoader``. If the dataset has not changed, the same workers continue. The comparison covers
+    the dataset's attributes and all objects in them, such as the dataset of a ``Subset``,
+    transforms, lists and arrays. If the dataset has changed or cannot be compared, new workers
+    start. A dataset cannot be compared if it holds an object that cannot be pickled (an open file,
+    a lambda), more than 256 MB of arrays, or more than 8 MB of other objects. The loader does not
+    notice a change of a global or of a class attribute. Call ``loader.close()`` after such a
+    change.
 
     Args:
         dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
