@@ -119,18 +119,17 @@ def make_loader(
             on the worker, and must leave images uint8. On the CPU, a single
             ``v2.RandomHorizontalFlip`` is applied by the worker. Default: None.
         max_bad: Number of images that may fail to load, in all epochs together. Each is left out,
-            with a warning when it first fails. One image more than that raises an error. Default:
-            0.
+            with a warning when it first fails. If more images fail, an error is raised. Default: 0.
         max_wait_s: Seconds to wait for a batch. A late batch moves to the end of the epoch, and the
             next one is delivered. The late batch is requested again from a new process, and
             ``late`` lists its samples. At the end of the epoch the loader waits this long once
             more. A sample that is still missing is left out if ``max_bad`` allows it, else it
             raises an error. If more than ``2 * workers + 8`` batches are late at the same time,
             this happens before the end of the epoch. The limit needs workers, and must be longer
-            than a batch takes. With several processes, each process moves its own late
-            batches. All processes deliver the same number of batches, but in one step they may
-            deliver shares of different batches. So each process has its own state. Default: None,
-            which waits without a limit.
+            than a batch takes. With several processes, each process moves its own late batches. All
+            processes deliver the same number of batches, but in one step they may deliver shares of
+            different batches. So each process has its own state. Default: None, which waits without
+            a limit.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
