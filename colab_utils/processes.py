@@ -98,8 +98,8 @@ def end_with_parent() -> None:
     import fcntl
 
     parent: Any = multiprocessing.parent_process()
-    # When the parent's end of this pipe closes, the kernel sends SIGIO, which ends this process. A
-    # thread that waits for the parent would count towards the limit of processes (`ulimit -u`).
+    # When the parent's end of this pipe closes, the kernel sends SIGIO, which ends this process.
+    # This needs no thread. A thread would count towards the limit of processes (`ulimit -u`).
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
     if not parent.is_alive():
@@ -136,9 +136,9 @@ def explain_limits() -> Iterator[None]:
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """A pool of threads that works with fewer of them if the system starts no more.
+    """A pool of threads. If the system starts no more threads, it works with those that it has.
 
-    If the system does not start even one, `submit` and `map` raise a `ColabUtilsError`.
+    If it has none, `submit` and `map` raise a `ColabUtilsError`.
     """
 
     def _adjust_thread_count(self) -> None:
@@ -188,8 +188,8 @@ class _ForkPool(ProcessPoolExecutor):
         queue: Any = vars(self)["_call_queue"]
         try:
             with quiet_fork():
-                # Otherwise the manager thread of the pool starts the thread of the queue. If that
-                # failed, the manager thread would end without a message.
+                # The thread of the queue is started here, so that an error is seen. In the pool's
+                # manager thread, which would start it later, an error ends that thread silently.
                 queue._start_thread()
                 # With fork, all processes start at the first job. This one, `int()`, does nothing.
                 self.submit(int)
@@ -224,8 +224,8 @@ def fork_pool(
         arguments: the arguments of ``initializer``.
 
     Raises:
-        ColabUtilsError: this is not Linux, or the system starts no more processes or threads. Those
-            of the pool that had started are ended.
+        ColabUtilsError: this is not Linux, or the system starts no more processes or threads. In
+            that case, the processes that had already started are ended.
 
     Example:
         >>> with fork_pool(2) as pool:
@@ -244,7 +244,7 @@ def fork_pool(
     with explain_shared_memory():
         pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
     # Workers inherit the blocked signal. If each worker blocked it itself, a Ctrl-C right after the
-    # fork could come first.
+    # fork could arrive before that.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         pool.begin()
@@ -283,10 +283,10 @@ def defer_interrupt() -> Iterator[None]:
 
 
 def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
-    """Wait until a future is done, for 0.2 seconds at most.
+    """Wait until at least one future is done, for 0.2 seconds at most.
 
-    Those that are done are removed from ``pending`` and returned. Ctrl-C is delayed until the wait
-    has ended.
+    The futures that are done are removed from ``pending`` and returned. Ctrl-C is delayed until the
+    wait has ended.
 
     Example:
         >>> pop_done(set())

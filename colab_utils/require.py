@@ -10,8 +10,8 @@ from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
-# One slash is enough, because `Path` shortens "//" to "/". A scheme has at least two letters,
-# because "C:/" is a drive of Windows.
+# A text with only one slash after the scheme counts as a URL, too, because `Path` shortens "//" to
+# "/". A scheme has at least two letters, because "C:/" is a drive of Windows.
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
@@ -87,7 +87,7 @@ def require_number(
 
 
 def require_path(name: str, value: Any) -> None:
-    """Refuse a value that is not a path, such as a dataset in place of its folder.
+    """Refuse a value that is not a path, such as a dataset that is passed instead of its folder.
 
     Raises:
         ColabUtilsError: The value is neither text nor a path.

@@ -55,20 +55,22 @@ class Workspace:
         """Make the two folders, and slow ``drive`` down as the scene says.
 
         Child processes are slowed down, too. The scenes "bad day" and "good day" need neither
-        Google Drive nor a GPU: a slowed folder on this machine imitates Drive, and the training
-        step is to be emulated (`emulated`). On Colab, the scene "my Drive, my GPU" mounts Google
-        Drive, and Colab asks you to sign in. Outside Colab, this scene reads ``drive`` at full
-        speed.
+        Google Drive nor a GPU: a slowed folder on this machine imitates Drive, and an emulated step
+        takes the place of training (see `emulated`). On Colab, the scene "my Drive, my GPU" mounts
+        Google Drive, and Colab asks you to sign in. Outside Colab, this scene reads ``drive`` at
+        full speed.
 
         Args:
-            drive: The slow folder. Default: ``colab_utils`` in your Google Drive if the scene
-                mounts it, else ``/content/slow_drive``; outside Colab ``./runs/drive``.
-            ssd: The fast folder. Default: ``/content/colab_utils``; outside Colab ``./runs/ssd``.
+            drive: The slow folder. Default on Colab: ``colab_utils`` in your Google Drive if the
+                scene mounts Drive, else ``/content/slow_drive``. Default outside Colab:
+                ``./runs/drive``.
+            ssd: The fast folder. Default on Colab: ``/content/colab_utils``. Default outside Colab:
+                ``./runs/ssd``.
             scene: A name in `SCENES`.
 
         Raises:
             ColabUtilsError: A folder cannot be made, the scene does not exist, ``ssd`` is on Drive
-                or is ``drive``, or Google Drive cannot be mounted.
+                or is the same folder as ``drive``, or Google Drive cannot be mounted.
 
         Example:
             >>> import tempfile
@@ -223,10 +225,10 @@ def ensure_dataset(
             to the SSD. "built-in" returns to the built-in dataset. Default: the images that you
             named last, else the built-in dataset.
         annotations: Your COCO instance JSON. For a zip, the name of the JSON in it, which is needed
-            only if it holds several.
-        n: Number of images, if the built-in dataset is made now. One image in 13 is a photo of 12
-            megapixels. A built-in dataset that exists keeps its number.
-        part: ``"train"``, or ``"val"`` for a second dataset, with which to evaluate.
+            only if the zip holds several.
+        n: Number of images of the built-in dataset, if it is made now. One image in 13 is a photo
+            of 12 megapixels. A built-in dataset that exists keeps its number of images.
+        part: ``"train"``, or ``"val"`` for a second dataset, which is used to evaluate.
 
     Raises:
         ColabUtilsError: Only one of ``images`` and ``annotations`` is given, one of them does not
@@ -266,8 +268,8 @@ def ensure_dataset(
         _write_json(workspace.drive / "settings.json", settings)
     name = _name_dataset(paths, part)
     if paths and not is_archive(paths[0]):
-        # Earlier versions left the hash out, so that several datasets could have the same name.
-        # Shards that they wrote for this dataset are still used.
+        # Earlier versions left the hash out, so that several datasets could have the same name. If
+        # such a version wrote the shards of this dataset, they are still used.
         earlier = find_index(workspace.drive / "shards" / name)
         if earlier is None or earlier.fingerprint != read_fingerprint(text):
             name += f"-{hash_bytes(*map(os.fsencode, paths))[:8]}"

@@ -1,4 +1,4 @@
-"""Bring a dataset into a folder: unpack a zip, download one, or convert masks as image files."""
+"""Bring a dataset into a folder: download or unpack a zip, or convert masks from image files."""
 
 from colab_utils.data.archives import is_archive, unpack_dataset
 from colab_utils.data.mask_files import convert_masks

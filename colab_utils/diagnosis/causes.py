@@ -24,12 +24,12 @@ from colab_utils.machine import count_cores
 # this many seconds.
 _LEAST_SHARE = 0.1
 _LEAST_S = 0.5
-# A machine is busy if other programs take this share of its cores' time. On a busy machine, the
-# loop waits for a core if it lacks one for this share of its time.
+# A machine is busy if other programs take this share of its cores' time. On a busy machine, these
+# programs are a cause if the loop has no core for this share of its time.
 _HALF = 0.5
-# On any other machine, its own processes are the cause if the loop lacks a core for this share.
+# On any other machine, the loop's own processes are a cause if the loop has no core for this share.
 _LEAST_LOST = 0.2
-# Causes of waits in which workers use their cores.
+# Ids of the causes in which the loop waits because workers compute.
 _LOADING = {"work", "collate"}
 
 
@@ -64,7 +64,8 @@ def find_causes(
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
-    # If workers have one thread each, cheaper loading frees cores, too. So it is named first.
+    # If workers have one thread each, cheaper loading frees cores, too. So a cause in loading is
+    # named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and not facts.looks.has_threads
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
@@ -97,15 +98,15 @@ def refine_causes(
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Return a cause of `_LOADING` under the name of the largest stage that it can mean. Return any
-    other cause as it is.
+    """Replace the id of a cause in `_LOADING` by the name of the largest stage that can be meant.
+    Return any other cause as it is.
     """
     if cause.id not in _LOADING:
         return cause
     if cause.id == "collate":
         stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
-    # The stage "sample" is all of the loading. The cause already says more.
+    # The stage "sample" is the whole loading, so its name would say less than the cause does.
     if largest is None or largest.name == "sample":
         return cause
     whole_ms = sum(stage.mean_ms for stage in stages)

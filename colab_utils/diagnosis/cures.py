@@ -46,7 +46,7 @@ CURES = {
     "threads": "Use fewer threads in each worker, torch.set_num_threads(1) for example; then make "
     "loading cheaper.",
 }
-"""What to do, by the id of a cause or of a special kind of it."""
+"""Texts that say what to do. A key is the id of a cause, or names a special kind of a cause."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Cause:
 
 
 def make_cause(id: str, share: float, why: str, *, cure: str = "", **words: Any) -> Cause:
-    """Return a cause with its text from `CURES`, where ``cure`` is the key if it is given, else
-    ``id``. ``words`` fill the placeholders of the text.
+    """Return a cause with its text from `CURES`. The key of the text is ``cure`` if that is given,
+    else ``id``. ``words`` fill the placeholders of the text.
 
     Example:
         >>> make_cause("slow_sample", 0.5, "", sample=37).next.partition(":")[0]

@@ -17,8 +17,8 @@ from colab_utils.processes import list_processes, quiet_fork
 
 # A machine is busy if its cores are idle for less than this share of their time.
 _HARDLY = 0.1
-# After ``max_s``, timing goes on until each worker has delivered this many batches, but not longer
-# than this many times ``max_s``.
+# After ``max_s``, timing goes on until each worker has delivered this many batches on average. If
+# the timed batches take longer than this many times ``max_s``, it ends earlier.
 _ROUNDS = 3
 
 
@@ -41,7 +41,7 @@ class BatchTimes:
 
     @property
     def batch_s(self) -> NDArray[np.float64]:
-        """Wait + step, seconds, float64 [batches]."""
+        """Return wait + step of each batch in seconds, float64 [batches]."""
         return np.maximum(np.add(self.wait_s, self.step_s), 1e-9)
 
     @property
@@ -73,7 +73,7 @@ class BatchTimes:
 
     def find_load_ms(self, workers: int) -> float:
         """Return the milliseconds that one worker takes for an image, if workers are never idle.
-        Without workers, nothing is loaded during a step.
+        Without workers, only the waits count, because nothing is loaded during a step.
         """
         at_work_s = sum(self.wait_s) + (sum(self.step_s) if workers else 0.0)
         return 1000 * max(1, workers) * at_work_s / self.images
@@ -98,19 +98,21 @@ def time_batches(
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step
     took.
 
-    A loader that ends earlier is iterated over again. If this process uses CUDA, it is synchronised
-    before and after each step. A round is one batch from each worker: slow workers deliver in
-    rounds, so timing that ends by ``max_s`` ends with a whole round.
+    A loader that ends earlier is iterated over again. If this process uses CUDA, the GPU is
+    synchronised before and after each step. A round is as many batches as there are workers. Slow
+    workers deliver in rounds, so timing that ends because of ``max_s`` ends with a whole round.
 
     Args:
         loader: Anything that can be iterated over and yields batches.
         step: Called as ``step(images, targets)`` if a batch is such a pair, else as
             ``step(batch)``.
         batches: Number of batches to time at most.
-        warmup: Number of first batches that are not timed. Unless it is 0, at least a round.
-        warmup_s: Seconds after which the warm-up ends earlier; ``max_s`` also ends it.
-        max_s: Seconds, with the warm-up, after which timing ends. Three rounds and ``least``
-            batches are timed in any case, unless the timed batches take three times ``max_s``.
+        warmup: Number of batches at the start that are not timed. If it is not 0, the warm-up has
+            at least one round.
+        warmup_s: Seconds after which the warm-up ends, even with fewer batches. It also ends after
+            ``max_s``.
+        max_s: Seconds after which timing ends. The warm-up counts. At least three rounds and
+            ``least`` batches are timed, unless they take more than three times ``max_s``.
         least: Number of batches to time even after ``max_s``.
         on_batch: Called after each timed batch with its number (from 0) and the batch. Its time
             counts neither as wait nor as step.
@@ -185,10 +187,10 @@ class CpuUse(NamedTuple):
     own_s: float = 0.0
     """CPU seconds of this process and its children."""
     others_s: float = 0.0
-    """CPU seconds of all other programs; 0 where cores were idle."""
+    """CPU seconds of all other programs; 0 if cores were idle for a tenth of their time or more."""
     queued_s: float = 0.0
-    """Seconds in which a thread of this process could have run, but had no core. Only the thread
-    counts that waited longest.
+    """Seconds in which a thread of this process could have run, but had no core. They are those of
+    the thread that waited longest.
     """
 
 
@@ -221,15 +223,16 @@ class CpuClock:
 
 
 def _measure_machine() -> NDArray[np.float64]:
-    """Return the seconds of all cores since the machine was started, by what they did, float64 [8].
-    Linux gives two more fields, for guests, but other fields include them already.
+    """Return how many seconds all cores have spent in each state since the machine was started,
+    float64 [8]. The states are the fields of ``psutil.cpu_times``. Its two last fields, for guests,
+    are left out, because other fields include them.
     """
     return np.array(psutil.cpu_times()[:8])
 
 
 def measure_queues() -> dict[int, float]:
-    """Return for how many seconds each thread of this process, by its native id, could have run,
-    but had no core.
+    """Return, for each thread of this process, the seconds in which it could have run, but had no
+    core. The keys are native ids of the threads.
 
     Linux counts this in ``/proc/self/task/ID/schedstat``. The result is empty on other systems.
     """
@@ -320,8 +323,8 @@ def _is_pair(batch: Any) -> bool:
 
 
 def count_images(batch: Any) -> int:
-    """Count the images in a batch: columns such as ``(images, targets, ...)`` or a dict, a list of
-    samples, or a tensor.
+    """Count the images in a batch. A batch is a list of samples, a tensor, or some columns, such as
+    ``(images, targets, ...)`` or a dict.
     """
     columns: Iterable[Any] = [batch]
     if isinstance(batch, Mapping):

@@ -28,17 +28,17 @@ def watch(
 ) -> "WatchedLoader":
     """Watch a loader: its batches come unchanged, and you see where the time goes.
 
-    When your loop ends, or is left, a summary is printed: waits, steps and the time between steps,
-    the causes, and what to do. A later pass prints a summary only if the causes have changed. A
-    last summary is printed when the program ends, or when the watched loader is deleted.
+    When your loop ends or breaks off, a summary is printed: waits, steps and the time between
+    steps, the causes, and what to do. A later pass prints a summary only if the causes have
+    changed. A last summary is printed when the program ends, or when the watched loader is deleted.
     ``summary()`` returns a summary at any time. A step ends when an optimizer of torch steps.
 
     A batch that takes longer than ``timeout_s`` is explained within a second, by a
     `ColabUtilsWarning` and a `Stall` in ``stalls``. They name the worker, its sample, its file and
     its system call, and say whether the worker ended, is stuck in a read, waits for a lock, or is
-    only slow. They come again when the verdict changes. Only workers that are forked under watch
-    report their samples. The file of a sample is named if the dataset has a method
-    ``find_path(index)``, as the datasets of this package have.
+    only slow. If this changes while the batch is waited for, a new warning and a new `Stall` come.
+    A worker reports its samples only if the watched loader forked it. The file of a sample is named
+    if the dataset has a method ``find_path(index)``, as the datasets of this package have.
 
     If a framework prepares your loader, watch the loader that it returns. Some frameworks make a
     new loader from yours, and that one would not be watched.
@@ -46,9 +46,9 @@ def watch(
     Args:
         loader: A ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
         timeout_s: Seconds to wait for a batch before the wait is explained.
-        on_stall: "report" goes on waiting; only a worker that ended is an error. "raise" ends the
-            wait with the explanation as an error: in the main thread at once, in another thread
-            when the loader returns.
+        on_stall: "report" goes on waiting; only a worker that ended is an error. "raise" raises an
+            error with the explanation. In the main thread, the error comes at once; in another
+            thread, it comes when the loader returns.
 
     Raises:
         ColabUtilsError: an argument is not valid. While you iterate: see ``on_stall``.
@@ -135,8 +135,8 @@ class WatchedLoader:
 
 
 class WatchedDataLoader(WatchedLoader, DataLoader[Any]):  # type: ignore[misc]
-    """A ``DataLoader`` under watch. It has this class, because frameworks check it before they give
-    each process its share of the data.
+    """A ``DataLoader`` under watch. It is itself a ``DataLoader``, because some frameworks divide
+    the data among processes only for such a loader.
 
     The constructor of ``DataLoader`` never runs: all attributes are those of the loader under
     watch.

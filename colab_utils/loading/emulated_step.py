@@ -9,17 +9,19 @@ from colab_utils.require import require_number
 
 # A training process uses this share of a core to launch kernels.
 _BUSY = 0.9
-# A step that takes this many times as long as it should did not get its core.
+# If a step takes this many times its length or more, other processes had its core.
 _SLOW = 1.3
-# A checksum of this block is a little work that releases Python's lock, like a kernel launch.
+# To keep the core busy, the step computes checksums of this block. They release Python's lock, as
+# kernel launches do.
 _BLOCK = bytes(32_768)
 
 
 class EmulatedStep:
-    """A step for a machine without a GPU. Label figures that are measured with it *emulated*.
+    """A step for a machine without a GPU. Show its figures with the label *emulated*.
 
     It uses the share ``busy`` of a core for ``step_ms`` milliseconds, and takes longer if other
-    processes use the core. A step that only sleeps would make every loader look fast.
+    processes use the core. A step that only sleeps would leave the whole core to the loader, and so
+    every loader would look fast.
 
     Args:
         step_ms: Length of a step in milliseconds, above 0.

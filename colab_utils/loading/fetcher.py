@@ -47,7 +47,7 @@ class Result(NamedTuple):
 
 
 class Fetcher:
-    """A reader of a map-style dataset, or of a ``Subset`` of one, that writes batches.
+    """A reader that writes samples of a map-style dataset, or of a ``Subset`` of one, as batches.
 
     Attributes:
         dense: Whether expanded masks are written too.
@@ -55,8 +55,8 @@ class Fetcher:
         streams: Files that each worker reads at the same time, or "auto".
         writes_itself: Whether the dataset writes its images into a batch without making samples.
         arrival: The running copy, or None if the dataset does not read arriving shards.
-        shard_of, sizes: The rows of the dataset's tables for the images of the subset; None if the
-            dataset has no such table.
+        shard_of, sizes: The dataset's tables with these names, with one row for each sample that
+            the fetcher can load; None if the dataset has no such table.
         shard_images: Number of images in each shard of the dataset.
         groups: Groups of shards that an `ArrivingShards` copies; None if it copies all shards.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
@@ -99,8 +99,8 @@ class Fetcher:
             base = base.dataset
         self._base = base
         self._rows = rows
-        # A user's subclass of Subset may change the samples in __getitem__ alone. The method that
-        # it inherits for whole batches would leave that change out, so it is not used.
+        # A user's subclass of Subset may override only __getitem__, to change the samples. The
+        # inherited __getitems__ would return them unchanged, so it is not used.
         read_batch = getattr(type(base), "__getitems__", None)
         self.reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         is_plain = (
@@ -126,7 +126,7 @@ class Fetcher:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def read_ahead(self, indices: list[int]) -> None:
-        """Begin to read the files of these samples, several at the same time, for `load`."""
+        """Begin to read the files that `load` will need for these samples, several at a time."""
         self._base.read_ahead(self._rows[indices].tolist(), self.streams)
 
     def drop_ahead(self) -> None:
@@ -159,7 +159,7 @@ class Fetcher:
         """Write a batch into memory that ``reserve`` returns.
 
         With ``skips_bad``, bad samples are left out and listed in the result. With ``note``, the
-        samples are read one after the other, and ``note`` is called with each index first.
+        samples are read one after the other, and ``note`` gets the index of each before it is read.
         """
         indices = list(indices)
         bad: list[tuple[int, str]] = []

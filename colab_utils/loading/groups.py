@@ -1,4 +1,4 @@
-"""Groups of shards: each host copies its groups alone, and all hosts together load every batch."""
+"""Groups of shards: each host copies only its own groups, and all hosts share each batch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ def deal_shards(sizes: Sequence[int], *, groups: int, seed: int) -> list[list[in
     The groups depend on the arguments alone, so that all hosts find the same ones.
 
     Args:
-        sizes: Images of each shard.
+        sizes: Number of images of each shard.
         groups: Number of groups.
         seed: Decides the order of shards of the same size.
 
     Returns:
-        The numbers of each group's shards, in the order of the copy: the smallest first.
+        The numbers of each group's shards, in the order in which they are copied: the smallest
+        first.
 
     Raises:
         ColabUtilsError: There are more groups than shards.
@@ -85,7 +86,7 @@ def choose_groups(groups: range, sizes: Sequence[int], *, seed: int) -> CopiedGr
     Args:
         groups: Numbers of the host's groups, such as ``range(host, 8, hosts)``. The stop of the
             range is the number of all groups. The step is the number of hosts.
-        sizes: Images of each shard.
+        sizes: Number of images of each shard.
         seed: See `deal_shards`.
 
     Raises:
@@ -136,8 +137,8 @@ class DealtImages:
         """Return the images of a batch that lie at place ``first``, and at every ``step``-th place
         after it.
 
-        Place p takes an image of group p modulo the number of groups. A place is empty where its
-        group has no image left for the batch.
+        The groups take turns: place p has an image of group ``p % groups``. If that group has no
+        more image in the batch, the place is empty.
         """
         taken = []
         counts: Counter[int] = Counter()

@@ -64,14 +64,15 @@ def make_loader(
     initialised and there is no ``sampler``, each process gets its share of each batch. A process
     whose share has no image gets None.
 
-    As with torch's ``DataLoader``, the loader checks the dataset and the processes each time a pass
-    begins (``for batch in loader``). If the dataset has not changed, the same workers continue. The
-    comparison covers the dataset's attributes and all objects in them, such as the dataset of a
-    ``Subset``, transforms, lists and arrays. If the dataset has changed or cannot be compared, new
-    workers start. A dataset cannot be compared if it holds an object that cannot be pickled (an
-    open file, a lambda), more than 256 MB of arrays, or more than 8 MB of other objects. The loader
-    does not notice a change of a global or of a class attribute. Call ``loader.close()`` after such
-    a change.
+    Each time a pass begins (``for batch in loader``), the loader checks whether the dataset or the
+    processes that train together have changed. So a change takes effect, as with torch's
+    ``DataLoader``. If the dataset has not changed, the same workers continue. The comparison covers
+    the dataset's attributes and all objects in them, such as the dataset of a ``Subset``,
+    transforms, lists and arrays. If the dataset has changed or cannot be compared, new workers
+    start. A dataset cannot be compared if it holds an object that cannot be pickled (an open file,
+    a lambda), more than 256 MB of arrays, or more than 8 MB of other objects. The loader does not
+    notice a change of a global or of a class attribute. Call ``loader.close()`` after such a
+    change.
 
     Args:
         dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
@@ -90,15 +91,16 @@ def make_loader(
             during loading. 1 reads one file after the other. Shards are always read one after the
             other. Default: "auto".
         deliver: "dense" returns ``(images, targets)`` as torchvision models take them. "packed"
-            returns a ``PackedBatch``, with the device work not yet done. Default: "dense".
+            returns a ``PackedBatch`` on the device, whose images are not converted and whose masks
+            are not expanded yet. Default: "dense".
         image_dtype: Type of dense images: float32 from 0 to 1, or uint8 as stored, in NHWC strides,
             for code that normalises images itself. Default: float32.
         shuffle: Draw a new order in each epoch. The order depends on seed and epoch, and not on the
             workers. Default: True.
-        sampler: Replaces the order by its own indices for each epoch, as in torch's ``DataLoader``;
-            for example a ``WeightedRandomSampler``. It must have a length. It draws from ``seed``
-            unless it has its own generator. Its indices are not divided among processes: with
-            ``range(len(dataset))``, each process gets all images. Default: None.
+        sampler: An object that chooses the indices of each epoch and their order, as in torch's
+            ``DataLoader``; for example a ``WeightedRandomSampler``. It must have a length. It draws
+            from ``seed`` unless it has its own generator. Its indices are not divided among
+            processes: with ``range(len(dataset))``, each process gets all images. Default: None.
         drop_last: Leave out the last batch of an epoch if it is not full. Default: False.
         groups: Number of groups to which the shards are dealt. Each batch takes
             ``batch_size / groups`` images from each group. The order then depends only on seed,
@@ -112,22 +114,22 @@ def make_loader(
         seed: Seed of the order, and of all random numbers in your dataset and its transforms. The
             samples are the same with any number of workers. Default: 0.
         prefetch: Batches that each worker prepares ahead. Default: 2.
-        transforms: Your own ``torchvision.transforms.v2``, applied on the device to dense batches
-            as ``(image, target)`` of tv_tensors. The transforms of your dataset run on the worker,
-            and must leave images uint8. On the CPU, a single ``v2.RandomHorizontalFlip`` is applied
-            by the worker. Default: None.
+        transforms: Your own ``torchvision.transforms.v2``. They run on the device, and get each
+            ``(image, target)`` of a dense batch as tv_tensors. The transforms of your dataset run
+            on the worker, and must leave images uint8. On the CPU, a single
+            ``v2.RandomHorizontalFlip`` is applied by the worker. Default: None.
         max_bad: Number of images that may fail to load, in all epochs together. Each is left out,
-            with a warning when it first fails. One more raises an error. Default: 0.
+            with a warning when it first fails. If more images fail, an error is raised. Default: 0.
         max_wait_s: Seconds to wait for a batch. A late batch moves to the end of the epoch, and the
             next one is delivered. The late batch is requested again from a new process, and
             ``late`` lists its samples. At the end of the epoch the loader waits this long once
             more. A sample that is still missing is left out if ``max_bad`` allows it, else it
-            raises an error. If more than ``2 * workers + 8`` batches are late at the same time, the
-            loader does not wait for the end of the epoch. The limit needs workers, and must be
-            longer than a batch takes. With several processes, each process moves its own late
-            batches. All processes deliver the same number of batches, but in one step they may
-            deliver shares of different batches. So each process has its own state. Default: None,
-            which waits without a limit.
+            raises an error. If more than ``2 * workers + 8`` batches are late at the same time,
+            this happens before the end of the epoch. The limit needs workers, and must be longer
+            than a batch takes. With several processes, each process moves its own late batches. All
+            processes deliver the same number of batches, but in one step they may deliver shares of
+            different batches. So each process has its own state. Default: None, which waits without
+            a limit.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
@@ -249,7 +251,9 @@ def _check_wait(max_wait_s: float | None, workers: int) -> None:
 
 
 def _find_flip(transforms: Any) -> float:
-    """Return the share of images that a single ``v2.RandomHorizontalFlip`` mirrors, else 0."""
+    """Return the share of images that the transforms mirror if they are a single
+    ``v2.RandomHorizontalFlip``; 0 for any other transforms.
+    """
     from torchvision.transforms import v2
 
     # A subclass may do anything, so it does not count.
@@ -266,8 +270,8 @@ class Loader:
     arguments of `make_loader` as attributes.
 
     Attributes:
-        rates: Images/s with each number of workers that was tried (``workers="auto"``), while a
-            step uses 0.9 of a core. Empty if there were no trials.
+        rates: Images/s with each number of workers that was tried (``workers="auto"``). During the
+            trials, an emulated step used 0.9 of a core. Empty if there were no trials.
         total: Number of images of the last batch, in all processes together.
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
@@ -306,7 +310,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch of the current pass, or of the next one between two passes."""
+        """Return the epoch of the current pass. Between two passes, return that of the next one."""
         return self._order.epoch
 
     def __len__(self) -> int:
@@ -347,15 +351,15 @@ class Loader:
                 self._end_epoch()
             if batch is not None or self._ranks.count > 1:
                 yield None if batch is None else self._deliver(batch)
-                # Another pass takes the results of this one. Without this check, this pass would
-                # wait for them for ever.
+                # Another pass that has begun takes the results of this one. Without this check,
+                # this pass would wait for them for ever.
                 if this_pass != self._passes:
                     raise ColabUtilsError(
                         "Two passes over one loader run at the same time. Make a loader for each."
                     )
 
     def _look_again(self) -> None:
-        """Update the order to changes of the dataset and of the processes that train together."""
+        """Adapt the order to changes of the dataset and of the processes that train together."""
         fetcher = self._fetcher
         fetcher.look_again()
         order = self._order
@@ -445,9 +449,10 @@ class Loader:
             yield number, own
 
     def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
-        """Return the windows of a new epoch, the same in all processes that train together.
+        """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
 
-        The list is empty if all shards have arrived in all processes.
+        All processes that train together get the same windows. The list is empty if all shards have
+        arrived in all processes.
 
         Raises:
             ColabUtilsError: The processes do not load the same images in the same order.
@@ -553,9 +558,9 @@ class Loader:
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
             epoch that began while shards arrived. ``earlier`` describes what the epoch delivered
-            before the batch size changed. ``left`` comes from states of older versions, which list
-            the remaining images instead. ``groups`` is 0 without groups. ``moved`` lists the late
-            batches that come at the end of the epoch (``max_wait_s``).
+            before the batch size changed. States of older versions have the list of the remaining
+            images, ``left``, instead of ``earlier``. ``groups`` is 0 without groups. ``moved``
+            lists the late batches that come at the end of the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -578,7 +583,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which a state was taken.
 
-        With another batch size, the epoch continues with the images that it had left.
+        If the loader has another batch size than the state, the epoch continues with the images
+        that were not delivered yet.
 
         Raises:
             ColabUtilsError: The state has another order (seed, shuffle, groups, number of images,

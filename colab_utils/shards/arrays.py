@@ -35,10 +35,10 @@ from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
 from colab_utils.shards.records import load_record
 
-# The length of the head and the checksum stand before the head.
+# Number of bytes before the head, which hold its length and the checksum.
 _START_BYTES = 16
 
-# The header of a table takes fewer bytes.
+# A number of bytes that is enough for the header that ``numpy.save`` writes before a table.
 _NPY_HEADER_BYTES = 256
 
 
@@ -96,7 +96,7 @@ _OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
 
 
 def make_tables(images: int, objects: int) -> dict[str, NDArray[Any]]:
-    """Return tables of zeros by name, with rows for each image or each object.
+    """Return tables of zeros by name, with one row for each image or for each object.
 
     Example:
         >>> make_tables(2, 5)["boxes"].shape
@@ -200,7 +200,7 @@ def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
 
 
 def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
-    """Return the head of an arrays file with this content, and the index's entry for its shard.
+    """Read the content of an arrays file; return its head, and its shard's entry for the index.
 
     Raises:
         KeyError, OverflowError, TypeError, ValueError: if the file is damaged.

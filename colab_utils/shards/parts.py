@@ -38,7 +38,7 @@ from colab_utils.shards.write import (
 )
 from colab_utils.streams import require_streams
 
-# How many missing shards a message lists.
+# A message lists at most this many missing shards.
 _NAMED = 100
 
 
@@ -55,7 +55,7 @@ def plan_jobs(
     """Plan the shards that `write_shards` would write, so that several machines can write them.
 
     Every machine must see the folders at the same paths, or at the same URLs that fsspec knows. A
-    job is a small tuple, two short texts and a number: send it to any machine, and call
+    job is a small tuple of two short texts and a number. Send it to any machine, and call
     `write_shard` there. A job that was killed can be run again. A job that is run twice does no
     harm. When all jobs are done, `finish` writes the index. Until then, the plan lies in the folder
     of the shards, where a second call of `plan_jobs` finds it.
@@ -93,7 +93,8 @@ def plan_jobs(
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
-    # A plan from another path or version is made again. One with other settings is refused below.
+    # If the plan has another image folder or is of another version, a new one is made. If shards
+    # with other settings are there, the calls below raise an error.
     if plan is not None and not _has_settings(plan, images, recipe):
         plan = None
     if plan is not None and plan.source.json == stamp_annotations(annotations):
@@ -127,12 +128,13 @@ def write_part(
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        part: the number of the part, from 1, and how many parts there are. Number 0 is the last
-            part, too.
+        part: the number of the part, and how many parts there are. The parts are counted from 1.
+            Number 0 means the last part, so that you may also count from 0.
         workers: number of processes; "auto" is one for each core.
         streams: number of files that each process reads at the same time; "auto" measures how many
             Drive can serve.
-        max_bad: the share of all images, and of all objects, that may be bad in this part.
+        max_bad: how many images of this part may be bad, as a share of all images of the dataset.
+            The same share of all objects may be bad.
         **settings: the other arguments of `plan_jobs`.
 
     Raises:
@@ -191,7 +193,7 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
 
 
 def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
-    """Return whether a plan has these images and settings, and this version made it."""
+    """Return whether a plan has this image folder and these settings, and is of this version."""
     return (
         plan.recipe.items() >= recipe.items()
         and plan.image_folder == str(images.absolute())
@@ -200,7 +202,7 @@ def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
 
 
 def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: ShardSource) -> JobPlan:
-    """Return the plan of a finished folder, which has no jobs."""
+    """Return a plan without jobs, for a folder that is finished."""
     return JobPlan(
         shards=str(folder.absolute()),
         image_folder=str(images.absolute()),

@@ -21,8 +21,8 @@ _TIMES = "times as fast"
 def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
     """Draw how many times as fast each machine trains with its best way of loading.
 
-    Each bar also says how long the step waits before and after. The machine that gains most comes
-    first.
+    Each bar also says for which share of the time the step waits, with the first and with the best
+    way of loading. The machine that gains most comes first.
 
     Args:
         receipts: ``comparison.json`` files of many machines.
@@ -55,7 +55,7 @@ def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
 
 
 def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Return `summarise_receipt` of each ``comparison.json``, with the receipt's name.
+    """Return the line that `summarise_receipt` makes of each file, with the receipt's name.
 
     The name is that of the file, or of its folder if the file is named ``comparison.json``.
 
@@ -80,7 +80,8 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 
 def summarise_receipt(comparison: "Comparison | Content") -> dict[str, Any]:
-    """Return one receipt's line of the class sheet: the machine, and its first and best strategy.
+    """Return the line of one receipt in a table of many machines: the machine, and what its first
+    and its best strategy reached.
 
     Raises:
         ColabUtilsError: No strategy was timed.

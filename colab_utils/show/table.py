@@ -10,7 +10,8 @@ from markupsafe import Markup
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import render
 
-# These texts count as numbers: 7.97e-05, +7%, 4.2 s, and what stands for a missing number.
+# These texts count as numbers: 7.97e-05, +7%, 4.2 s, and the texts of a missing number (– and "not
+# tried").
 _NUMBER = r"–|not tried|[-+]?[\d.,]+(e[-+]\d+)?( ?[^\d\s]{1,8})?"
 
 

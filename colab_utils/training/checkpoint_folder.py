@@ -42,9 +42,10 @@ Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 _PREFIXES = {"newest": "checkpoint", "best": "best"}
 _OTHERS_KEPT = {"newest": 1, "best": 0}
-# The file holds random bytes. A folder that is deleted and made anew gets other bytes.
+# The name of a file in the run's folder, which holds random bytes. If the folder is deleted and
+# made anew, it gets other bytes.
 _IDENTITY_NAME = "run-id"
-# A disk that is full, a quota that is used up, and a disk that became read-only.
+# Error numbers of a full disk, a used-up quota, and a disk that became read-only.
 _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -58,14 +59,15 @@ class CheckpointFolder:
     """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so
     on, and the best one.
 
-    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each
-    file ends with a checksum, which is the comment of the zip that ``torch.save`` writes. A file
-    that was changed later is never trained on.
+    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``).
+    ``torch.save`` writes each file as a zip. A checksum is added at its end, as the zip's comment,
+    so that a file that was changed later is not loaded.
 
     While Drive or a server does not answer, or is full, checkpoints wait on this machine's disk, in
     ``waiting``. The next checkpoint that reaches ``run`` replaces them. ``run/run-id`` holds random
-    bytes, so that another run at the same place does not take them for its own. A process that
-    writes checkpoints must hold the folder: see `hold_folder`.
+    bytes that identify the run. A later run at the same place has other bytes, so it does not use
+    the waiting checkpoints of this run. A process that writes checkpoints must hold the folder: see
+    `hold_folder`.
 
     Args:
         run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``.
@@ -109,8 +111,8 @@ class CheckpointFolder:
         return next(reversed(_list_files(self.waiting, "newest")), None)
 
     def prepare(self, *, anew: bool) -> None:
-        """Make the folder and give it an identity. ``anew`` moves older checkpoints to a free
-        folder in it: ``previous-1``, ``previous-2`` and so on.
+        """Make the folder and give it an identity. With ``anew``, move older checkpoints to a new
+        folder in it: ``previous-1``, or ``previous-2`` if that exists already, and so on.
 
         Raises:
             ColabUtilsError: The folder cannot be made or written to.
@@ -139,14 +141,15 @@ class CheckpointFolder:
         """Write one checkpoint, then remove those that it replaces, and return its path.
 
         If Drive does not answer, the checkpoint waits on this machine, and a warning says so.
-        `send_waiting` sends it later, unless Drive takes a newer one before.
+        `send_waiting` sends it later, unless a newer checkpoint has reached Drive by then.
 
         Args:
             state: What is saved.
             step: Steps that are done.
-            which: ``"newest"`` keeps the one before, too; ``"best"`` keeps this one alone.
-            is_last: Whether the run ends with it. The warning then does not say that training
-                goes on.
+            which: ``"newest"`` also keeps the checkpoint before this one; ``"best"`` keeps only
+                this one.
+            is_last: Whether this is the last checkpoint of the run. If so, the warning does not say
+                that training goes on.
 
         Raises:
             ColabUtilsError: This machine's disk is full, or the folder cannot be written. Older
@@ -215,14 +218,14 @@ class CheckpointFolder:
     def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
         """Read the newest or the best complete checkpoint to the CPU.
 
-        A torn file is one that is cut short or fails its checksum, with the same wrong bytes when
-        it is read again. It is skipped with a warning.
+        A file is torn if it is cut short or fails its checksum, and a second read gives the same
+        bytes. A torn file is skipped with a warning.
 
         Args:
             which: ``"newest"`` or ``"best"``.
-            repair: Rename torn files to end in ``.torn-1`` and so on, and send a checkpoint that
-                waits on this machine to Drive. By default no file is changed, because another
-                process may be training in the folder.
+            repair: Rename torn files, so that their names end in ``.torn-1`` and so on. If the
+                checkpoint waits on this machine, send it to Drive. By default no file is changed,
+                because another process may be training in the folder.
 
         Returns:
             The state, with the ``path`` of its file; None if there is no checkpoint.
@@ -230,7 +233,7 @@ class CheckpointFolder:
         Raises:
             ColabUtilsError: The disk does not answer; the file cannot be loaded, is of another
                 version, or was changed by another program; or all checkpoints of the run are torn.
-                No file is changed then.
+                In these cases no file is changed.
         """
         torn: list[Place] = []
         for path in reversed(Retries().run(lambda: self._list(which))):
@@ -242,7 +245,8 @@ class CheckpointFolder:
             state = load_content(path, content)
             _set_aside(torn, repair=repair)
             if repair and path.parent == self.waiting:
-                # A user who deleted the checkpoints of the run, but not its folder, expects none.
+                # A user who deleted the run's checkpoints, but not its folder, does not expect that
+                # one still waits here.
                 text = (
                     f"{path.name} waited in {self.waiting} of this machine, and is sent now. "
                     "If you deleted its run, pass resume='never' to begin anew"
@@ -309,7 +313,7 @@ class CheckpointFolder:
 @contextmanager
 def _guard_disk() -> Iterator[None]:
     """Raise `FullDiskError` if the block finds no room to write, and `ServerLostError` if a server
-    refuses it. A server may take the next try, with renewed credentials.
+    refuses a write. With renewed credentials, the server may accept the next try.
     """
     try:
         yield
@@ -350,8 +354,8 @@ def _set_aside(torn: Iterable[Place], *, repair: bool) -> None:
 
 
 def _list_files(folder: Place, which: Which) -> list[Place]:
-    """Return the checkpoints in a folder, sorted by step. If Drive is lost, raise an error: it must
-    not look like an empty folder.
+    """Return the checkpoints in a folder, sorted by step. If Drive is lost, raise an error: a lost
+    Drive must not look like an empty folder.
     """
     try:
         names = [*folder.list_sizes()] if isinstance(folder, UrlPath) else os.listdir(folder)
@@ -369,7 +373,7 @@ def _find_free_name(folder: Place, prefix: str) -> Place:
 
 
 def _move(path: Place, target: Place) -> None:
-    """Move a checkpoint. One that waits on this machine may have to move to a server."""
+    """Move a checkpoint, also from this machine to a server."""
     if isinstance(path, UrlPath) and isinstance(target, UrlPath):
         path.replace(target)
     elif isinstance(path, Path) and isinstance(target, Path):
