@@ -3,7 +3,9 @@
 from errno import EMFILE, ENFILE, ENOMEM, errorcode
 
 SHORTAGES = (EMFILE, ENFILE, ENOMEM)
-"""Error numbers for too little memory or too many open files. They say nothing about the file."""
+"""Error numbers for too little memory or too many open files. A file that fails by one of them may
+be sound.
+"""
 
 _CURES = {
     "EMFILE": "Raise the limit of open files (`ulimit -n 4096`, before Python starts), or use "

@@ -1,8 +1,8 @@
 """Places where data lies: folders, and URLs that fsspec knows, such as buckets and web servers.
 
 fsspec reads and writes the files at URLs, and finds your credentials; its documentation says how to
-set them. This module adds errors that say what to do, and files that appear only when they are
-complete.
+set them. This module adds errors that say what to do. It writes each file so that it appears only
+when it is complete.
 """
 
 import errno
@@ -276,7 +276,8 @@ class UrlPath:
         if "md5Hash" in info:
             # Google gives the MD5 under another name, and in base64.
             tag = b64decode(info["md5Hash"]).hex()
-        # A store that encrypts has other tags, and so has a file that was sent in other parts.
+        # If the store encrypts, or if the file was sent in parts of another size, its tag says
+        # nothing about the content. The file is then read.
         return tag == _make_tag(content, "-" in tag) or self.read_bytes() == content
 
     def replace(self, target: "UrlPath") -> None:
@@ -370,7 +371,8 @@ def _make_tag(content: bytes, is_in_parts: bool) -> str:
 def _open_system(server: str, process: int) -> Any:
     """Open fsspec's file system of a server.
 
-    The number of the process is a key of the cache: a forked process cannot use its parent's.
+    The number of the process is a key of the cache, because a forked process cannot use the file
+    system that its parent opened.
     """
     from fsspec.core import url_to_fs
 
@@ -607,8 +609,8 @@ class UrlFile(io.RawIOBase):
     def readinto(self, buffer: Any, offset: int | None = None) -> int:
         """Fill a writable buffer with bytes of the file, and return the number of bytes read.
 
-        Reading begins at ``offset``. By default it begins where the last such call ended. Only at
-        the end of the file is the number smaller than the buffer.
+        Reading begins at ``offset``, or by default at the byte that `tell` returns. The number is
+        smaller than the buffer only at the end of the file.
         """
         view = memoryview(buffer).cast("B")
         start = self._place if offset is None else offset

@@ -89,7 +89,7 @@ class BuiltinDataset:
     n: int
     """Number of images."""
     objects: int
-    """Number of annotations, with crowd regions."""
+    """Number of annotations, crowd regions included."""
     bytes: int
     """Size of all image files together."""
 
@@ -178,7 +178,7 @@ def make_dataset(
 
 
 def _check_recipe(recipe: dict[str, Any]) -> None:
-    """Raise an error that lists the allowed values if a value is out of range."""
+    """Raise an error if a value is out of range. The error lists the allowed values."""
     fewest, most_objects = recipe["objects"]
     sides = (recipe["width"], recipe["height"])
     is_allowed = (
@@ -306,7 +306,7 @@ class _Scene:
     ) -> _Circle | None:
         """Return a free circle near ``middle``, or None if no place is free.
 
-        Each further place that is tried has a slightly smaller radius.
+        At each further place that is tried, the radius is a little smaller.
         """
         radius = min(radius, 0.4 * min(self.width, self.height))
         taken = np.array(self.circles).reshape(-1, 3)
@@ -335,7 +335,7 @@ class _Scene:
         return hue % 1, self.rng.uniform(0.5, 0.8), self.rng.uniform(0.75, 1.0)
 
     def _draw_shape(self, name: str, circle: _Circle, colour: _Colour) -> _Points:
-        """Draw a shape with a darker edge on exactly the pixels of its mask. Return its corners."""
+        """Draw a shape on exactly the pixels of its mask, its edge darker. Return its corners."""
         self.circles.append(circle)
         x, y, radius = circle
         angle = self.rng.uniform(0, 2 * math.pi)
@@ -375,7 +375,7 @@ def _turn_shape(corners: _Points, angle: float, x: float, y: float, radius: floa
 
 
 def _to_segmentation(polygon: _Points) -> list[list[float]]:
-    """Return a polygon in the form of COCO: a list of x, y, x, y, ... for its only part."""
+    """Return a polygon as COCO has it: a list of parts. The only part here is x, y, x, y, ..."""
     return [[coordinate for corner in polygon for coordinate in corner]]
 
 
@@ -399,8 +399,9 @@ def _draw_mask(polygons: list[list[float]], width: int, height: int) -> NDArray[
 
 
 def _to_runs(mask: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return a mask as uncompressed RLE: the lengths of runs outside and inside, by columns.
+    """Return a mask as uncompressed RLE: the lengths of its runs, column by column.
 
+    The runs lie outside and inside the mask in turn.
     The first pixel must lie outside the mask.
     """
     pixels = mask.ravel(order="F")

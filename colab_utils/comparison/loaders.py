@@ -1,4 +1,4 @@
-"""The datasets and prefetchers of the strategies, and `deliver`, which moves their batches."""
+"""The datasets and prefetchers of the strategies. `deliver` moves their batches to the device."""
 
 import io
 from collections import deque
@@ -44,7 +44,7 @@ class Setting:
 
 
 class PillowFolder(CocoFolder):
-    """A dataset of loose files that loads as torchvision's references do.
+    """A dataset of loose files that loads as torchvision's reference scripts do.
 
     Pillow decodes the images. The masks are drawn from polygons for each sample.
     """
@@ -58,7 +58,7 @@ class PillowFolder(CocoFolder):
 
 
 class Items(Dataset[Sample]):
-    """A dataset that makes each sample by a call of ``load`` with an item."""
+    """A dataset whose sample at ``index`` is ``load(items[index])``."""
 
     def __init__(self, items: Sequence[Any], load: Callable[[Any], Sample]) -> None:
         self._items = items
@@ -72,7 +72,7 @@ class Items(Dataset[Sample]):
 
 
 def collate(samples: Iterable[Sample]) -> tuple[Any, ...]:
-    """Return ``(images, targets)``, as torchvision's references do."""
+    """Return ``(images, targets)``, as torchvision's reference scripts do."""
     return tuple(zip(*samples, strict=True))
 
 
@@ -82,9 +82,9 @@ class EpochLoader:
     Args:
         setting: the data and the batch size.
         dataset: a dataset of samples.
-        prefetcher: loads the batches, such as torch's ``DataLoader``. It is called with the
-            dataset, a ``batch_sampler`` and the options. Each pass over its result yields an epoch
-            of ``(images, targets)``.
+        prefetcher: the class that loads the batches, such as torch's ``DataLoader``. It is called
+            with the dataset, a ``batch_sampler`` and the options. Each pass over the object that it
+            returns is one epoch of ``(images, targets)``.
         **options: other arguments of the prefetcher.
     """
 
@@ -132,7 +132,7 @@ def _move(target: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 class ThreadLoading:
-    """A prefetcher whose one thread loads ``ahead`` batches ahead."""
+    """A prefetcher with one thread, which loads up to ``ahead`` batches before you ask for them."""
 
     def __init__(self, dataset: Any, batch_sampler: Iterable[list[int]], *, ahead: int) -> None:
         self._dataset = dataset

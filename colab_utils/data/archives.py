@@ -41,7 +41,8 @@ _DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMET
 # Korea, Taiwan, Russia and the West. cp437, the default of zip, is tried before them.
 _CODE_PAGES = ("utf-8", "gb18030", "cp932", "cp949", "cp950", "cp866", "cp1251", "cp1252", "cp850")
 _IS_UTF8 = 0x800
-# Number of names that a message lists, and of names that are compared with those in the zip.
+# A message lists at most so many names. To find the folder of the images, so many of their names
+# are looked for in the zip.
 _NAMED = 9
 
 
@@ -58,9 +59,9 @@ def is_archive(source: str) -> bool:
 def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
     """Unpack a COCO export: its annotations, and the images that they name.
 
-    Files that were unpacked before are kept. A download that breaks off is continued after growing
-    waits, and if necessary by the next call. The next call also continues unpacking. Every file is
-    compared with its checksum in the zip.
+    Files that were unpacked before are kept. A download that breaks off goes on after a wait, and
+    each wait is longer than the last one. If it fails in the end, the next call goes on with it.
+    The next call also goes on with unpacking. Every file is compared with its checksum in the zip.
 
     Args:
         source: the path of a zip, or its URL.
@@ -140,7 +141,8 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
 def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipInfo]:
     """Return the files in a zip by name, in the encoding that fits best.
 
-    This is the encoding in which the zip has most of the base names ``bases``.
+    ``bases`` are the base names that are looked for. In the best encoding, more of them are found
+    in the zip than in any other.
     """
     listings = [_list_members(archive, source)]
     if all(map(str.isascii, listings[0])):
@@ -175,7 +177,7 @@ def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: s
 def _find_folder(names: list[str], members: dict[str, ZipInfo]) -> str:
     """Return the folder below which the images lie.
 
-    It is empty, for the whole zip, if their names are paths of another machine.
+    If their names are paths of another machine, return "", which stands for the whole zip.
     `CocoDataset.find_image` finds such images by their base names.
     """
     for name in names[:_NAMED]:
@@ -282,7 +284,7 @@ def _receive(url: str, file: BinaryIO, bar: Any) -> None:
             raise ColabUtilsError(
                 f"The zip at {url} cannot be read: {error}. Check IMAGES and the network."
             ) from error
-        # The server has no bytes after those that the file has, so the file is complete.
+        # The server has no more bytes than the file, so the file is complete.
         if (
             isinstance(error, HTTPError)
             and error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE

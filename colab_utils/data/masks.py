@@ -79,7 +79,8 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
         >>> encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8)
         {'size': [6, 8], 'counts': b'724000g0'}
     """
-    # Integers of numpy would overflow in the product, and arrays would compare element by element.
+    # With integers of numpy, the product below could overflow. With arrays, a comparison would give
+    # an array and not a bool.
     height = int(height)
     width = int(width)
     if height < 1 or width < 1 or height * width > MOST_PIXELS:
@@ -150,7 +151,9 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
 
 
 def _join_runs(runs: list[int]) -> list[int]:
-    """Join the two runs around each run of length 0, with which pycocotools' ``toBbox`` is wrong.
+    """Join the two runs around each run of length 0.
+
+    If a run has length 0, pycocotools' ``toBbox`` returns a wrong box.
 
     Example:
         >>> _join_runs([5, 0, 3, 4])
@@ -210,7 +213,7 @@ def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
 
 
 def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
-    """Pack N masks of one image from arrays [height, width], which are 0 beside the object.
+    """Pack N masks of one image from arrays [height, width], which are 0 outside the object.
 
     Example:
         >>> pack_pixels([np.array([[0, 0, 1], [0, 1, 1]])]).crops.tolist()

@@ -20,9 +20,9 @@ class Change:
     ratio: float
     """Images per second, divided by those of the earlier run."""
     noise: float
-    """How far the ratio may be from 1 if the runs are equal: two standard errors."""
+    """How far the ratio may be from 1 if the runs are equally fast: two standard errors."""
     fails: bool
-    """Whether the ratio is below the lowest one that was allowed."""
+    """Whether the ratio is below ``fail_below``."""
     sentence: str
 
     def __str__(self) -> str:

@@ -41,9 +41,9 @@ def read_ending(pid: int) -> str:
         >>> read_ending(os.getpid())
         ''
     """
-    # The answer may be taken already, or the process may have another parent.
+    # The exit status may have been collected already, or the process may have another parent.
     with suppress(ChildProcessError):
-        # WNOWAIT leaves the answer for the loader. psutil would take it away.
+        # WNOWAIT leaves the exit status for the loader. psutil would take it away.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return ""
@@ -66,8 +66,9 @@ def measure_use(folder: str) -> tuple[float, int]:
 def measure_memory_part(pid: int) -> int:
     """Return the bytes of a process that belong to no file; 0 if Linux does not say.
 
-    A page that several processes share counts for each of them in part. A process copies the page
-    when it writes to it, or only looks at a Python object in it, and then counts all of it.
+    If several processes share a page, each of them counts only its part of the page. A process that
+    writes to the page gets a copy, and counts the whole copy. Even to look at a Python object is to
+    write, because its reference count changes.
     """
     part = re.search(r"^Pss_Anon: +(\d+) kB", _read(f"/proc/{pid}/smaps_rollup"), re.M)
     return 1024 * int(part[1]) if part else 0
@@ -110,11 +111,15 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
 
 
 def find_wait(pid: int, task: int) -> str:
-    """Return what a thread waits for: "read" (a file), "lock" (which processes share), "sleep",
-    "process" (another process, or the network) or "thread" (another thread of its process, or a
-    lock which only these threads share); "" while it runs.
+    """Return what a thread waits for, in one word; "" while it runs.
 
-    If the thread waits for other threads of its process, return what those wait for.
+    - "read": a file
+    - "lock": a lock that processes share
+    - "sleep": the end of a sleep
+    - "process": another process, or the network
+    - "thread": another thread of its process, or a lock that only these threads share
+
+    If the word would be "thread", return what the other threads of the process wait for.
     """
     kind = classify_call(*read_call(pid, task))
     if kind != "thread":

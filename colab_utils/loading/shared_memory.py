@@ -2,7 +2,7 @@
 
 The hand-off of torch's ``DataLoader`` is slow, because it makes new shared memory for each tensor.
 A buffer of this module is made once, before the workers fork, and grows if a batch needs more. The
-memory is anonymous, because /dev/shm may be small or full.
+memory does not lie in /dev/shm, which may be small or full.
 """
 
 import mmap
@@ -63,7 +63,7 @@ class SharedBuffer:
 
 
 class SharedBufferPool:
-    """The buffers of one loader. Each is free, lent to a worker, or held by a batch."""
+    """The buffers of one loader. Each is free, lent to a worker, or held by the training loop."""
 
     def __init__(self, count: int, held: int) -> None:
         """Make ``count`` buffers for the workers, and ``held`` more for the training loop."""
@@ -83,10 +83,10 @@ class SharedBufferPool:
         self._free.append(number)
 
     def hold(self, number: int, size: int) -> Tensor:
-        """Return a buffer's content, uint8 [size], and free the buffer when no tensor uses it.
+        """Return a buffer's content, uint8 [size]. Once no tensor uses it, the buffer is free.
 
-        If the training loop already holds as many buffers as it may, it gets a copy. The workers
-        therefore never run out of buffers.
+        If the training loop already holds its ``held`` buffers, it gets a copy, and the buffer is
+        free at once. The workers therefore never run out of buffers.
         """
         content = self.buffers[number].view(size)
         if len(self._held) >= self._most_held:

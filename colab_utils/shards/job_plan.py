@@ -1,8 +1,8 @@
 """The plan of shards that several machines write.
 
 ``plan.json`` holds what all shards have in common. The folder ``plan-KEY`` beside it holds the
-annotations of each shard, the arrays of shards without a usable image, and the files that stop a
-run. When the index is written, the plan and its folder are removed.
+annotations of each shard, the arrays of shards in which no image can be used, and the files that
+stop a run. When the index is written, the plan and its folder are removed.
 """
 
 import io
@@ -46,8 +46,8 @@ class ShardJob(NamedTuple):
     """The folder of the shards."""
     number: int
     run: str
-    """Key of the plan, then a text that differs in each run and each try. With it no two calls are
-    equal, so an engine that caches results runs every job.
+    """Key of the plan, then a text that is new in each run and each try. An engine that caches the
+    results of calls therefore never takes a new job for an old one.
     """
 
     @property
@@ -72,7 +72,7 @@ class JobPlan:
     """How images are stored; see `ShardIndex`."""
     categories: list[dict[str, Any]]
     images: int
-    """Images of the whole dataset. ``annotations`` and ``crowds`` are of the whole dataset, too."""
+    """Images in the whole dataset. ``annotations`` and ``crowds`` count all of it, too."""
     annotations: int
     crowds: int
     version: str
@@ -117,7 +117,7 @@ class RunStop(Event):
         """Return whether the run was stopped. The file is looked for once a second at most."""
         if monotonic() >= self._next_look_s:
             self._next_look_s = monotonic() + _LOOK_S
-            # If the server fails, the job meets the error in its own reads and writes.
+            # Errors of the server are ignored here. The job meets them when it reads or writes.
             with suppress(ColabUtilsError):
                 if self._file.exists():
                     self.set()
@@ -144,7 +144,7 @@ def make_plan(
 
 
 def describe_source(dataset: SpooledCoco) -> ShardSource:
-    """Return notes on the JSON that was read, by which it is recognised later."""
+    """Return facts about the JSON that was read. By these facts it is recognised later."""
     fingerprint = dataset.images.fingerprint
     return ShardSource(fingerprint, dataset.stamp, dataset.annotations, dataset.crowds)
 

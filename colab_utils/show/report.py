@@ -55,8 +55,9 @@ def write_receipt(
     Args:
         comparison: Result of `compare`.
         folder: Folder for ``index.html`` and ``comparison.json``. It is made if it does not exist.
-        questions: A learner's answers from `collect_answers`. ``comparison.json`` carries them to
-            the class sheet, and the page does not show them. Default: None.
+        questions: A learner's answers from `collect_answers`. They are saved in
+            ``comparison.json``, where the class sheet finds them. The page does not show them.
+            Default: None.
 
     Returns:
         Path of the page.
@@ -187,7 +188,7 @@ def _index_ids(dataset: CocoDataset) -> dict[int, int]:
 
 
 def _list_worst(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
-    """Return the worst images of a report that the dataset has, with their faults as headings."""
+    """Return a report's worst images, if the dataset has them. Headings name their faults."""
     places = _index_ids(dataset)
     panels = []
     for number, kinds in report.worst.items():

@@ -37,14 +37,15 @@ class OpenData:
         return hash_bytes(self.dataset.image_ids[self.rows].tobytes())
 
     def match_state(self, state: dict[str, Any], order: str | None) -> dict[str, Any]:
-        """Return a loader's state from a checkpoint, made to fit the images of this session.
+        """Fit a loader's state from a checkpoint to the images of this session, and return it.
 
-        The epoch begins anew, with a warning, if the images differ: more of them turned out bad,
-        they lie in another order, or shards that were trained on are gone.
+        If the images differ, the epoch begins anew, with a warning. They differ if another number
+        of loose files can be used, if they lie in another order, or if the run read shards that
+        are gone.
 
         Args:
             state: The state of the loader.
-            order: The ``order`` of the images in the checkpoint; None in those of older versions.
+            order: The ``order`` that the checkpoint holds; None if an older version wrote it.
         """
         has_shards = isinstance(self.dataset, ShardDataset)
         difference = ""
@@ -64,14 +65,14 @@ class OpenData:
         return {**state, **anew}
 
     def describe(self) -> dict[str, Any]:
-        """Return facts that must be the same in all processes, so that they share batches."""
+        """Return facts that all processes must agree on, because they share the batches."""
         order = hash_bytes(self.dataset.image_ids.tobytes(), self.dataset.sizes.tobytes())
         facts: dict[str, Any] = {
             "dataset": self.dataset.fingerprint,
             "number of images": len(self.dataset),
             "number of images with objects": len(self.rows),
-            # Two copies may have equally many images, but not the same ones. Sizes decide which
-            # images share a batch.
+            # Two copies of a dataset may have the same number of images, but not the same images.
+            # The sizes are in the checksum, because they decide which images share a batch.
             "order of the images": order,
             "validation dataset": None,
             "number of validation images": None,
@@ -90,13 +91,13 @@ class DataSource:
     images: str | Place | None = None
     annotations: str | Place | None = None
     drive: str | Place | None = None
-    """Folder for the shards of loose files, on Drive."""
+    """Folder on Drive for the shards that are made of the loose files."""
     ssd: str | Path | None = None
     """Folder for the shards, on this machine's disk."""
     limit_gb: float | None = None
 
     def check(self) -> None:
-        """Refuse a source that names no data, or both kinds."""
+        """Refuse a source that names no data, or both shards and loose files."""
         others = (self.images, self.annotations, self.drive)
         if self.shards is not None:
             is_sound = others == (None, None, None)

@@ -80,8 +80,8 @@ def evaluate(
     depend on ``batch_size``, except for rounding.
 
     Args:
-        model: A Mask R-CNN, or another model with the same outputs, which then gets one image at a
-            time. Afterwards it is in training or evaluation mode as before.
+        model: A Mask R-CNN, or another model with the same outputs. Another model gets one image at
+            a time. Afterwards, the model is in the same mode (training or evaluation) as before.
         dataset: The images. Its ``category_ids`` map the model's labels to COCO category ids.
         device: Where the model runs. Default: the CPU.
         batch_size: The most images in a batch. Default: 8.
@@ -227,7 +227,8 @@ def _decode_ahead(
             yield batch, [*images]
 
 
-# The process that draws masks keeps these two: pycocotools' COCO of the dataset, and its results.
+# The process that draws masks keeps these two: the dataset as a ``COCO`` of pycocotools, and the
+# detections of the model so far.
 _truth: list[Any] = []
 
 _results: list[dict[str, Any]] = []

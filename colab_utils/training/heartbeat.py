@@ -1,4 +1,4 @@
-"""The heartbeat of processes that train together. It shows the others that a process is lost."""
+"""The heartbeat of processes that train together. By it, each process notices which are lost."""
 
 import math
 import os
@@ -14,8 +14,9 @@ from torch import distributed
 
 from colab_utils.loading.ranks import Ranks
 
-# Seconds between two beats, and seconds without a beat after which a process is lost. Training then
-# ends within a minute after the last beat: the rest of it is for the last checkpoint.
+# Seconds between two beats, and seconds without a beat after which a process counts as lost.
+# Training then ends within a minute after the last beat. What is left of that minute is the time to
+# save the last checkpoint.
 _BEAT_S = 5.0
 _SILENCE_S = 40.0
 # A process writes this in place of a beat when its training has ended.
@@ -26,15 +27,16 @@ _FAREWELL = "ended"
 def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator["Heartbeat"]:
     """Call ``on_silence`` in a thread if a process sends no beat for 40 seconds.
 
-    A cut cable closes no connection. Without a heartbeat, all processes would wait for the next
-    gradients until torch's timeout of half an hour. Each process writes its beats into the store of
-    ``torchrun``, and reads those of the others. A thread writes them, so that a process beats while
-    it copies shards or evaluates, too. A process that leaves without an error is not lost.
+    If a cable is cut, connections seem open. Without a heartbeat, all processes would wait for the
+    next gradients until torch's timeout of half an hour. Each process writes its beats into the
+    store of ``torchrun``, and reads those of the others. A thread writes them, so that a process
+    beats even while it copies shards or evaluates. A process that leaves without an error is not
+    lost.
 
     Args:
         ranks: The processes that train together.
-        on_silence: Called with a sentence that names the lost processes and their machines. The
-            heartbeat that is returned takes another one later.
+        on_silence: Called with a sentence that names the lost processes and their machines. To
+            replace it later, set ``on_silence`` of the heartbeat that the block gets.
     """
     store = _open_store(ranks)
     heartbeat = Heartbeat(ranks, store, on_silence)
@@ -68,7 +70,7 @@ def _open_store(ranks: Ranks) -> distributed.TCPStore | None:
     """
     store = None
     if ranks.count > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        # The process group has a client, but it may be waiting for something else.
+        # The process group's own client cannot be used: it may be waiting for something else.
         with suppress(RuntimeError, ValueError):
             store = distributed.TCPStore(
                 os.environ["MASTER_ADDR"],
@@ -84,7 +86,7 @@ class Heartbeat:
 
     Attributes:
         on_silence: Called with a sentence that names the lost processes and their machines.
-        stopped: Set when training is over.
+        stopped: Set when training is over, or when a process is lost.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Heartbeat:
         self._hosts = ranks.gather(socket.gethostname())
 
     def beat(self) -> None:
-        """Write this process's beats and read the others', until training is over."""
+        """Write the beats of this process and read those of all, until training is over."""
         last = [b""] * self._ranks.count
         number = 0
         while not self.stopped.wait(_BEAT_S):

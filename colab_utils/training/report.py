@@ -31,8 +31,8 @@ def average_losses(losses: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of the log: what happened since the line before. Rates are by the wall clock, which
-    includes evaluation, logs and checkpoints.
+    """A line of the log: what happened since the line before. The time of its rates is that of the
+    wall clock, so it includes evaluation, logs and checkpoints.
     """
 
     step: int
@@ -40,7 +40,7 @@ class LogLine:
     steps: int
     """Steps of the run."""
     loss: float
-    """Mean total loss of the steps since the line before, without losses that are not finite."""
+    """Mean total loss of the steps since the line before. Only finite losses count."""
     learning_rate: float
     """Learning rate of the last step."""
     images_per_second: float
@@ -75,7 +75,7 @@ class TrainReport:
     checkpoints. 0 if no step was left to do.
     """
     wait_share: float
-    """Share of the same wall clock in which the device waited for a batch, 0 to 1."""
+    """Share of the time of ``images_per_second`` in which the device waited for a batch, 0 to 1."""
     checkpoint: str
     """Path of the newest checkpoint."""
     ap: AveragePrecision | None

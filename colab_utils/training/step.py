@@ -1,6 +1,7 @@
 """One training step: forward, backward and optimiser, in one process or in several.
 
-It fits the precision and the memory of the device.
+The step chooses a precision that suits the device. A batch that does not fit into the GPU's memory
+is cut into parts.
 """
 
 import gc
@@ -24,12 +25,13 @@ from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.schedule import make_optimizer
 
 Images = PackedBatch | list[Tensor] | None
-"""A packed batch, or images as torchvision takes them. None if a process has none of a batch."""
+"""A packed batch, or images as torchvision takes them. None if this process has no image of it."""
 Targets = list[dict[str, Tensor]] | None
 """Targets as torchvision takes them. None with a packed batch, which has its own targets."""
 MOST_PARTS = 8
 """The most parts that a batch is cut into. It is halved at most three times."""
-# Gradients usually have a far smaller norm. This limits only the first steps from random weights.
+# Gradients are clipped to this norm. Theirs is usually far smaller, except in the first steps from
+# random weights.
 _MAX_GRADIENT_NORM = 10.0
 # What torch, cuBLAS and cuDNN say when memory runs out.
 _OUT_OF_MEMORY = re.compile(
@@ -57,8 +59,9 @@ class TrainingStep:
             process alone.
 
     Raises:
-        ColabUtilsError: The model does not fit into the GPU's memory. A call raises it, too, if
-            one image, or an eighth of a batch, does not fit.
+        ColabUtilsError: The model does not fit into the GPU's memory. A call raises it, too, if a
+            batch does not fit in parts of one image, or in eight parts. With several processes, a
+            call raises it at once, because ``parts`` stays the same there.
 
     Example:
         >>> from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
@@ -109,8 +112,8 @@ class TrainingStep:
         self._memory_error = ""
         network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
-            # Statistics of batch norms are buffers. Each process keeps its own, and the first one
-            # saves them.
+            # The statistics of a batch norm are buffers. Each process keeps its own. Only those of
+            # the first process are saved.
             network = DistributedDataParallel(
                 network, broadcast_buffers=False, gradient_as_bucket_view=True
             )
@@ -130,8 +133,10 @@ class TrainingStep:
             images: A packed batch on the device, or images as torchvision takes them. None if this
                 process has no image of the batch.
             targets: Targets as torchvision takes them. None with a packed batch.
-            flips: bool [B]: the images of a packed batch to mirror. Default: none.
-            total: Number of images over all processes. Default: those of this process.
+            flips: bool [B], True for each image that is mirrored. Only for a packed batch. Default:
+                none is mirrored.
+            total: Number of images of the batch in all processes together. Default: those of this
+                process.
 
         Returns:
             The total loss, a detached float32 scalar on the device.
@@ -199,7 +204,8 @@ class TrainingStep:
                     share = 0.0
                     if count:
                         share = min(size, count - first) / (total or count)
-                    # torch averages the gradients over the processes, and their sum is needed.
+                    # torch averages the gradients over the processes. The sum is needed, so each
+                    # process multiplies its loss by their number.
                     self.scaler.scale(loss * share * self.ranks.count).backward()
                 loss_sum += loss.detach() * share
         except RuntimeError as error:
@@ -231,7 +237,8 @@ class TrainingStep:
         Source: ``GradScaler.step`` in torch's ``amp/grad_scaler.py``.
         """
         optimizer: Any = self.optimizer
-        # If the first step is skipped, fused SGD would keep averages that were never written.
+        # Fused SGD makes its averages in memory that is not zeroed. If it skipped the first step,
+        # they would never be written.
         if "momentum" in optimizer.defaults:
             for p in parameters:
                 averages = optimizer.state[p]
@@ -246,7 +253,7 @@ class TrainingStep:
             del optimizer.found_inf
 
     def free_memory(self) -> None:
-        """Free the memory of a step that ran out of it: gradients, graph, and torch's reserve."""
+        """Free what a step left that ran out of memory: gradients, graph, and torch's cache."""
         self.optimizer.zero_grad()
         # After a failed backward pass, autograd keeps its graph until the next backward pass (seen
         # with torch 2.15 on a CPU).
@@ -264,7 +271,8 @@ class TrainingStep:
         """
         load_weights(self.model, choose_weights(state), state["path"])
         saved = state["optimizer"]
-        # The checkpoint gives the averages. The settings are those of this version and device.
+        # Only the optimiser's averages come from the checkpoint. Its settings, such as the learning
+        # rate, stay as this version has made them for this device.
         groups = self.optimizer.state_dict()["param_groups"]
         own_parameters = [group["params"] for group in groups]
         if own_parameters != [group["params"] for group in saved["param_groups"]]:
@@ -282,7 +290,8 @@ class TrainingStep:
                 else:
                     # A fused optimiser needs averages in the same memory format as the weights.
                     averages[name] = torch.empty_like(parameter).copy_(value)
-        # The state of a disabled scaler is empty. Adding 0 fails for anything that is no number.
+        # The state of a disabled scaler is empty. Adding 0 is a check: it fails for anything that
+        # is no number.
         if state["scaler"]:
             numbers = {name: value + 0 for name, value in state["scaler"].items()}
             self.scaler.load_state_dict(numbers)
@@ -296,7 +305,7 @@ class _SummedLosses(nn.Module):
         self.model = model
 
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
-        # This process has no image of the batch, but the others wait for its gradients: zeros.
+        # A process without an image of the batch sends zeros, as the others wait for its gradients.
         if images is None:
             sums = [p.sum() for p in self.model.parameters() if p.requires_grad]
             return torch.stack(sums).sum() * 0
