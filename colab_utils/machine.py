@@ -48,8 +48,8 @@ def find_free_memory() -> int:
 def find_host() -> str:
     """Return an identifier of this machine, which changes when the machine is started again.
 
-    The host name does not identify a machine, because many machines of Colab have the same one. A
-    container has an identifier of its own, because its process numbers are its own.
+    The host name does not identify a machine, because many machines of Colab have the same one. Two
+    containers on one machine have different identifiers, because each counts its own processes.
 
     Example:
         >>> len(find_host()) >= 8
@@ -96,8 +96,8 @@ def find_group_memory(root: Path = Path("/")) -> float:
         "memory.stat",
     ):
         limit, used, stat = text.split(maxsplit=2)
-        # The kernel can drop the cache, so it counts as free. Version 1 lists the cache of a group
-        # itself first, and that of the group with its subgroups last.
+        # The kernel can drop the cache, so it counts as free. In version 1 of control groups, the
+        # file holds two numbers: the group's own cache, and last, that of its subgroups, too.
         cache = re.findall(r"inactive_file (\d+)", stat)[-1]
         free = min(free, int(limit) - int(used) + int(cache))
     return free
@@ -106,8 +106,8 @@ def find_group_memory(root: Path = Path("/")) -> float:
 def count_oom_kills(root: Path = Path("/")) -> int:
     """Return the number of processes that the kernel killed because memory ran out.
 
-    They are counted in this process's control group. If it has no count, they are counted on the
-    whole machine since its start.
+    They are counted in this process's control group. If the group has no count, the number is that
+    of the whole machine since it was started.
 
     Args:
         root: Folder that holds ``proc`` and ``sys``.
@@ -127,9 +127,9 @@ def count_oom_kills(root: Path = Path("/")) -> int:
 def _list_groups(root: Path, controller: str) -> list[Path]:
     """Return the folders of the control groups that hold this process, innermost first.
 
-    Version 1 has a tree of groups for each controller. Version 2 has one tree for all controllers.
-    A machine may have both. In a container, the inner folders may not be visible. The top folder of
-    the tree is then the container's own group.
+    Version 1 of control groups has a tree for each controller. Version 2 has one tree for all
+    controllers. A machine may have both. In a container, the inner folders may not be visible. The
+    top folder of the tree is then the container's own group.
     """
     folders: list[Path] = []
     table = root / "proc/self/cgroup"
@@ -162,7 +162,7 @@ def is_colab() -> bool:
 
 
 def require_linux(work: str) -> None:
-    """Refuse ``work`` that only Linux can do, on any other system.
+    """Raise an error on any other system than Linux, because only Linux can do ``work``.
 
     Raises:
         ColabUtilsError: This system is not Linux.

@@ -23,15 +23,16 @@ MOST_STREAMS = 256
 _LOCAL_STREAMS = 2
 # The first number of streams for a folder behind a network.
 _REMOTE_STREAMS = 16
-# The names of file systems whose files come over a network begin with one of these.
+# If the name of a file system begins with one of these, its files come over a network.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
 # A larger number of streams is kept if files come faster by at least this factor.
 _GAIN = 1.1
-# A trial multiplies the number of streams by this factor, or by the second one after a refusal.
+# A trial multiplies the number of streams by the first factor. If a read was refused since the last
+# trial that succeeded, it takes the second.
 _FACTOR = 2.0
 _FACTOR_AFTER_REFUSAL = 1.5
-# A window counts this many files for each stream, and at least `_LEAST_FILES` in all. The first
-# file of each stream is not counted.
+# One measurement is a window: it counts this many files for each stream, and at least
+# `_LEAST_FILES` in all. The first file of each stream is not counted.
 _FILES_A_STREAM = 2
 _LEAST_FILES = 16
 # After a trial that was not faster, this many windows pass before another trial is considered.
@@ -93,7 +94,8 @@ class StreamTuner:
     def best(self) -> StreamTrial | None:
         """Return the number of streams that was kept, and its speed.
 
-        It is None before the first window has ended. No later trial was faster by a tenth or more.
+        It is None before the first window has ended. Each trial of a larger number that came later
+        was refused, or was faster by less than a tenth.
         """
         if not self.trials:
             return None
@@ -173,7 +175,10 @@ class StreamTuner:
         self._is_trial = self.streams > self._accepted
 
     def _settle(self) -> None:
-        """Keep the number for some windows. Forget the refusal, whose cause may be gone by then."""
+        """Keep the number for some windows.
+
+        The last refusal is forgotten: when these windows have passed, its cause may be gone.
+        """
         self._refused = None
         self._patience = _PATIENCE
 

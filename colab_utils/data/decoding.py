@@ -122,9 +122,9 @@ _FORMATS = {
 
 
 class _Limit(int):
-    """Represent a limit on pixels that does not grow when it is doubled.
+    """Make ``2 * limit`` the limit itself, for Pillow's limit on pixels.
 
-    Pillow warns about images above its limit, and refuses images above twice its limit. With this
+    Pillow warns about images above ``limit``, and refuses images above ``2 * limit``. With this
     class both are the same number, so Pillow refuses images and never warns.
     """
 
@@ -366,9 +366,9 @@ def _load_image(data: Encoded) -> "Image.Image":
 
 
 def has_16_bits(image: "Image.Image") -> bool:
-    """Return whether an image has 16 bits a channel. Only the upper 8 of them are kept.
+    """Return whether an image has 16 bits a channel, of which decoding keeps only the upper 8.
 
-    The image must not be loaded yet, because Pillow forgets the bits of the file when it loads it.
+    The image must not be loaded yet: once it is, Pillow no longer knows how many bits the file has.
     """
     return "16" in f"{image.mode} {[tile[3] for tile in getattr(image, 'tile', ())]}"
 
@@ -409,11 +409,11 @@ def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
 
 
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
-    """Return the image at the size that the annotations give.
+    """Return the image, turned if it needs that to have the size that the annotations give.
 
     ``height`` and ``width`` are this size; 0 if the annotations give none. The image is returned as
     it is if it has this size, or if the annotations give none. Otherwise it is turned by its EXIF
-    orientation, if it has this size then.
+    orientation, if that gives it this size.
 
     Raises:
         ColabUtilsError: if the image has another size, turned or not.
@@ -452,7 +452,7 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
         )
     if image.mode.startswith("I;16"):
         pixels = (np.asarray(image) >> 8).astype(np.uint8)
-        # In such a TIFF, Pillow swaps black and white only if it has 8 bits.
+        # If 0 means white in a TIFF, Pillow swaps black and white at 8 bits, but not at 16.
         is_negative = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0
         image = Image.fromarray(255 - pixels if is_negative else pixels)
     try:
@@ -553,8 +553,8 @@ def read_npy_header(data: Encoded) -> tuple[int, tuple[int, ...], np.dtype[Any]]
     """Read the header of a ``.npy`` file that begins with ``data``.
 
     A regular expression reads it here. numpy parses it as Python code, which takes longer than
-    reading the pixels. With several threads, this parser of Python 3.11 sometimes fails with
-    SystemError; see https://github.com/pytest-dev/pytest/issues/10763.
+    reading the pixels. In several threads at once, Python 3.11's parser of Python code sometimes
+    fails with SystemError; see https://github.com/pytest-dev/pytest/issues/10763.
 
     Returns:
         The byte at which the values start, their shape, and their dtype.

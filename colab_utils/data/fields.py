@@ -14,8 +14,8 @@ _TOO_LARGE = 2**63
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """The exceptions that reading a faulty entry raises."""
 _LARGEST_NUMBER = 1e15
-# Text that counts as an integer id. Python would also read "1e3" and "1_0" as numbers, which may be
-# the ids of other images.
+# Text that counts as an integer id. Python would also read "1e3" as 1000 and "1_0" as 10, but these
+# may be the ids of other images.
 _WHOLE_NUMBER = re.compile(r"\s*-?\d{1,18}(\.0*)?\s*")
 
 
@@ -107,7 +107,8 @@ def _to_number(
 def to_integer(value: Any, name: str, *, limit: int = _TOO_LARGE) -> int:
     """Return an integer, which may be written as text or as a float without a fraction.
 
-    An ``image_id`` that is a name becomes 52 bits of its hash, which every reader of JSON keeps.
+    An ``image_id`` that is a name becomes a number of 52 bits from its hash. Every reader of JSON
+    keeps a number of this size exactly.
     """
     # Nearly all values are plain integers, so they are returned first.
     if type(value) is int and abs(value) < limit:

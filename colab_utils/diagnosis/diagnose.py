@@ -36,8 +36,8 @@ _VERIFIED = 64
 # Below this headspace, faster loading can win less than 10 %.
 _FINE_HEADSPACE = 1.1
 
-# At most this share of a step's time counts as time without a core: with all of it, the slowdown
-# would be infinite.
+# The time that the steps had no core counts as at most this share of their time. If it could be all
+# of their time, the slowdown would be infinite.
 _MOST_LOST = 0.9
 
 
@@ -97,12 +97,13 @@ def diagnose(
 
     First, it times your loader with your step. If your loop would be less than 1.1 times as fast
     without any wait, your loader is fine. Next, it times your step on copies of a few batches in
-    memory, and each stage of loading alone, in a worker process: *read*, *decode* and *masks* of a
-    `CocoFolder` or a `ShardDataset`, *sample* and *transform* of any other map-style dataset, and
-    *collate*. It also times how a worker hands over a batch. If faster loading can win something,
-    it tries each fix for a few seconds, with an emulated step that takes as long, and as much of a
-    core, as yours takes on the copies. Shards are tried with a few of the images. The method is
-    headspace analysis (facebookresearch/spdl, optimization guide).
+    memory. It also times each stage of loading alone, in a worker process. The stages are *read*,
+    *decode* and *masks* for a `CocoFolder` or a `ShardDataset`, or *sample* and *transform* for any
+    other map-style dataset, then *collate*, and the hand-over of a batch by a worker. If faster
+    loading can win something, it tries each fix for a few seconds. In place of your step, a trial
+    has an emulated step. It is as long, and keeps a core as busy, as your step on the copies.
+    Shards are tried with a few of the images. The method is headspace analysis
+    (facebookresearch/spdl, optimization guide).
 
     **Your step really trains.** It runs on the loader's batches, then many times on the few copies.
     Pass ``restore=(model, optimizer)`` to put both back to their earlier state. All random
@@ -113,10 +114,10 @@ def diagnose(
             iterated over again.
         step: Your training step, called as ``step(images, targets)``, or an `EmulatedStep`. With
             None, the loader is timed alone; ``headspace`` is then 1 and says nothing.
-        seconds: About how long to measure. The trial of each fix takes 0.3 of it more, up to three
-            times as long with a slow loader. Half of a trial is its warm-up. ``verify`` takes 0.5
-            more for each fix. Without ``verify``, no more fixes are tried after twelve times these
-            seconds.
+        seconds: About how long to measure, without the trials. The trial of a fix takes another 0.3
+            times ``seconds``, half of it to warm up. With a slow loader it takes up to three times
+            that. ``verify`` adds 0.5 times ``seconds`` for each fix. Without ``verify``, no further
+            fix is tried once twelve times ``seconds`` have passed.
         verify: Whether to measure each fix for longer, with your own step.
         restore: What your step changes: a model, its optimizer, a scheduler; anything that has
             ``state_dict`` and ``load_state_dict``.
@@ -270,7 +271,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
 
 
 def _find_slowdown(now: BatchTimes, lost_share: float) -> float:
-    """Return how many times as long the steps take because loading has the cores.
+    """Return the factor by which steps take longer because loading keeps the cores busy.
 
     Steps beside a loader are slower for other reasons, too: a GPU prepares itself for each new
     image size, so the first batches of a run take twice as long. No fix of a loader changes that.
@@ -314,7 +315,7 @@ def describe_verdict(
     Args:
         now: Times of the loop.
         ceiling: Rate if loading took no time, images per second.
-        slower: How many times as long the step takes because loading has the cores.
+        slower: Factor by which the step takes longer because loading keeps the cores busy.
         stages: Stages of loading.
         fixes: Fixes that were tried, the best first.
         step: Name of the step.

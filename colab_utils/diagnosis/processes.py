@@ -1,7 +1,7 @@
 """What the worker processes of a loader do: their sample, their system call, and its file.
 
-Calls and files are read from outside, so this also works for a process that hangs. Forked workers
-note their samples themselves. On systems other than Linux, most of this is unknown.
+The system call and the file of a worker are read without its help, so this also works if it hangs.
+Forked workers note their samples themselves. On systems other than Linux, most of this is unknown.
 """
 
 import mmap
@@ -63,7 +63,7 @@ class Activity(NamedTuple):
 
 
 class SampleTimes(NamedTuple):
-    """Times of all samples in workers that were forked under watch."""
+    """Times of the samples that forked workers of a watched loader loaded, summed over all."""
 
     samples: float = 0
     """Number of samples."""
@@ -123,7 +123,8 @@ class _SampleNotes:
         return np.array([process_time(), bytes_read])
 
 
-# While a thread waits for a watched loader, `waiting.monitor` sees the workers that it forks.
+# While a thread waits for a watched loader, `waiting.monitor` is the loader's monitor. The workers
+# that the thread forks then note their samples there.
 waiting = threading.local()
 
 
@@ -164,7 +165,7 @@ class WorkerMonitor:
         return load_sample
 
     def list_samples(self) -> dict[int, int]:
-        """Return the sample that each worker is at, or -1, by the pid of the worker. The sample
+        """Return a dict from the pid of each worker to the sample that it is at, or -1. The sample
         that was begun first comes first.
         """
         rows = np.sort(self._rows[self._rows["pid"] > 0], order="since_ns")
@@ -215,7 +216,7 @@ class WorkerMonitor:
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
-            # Frames further out than our own do not say what the thread does now.
+            # Our own frame called the loader. From here on, frames do not say what it does now.
             if inner.f_code.co_filename.startswith(_HERE):
                 break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
@@ -225,7 +226,10 @@ class WorkerMonitor:
         return Activity(tuple(lines), call, path, self._find_sample(frame), False, *use)
 
     def _find_sample(self, frame: FrameType) -> int | None:
-        """Return the index that the outermost call of one of the dataset's methods was given."""
+        """Return the index that was passed to a method of the dataset that loads samples.
+
+        If one of these methods called another, the index of the outermost call is returned.
+        """
         sample = None
         for outer, _ in walk_stack(frame):
             code = outer.f_code

@@ -25,8 +25,8 @@ class Span(NamedTuple):
 
 class Trace(NamedTuple):
     """What one worker, or the step, did. It handled ``batch[k]`` (int64 [K], counted from 0) from
-    ``start_s[k]`` to ``end_s[k]`` (float64 [K], seconds). The end of the simulation cuts off what
-    comes later.
+    ``start_s[k]`` to ``end_s[k]`` (float64 [K], seconds). What would end after the simulated time
+    is cut at its end.
     """
 
     batch: np.ndarray
@@ -45,8 +45,8 @@ class Simulation:
         utilisation: Share of the time in which the step ran, 0 to 1.
         loads: One `Trace` for each worker. Without workers, one for the training process.
         steps: The `Trace` of the step.
-        prefetch: Batches asked for ahead of time for each worker. At most ``workers * prefetch``
-            batches are being loaded, or are ready, at a time.
+        prefetch: Number of batches that the loader asks each worker for ahead of time. Never more
+            than ``workers * prefetch`` batches are being loaded or wait for the step.
     """
 
     workers: int
@@ -86,31 +86,32 @@ def simulate(
 
     The simulation follows the rule of ``torch.utils.data.DataLoader``: each worker loads its
     batches one after another, and the loader asks for one more whenever the step takes one. With W
-    workers and P = ``prefetch``, the times of batch i are
-    ``start_i = max(done_(i-W), taken_(i-WP))``, ``done_i = start_i + load_i`` and
-    ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``.
+    workers and P = ``prefetch``, batch i begins to load at
+    ``start_i = max(done_(i-W), taken_(i-WP))``. It is loaded at ``done_i = start_i + load_i``, and
+    its step begins at ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``.
 
     Args:
         workers: Number of worker processes. With 0, the training process loads, so loading and
             training alternate.
         load_s: Mean seconds in which one worker loads one batch.
         step_s: Mean seconds of one training step.
-        load_cv: Coefficient of variation of the loading times, which are lognormal: standard
-            deviation / mean. With 0, all are equal.
+        load_cv: Coefficient of variation of the loading times: their standard deviation divided by
+            their mean. The times are lognormal. With 0, all are equal.
         step_cv: The same for the steps.
-        prefetch: Batches asked for ahead of time for each worker (the DataLoader's
-            ``prefetch_factor``).
+        prefetch: Number of batches that the loader asks each worker for ahead of time (the
+            DataLoader's ``prefetch_factor``).
         seconds: How much time to simulate.
         seed: Seed of the random times. The same seed draws the same times for every number of
             workers.
 
     Raises:
-        ColabUtilsError: an argument is out of its range, or there would be no batch, or more than a
-            million.
+        ColabUtilsError: An argument is out of its range, or ``seconds`` is 0, or there would be
+            more than a million batches.
 
     Patrick Park (jpatrickpark.com/post/loader_sim) reports 98, 295 and 275 batches in 30 s, for
-    loads of 2 s, 350 ms and 700 ms, with seven workers and a step of 100 ms. Equal times give 98,
-    296 and 293 here. With ``load_cv=0.22``, the last number is 275.
+    loads of 2 s, 350 ms and 700 ms, with seven workers and a step of 100 ms. If all loads take
+    equally long, this function gives 98, 296 and 293. With ``load_cv=0.22``, it gives 275 for the
+    last.
 
     Example:
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))

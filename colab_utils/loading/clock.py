@@ -56,7 +56,7 @@ class LoopClock:
 
     @property
     def count(self) -> int:
-        """Return how many batches are over. The current batch has this number."""
+        """Return how many batches are over. It is the number of the current batch, from 0."""
         return len(self._parts) // 3 + len(self._pending)
 
     @property
@@ -83,7 +83,7 @@ class LoopClock:
         """Note that the batch has arrived, with this many images."""
         self._moments.append(_note_moment())
         self.images += images
-        # This batch is the first of a pass, so the time since the last pass is over.
+        # This batch is the first of a pass. The time between the passes ended with its request.
         if self._left or not self.firsts:
             self.firsts.append(self.count)
             self.ends_s += self._moments[0].wall_s - self._left.wall_s if self._left else 0.0
@@ -157,7 +157,7 @@ def _note_moment() -> _Moment:
 def _measure(moments: list[_Moment]) -> list[float]:
     """Return the seconds between each moment and the next one.
 
-    If both moments have CUDA events, the GPU's stream is timed, and not the wall clock.
+    If both moments have CUDA events, these give the seconds. Otherwise, the wall clock does.
     """
     return [
         first.event.elapsed_time(then.event) / 1000

@@ -18,7 +18,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.fetcher import seed_random
 from colab_utils.loading.groups import DealtImages, alternate
 
-# The images of an epoch are put into batches in pieces of this many, to save memory.
+# At a time, this many images of an epoch are put into batches, to save memory.
 _PIECE_IMAGES = 1 << 14
 
 
@@ -41,16 +41,17 @@ class LoaderState:
     joined: list[list[int]]
     """The windows of the epoch (see `BatchSampler.windows`), if it began while shards arrived."""
     left: list[int]
-    """Images of the epoch that remained when the batch size changed. The list is empty, except in
-    states of older versions and in states that continue them.
+    """Images of the epoch that remained when the batch size changed. Only states of older versions,
+    and states that continue those, list any.
     """
     groups: int = 0
     """Groups of shards that each batch is made of; 0 without groups."""
     moved: list[int] = field(default_factory=list)
-    """Numbers of the late batches that come at the end of the epoch, in their order."""
+    """Numbers of the late batches, in the order in which they come at the end of the epoch."""
     earlier: list[list[int]] = field(default_factory=list)
-    """One list for each time that the batch size changed in the epoch: the batch size until then,
-    the number of the next batch, and the numbers of the batches before it that were not delivered.
+    """One list for each time that the batch size changed in the epoch. The list begins with the
+    batch size until then, and the number of the batch that came next. The numbers of the late
+    batches that had moved to the end of the epoch follow.
     """
 
     @property
@@ -123,9 +124,9 @@ class BatchSampler(Sampler[list[int]]):
         sizes: int32 [I, 2]: height and width of each image in pixels. None mixes wide
             and tall images.
         shard_of: int64 [I]: number of each image's shard, for ``windows``.
-        sampler: Sampler that decides the images of an epoch and their order instead. Its
-            ``set_epoch`` is called if it has one. Its random numbers depend on ``seed`` and the
-            epoch. Default: None.
+        sampler: Sampler that decides the images of an epoch and their order, in place of a shuffle
+            of all images. Its ``set_epoch`` is called if it has one. Its random numbers depend on
+            ``seed`` and the epoch. Default: None.
         drop_last: Leave out the last batch if it is not full. Default: False.
         dealt: The images, dealt into groups of shards. Each batch takes the same number of images
             from each group. Default: None.
@@ -136,9 +137,9 @@ class BatchSampler(Sampler[list[int]]):
             the images that were not delivered yet.
         first_left: The list ``left`` of the `LoaderState` that was resumed.
         earlier: The batches that were delivered with other batch sizes, as in `LoaderState`.
-        windows: Lists of shard numbers. The epoch trains on one list after another, and shuffles
-            the images of each together with those left over from the list before (see
-            `Arrival.plan_windows`). Without windows, all images are shuffled together.
+        windows: Lists of shard numbers (see `Arrival.plan_windows`). The epoch trains on one list
+            after another. Images that one list leaves over are shuffled together with those of the
+            next list. Without windows, all images are shuffled together.
 
     Example:
         >>> list(BatchSampler(5, 2, seed=None))
@@ -170,7 +171,10 @@ class BatchSampler(Sampler[list[int]]):
         self.windows: list[list[int]] = []
 
     def resume(self, state: LoaderState) -> None:
-        """Make the next pass run the epoch of a state, with the images that the state has left."""
+        """Make the next pass run the epoch of a state.
+
+        Images that were delivered with another batch size are left out.
+        """
         self.start_epoch(state.epoch)
         self.windows = [list(window) for window in state.joined]
         if state.left:

@@ -72,7 +72,9 @@ def verify_shards(folder: str | Place) -> VerifyReport:
 def find_fault(
     folder: Place, files: Iterable[tuple[str, int, str]], retries: Retries | None = None
 ) -> str:
-    """Return what is wrong with the first file that is missing or was changed; "" if none is."""
+    """Return what is wrong with the first bad file: it is missing, or was changed, or cannot be
+    read. Return "" if all files are good.
+    """
     for name, size, checksum in files:
         path = folder / name
         try:

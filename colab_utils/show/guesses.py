@@ -25,8 +25,8 @@ def read_guess(guess: object) -> float | None:
 def compare_guess(guess: object, measured: float, unit: str = "") -> str:
     """Return a sentence that compares a guess with the measurement.
 
-    An empty field and a text that is not a number do not count as wrong guesses. The sentence says
-    so.
+    If the field is empty, or its text is not a number, the sentence says that, and does not call
+    the guess wrong.
 
     Args:
         guess: Content of a field of a form: a number, or a text such as "50" or "50 %".

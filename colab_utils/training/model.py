@@ -2,8 +2,8 @@
 train, and a tiny one for small, easy pictures.
 
 `build_mask_rcnn` makes a model to train, and `load_trained_model` loads one from a run. Every model
-is torchvision's own ``MaskRCNN``. Its weights load into the same layers of torchvision, and the
-other way round.
+is torchvision's own ``MaskRCNN``. So its weights load into a model that torchvision built with the
+same layers, and the weights of such a model load here.
 """
 
 import socket
@@ -75,21 +75,21 @@ def build_mask_rcnn(
             and easy pictures, as notebook 04 shows, and is not for photos.
         num_classes: Classes including the background, as ``ShardDataset.num_classes``.
         weights: ``"coco"`` downloads COCO weights and freezes the layers that torchvision freezes.
-            The light model gets ImageNet weights for its backbone instead, and the tiny model gets
-            random weights, since no others are published. If the download fails, you are warned,
-            and the weights are random. The folder of a run takes the weights of its best
-            checkpoint, or of its newest if there is no best one. ``None`` makes random weights and
-            trains every layer.
+            No COCO weights are published for the two small models: the light one gets ImageNet
+            weights for its backbone, and the tiny one gets random weights. If the download fails,
+            you are warned, and the weights are random. Pass the folder of a run to start from its
+            best checkpoint, or from its newest if there is no best one. ``None`` makes random
+            weights and trains every layer.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
-        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does. A
-            batch of a few images has no better statistics, and `fold_norms` makes frozen norms
-            part of the convolutions. ``"trained"`` trains the norms, as torchvision does with
+        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does. The
+            statistics of a batch of a few images would be no better. Frozen norms also save time,
+            see `fold_norms`. ``"trained"`` trains the norms, as torchvision does with
             maskrcnn_resnet50_fpn_v2. Norms with random weights are always trained.
         class_names: The name of each label, as ``ShardDataset.class_names``. A class that the
             weights know by the same name keeps its weights. The last layers of other classes start
-            from random weights. Without ``class_names``, the last layers of all classes do, unless
-            ``num_classes`` is that of the weights.
+            from random weights. Without ``class_names``, the last layers keep their weights if the
+            number of classes stays the same. Otherwise they all start from random weights.
 
     Returns:
         torchvision's own ``MaskRCNN``. Its attribute ``starts_from`` is ``"coco"``, ``"imagenet"``
@@ -171,9 +171,9 @@ def load_trained_model(
 ) -> MaskRCNN:
     """Load the model of a run's newest checkpoint to the CPU, in evaluation mode.
 
-    No file is changed. If an earlier version stored averaged weights, those are loaded. The model
-    has ``class_names`` (label to name) and ``category_ids`` (label to COCO category id) of its
-    training data.
+    No file is changed. If an earlier version of this package stored averaged weights in the
+    checkpoint, those are loaded. The model has ``class_names`` (label to name) and
+    ``category_ids`` (label to COCO category id) of its training data.
 
     Args:
         run: Folder of the run.
@@ -260,7 +260,10 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
 
 
 def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]:
-    """Load the model and the class names of a run's best checkpoint, or else of its newest."""
+    """Load the model and the class names of a run's best checkpoint.
+
+    Without a best checkpoint, take the newest.
+    """
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
         raise ColabUtilsError(

@@ -36,10 +36,11 @@ def freeze_norms(model: nn.Module) -> None:
 def fold_norms(model: nn.Module) -> int:
     """Fold every ``FrozenBatchNorm2d`` into the convolution before it.
 
-    Results stay the same, except for rounding. It saves time: torchvision's layer computes its
+    Results stay the same, except for rounding. Folding saves time: torchvision's layer computes its
     factors again at each call, and multiplies and adds in float32, even under autocast. The names,
-    the parameters and the ``state_dict`` of the model do not change. So weights load both ways, and
-    trainable weights are still trained.
+    the parameters and the ``state_dict`` of the model do not change. So the weights of a folded
+    model load into one that is not folded, and the other way round. Weights that were trainable
+    are still trained.
 
     Returns:
         The number of folded layers.
@@ -65,7 +66,7 @@ def fold_norms(model: nn.Module) -> int:
 def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
     """Yield each convolution with the norm that follows it among the children of a module.
 
-    torchvision's blocks call their children in this order.
+    torchvision's blocks call their children in the order in which ``children`` lists them.
     """
     for module in model.modules():
         for conv, norm in pairwise(module.children()):

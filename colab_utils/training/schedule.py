@@ -22,7 +22,7 @@ def make_optimizer(
         0.9
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A fused optimiser moves all weights in a few kernels.
+    # A fused optimiser updates all weights with a few GPU kernels.
     fused = bool(trainable) and trainable[0].is_cuda
     if name in (LIGHT_MODEL, TINY_MODEL):
         return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=fused)
@@ -34,9 +34,9 @@ def make_optimizer(
 def choose_rate(name: str, batch_size: int) -> float:
     """Return the highest learning rate for a batch size.
 
-    For the ResNet-50 models it is 0.02 at 16 images, as in torchvision's references, and less in
-    proportion for fewer images. For the light and the tiny model it is 0.001 at 2 images, and grows
-    with the square root of the batch size.
+    For the ResNet-50 models it is 0.02 from 16 images on, as in torchvision's references. With half
+    as many images it is half as high, and so on. For the light and the tiny model it is 0.001 at 2
+    images, and grows with the square root of the batch size.
 
     Example:
         >>> choose_rate(GPU_MODEL, 4), choose_rate(LIGHT_MODEL, 2)
@@ -48,10 +48,10 @@ def choose_rate(name: str, batch_size: int) -> float:
 
 
 def compute_rate(step: int, *, steps: int, highest: float) -> float:
-    """Return the learning rate of the next step when ``step`` of ``steps`` steps are done.
+    """Return the learning rate of step number ``step``, counted from 0, of ``steps`` in all.
 
     It rises to ``highest`` in the first tenth of the steps, or in 500 steps if that is less. Then
-    it falls by half a cosine to a hundredth.
+    it falls to a hundredth of ``highest``, along half a wave of the cosine.
 
     Example:
         >>> [round(compute_rate(step, steps=100, highest=1.0), 2) for step in (0, 9, 99)]

@@ -13,7 +13,7 @@ from colab_utils.training.norms import Norms
 Augment = Literal["none", "flip"]
 """Augmentation by name: nothing, or random flips left to right."""
 LARGEST_COUNT = (1 << 31) - 1
-"""The most steps, epochs, or images in a batch."""
+"""The largest number that is accepted for steps, for epochs, or for images in a batch."""
 OWN_TRANSFORMS = "own"
 """The name of the augmentation if the user passes transforms."""
 
@@ -90,13 +90,13 @@ def read_settings(plan: Mapping[str, Any]) -> AskedSettings:
     try:
         stored.check()
     except ColabUtilsError as error:
-        # The message asks for another argument, but this value comes from the checkpoint.
+        # The message asks the user to pass another value, but this one is the checkpoint's.
         raise ValueError(str(error)) from error
     return stored
 
 
 def choose_settings(asked: AskedSettings, stored: AskedSettings, *, on_gpu: bool) -> Settings:
-    """Complete the settings that a user named: from the run's checkpoint, else by the defaults.
+    """Take each setting from the user, else from the run's checkpoint, else from the defaults.
 
     Args:
         asked: The settings that the caller of ``train`` named.

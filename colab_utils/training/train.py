@@ -119,9 +119,9 @@ def train(
             a CPU.
         weights: ``"coco"``; the folder of another run, to continue from its weights with other
             data; or None for random weights. See ``build_mask_rcnn``.
-        batch_size: Images a step, over all processes. ``"auto"`` takes, on a GPU, the largest of
-            16, 8, 4, 2 and 1 images a process whose heaviest batch fits. On a CPU, and with
-            transforms of your own, it takes 2 images a process.
+        batch_size: Images a step, over all processes. On a GPU, ``"auto"`` tries 16, 8, 4, 2 and 1
+            images a process, and takes the first of them whose heaviest batch fits. On a CPU, and
+            with transforms of your own, it takes 2 images a process.
         resume: ``"auto"`` continues from the newest complete checkpoint. ``"never"`` starts anew,
             and moves older checkpoints to ``run/previous-1``, ``run/previous-2`` and so on.
         seed: Decides the order of the images, the flips and the random weights.
@@ -153,8 +153,9 @@ def train(
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or
             model, another process that trains in ``run``, a full disk, a batch too large for the
             GPU, a loss that is not a number, or a default dtype of torch other than float32.
-        KeyboardInterrupt: After the step in progress is finished and saved.
-        SystemExit: Likewise after SIGTERM, with the status 143, and SIGHUP, with 129.
+        KeyboardInterrupt: Ctrl-C was pressed. The step in progress is finished and saved first.
+        SystemExit: SIGTERM came (status 143), or SIGHUP (status 129). The step in progress is
+            finished and saved first.
 
     Example:
         >>> report = train("no/such/shards", "runs/first", steps=200, log=print)
@@ -286,7 +287,10 @@ def _end_before_training(text: str) -> None:
 
 
 def _warn_of_faults(data: OpenData) -> None:
-    """Warn of objects in shards that are trained wrongly. Loose files have warned already."""
+    """Warn of objects in shards that are trained wrongly.
+
+    A dataset of loose files gives this warning itself when it is opened.
+    """
     for dataset in (data.dataset, data.validation):
         if isinstance(dataset, ShardDataset):
             warn_of_faults(dataset.folder, dataset.index.faults)
