@@ -198,8 +198,8 @@ class Retries:
         """Look again for files that seem to be missing, and return those that are there after all.
 
         At times, Drive does not show a file for a while. So this method lists the files' folders,
-        which makes Drive look again. It then waits and checks all missing files, after the same
-        growing waits as `run`. If a file is still missing after the last wait, later calls check
+        which makes Drive look again. It checks all missing files together, after the same growing
+        waits as `run`. If a file is still missing after the last wait, later calls check
         their files only once. Files that are not on Drive are always checked only once.
 
         Example:
