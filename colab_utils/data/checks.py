@@ -42,7 +42,7 @@ _EXAMPLES = 5
 # Number of images that the report lists as the worst.
 _WORST = 10
 # Number of images that a process takes at a time. It is large, because each such part is slow at
-# its begin, with few streams, and at its end, when only its slowest file is left.
+# the start, with few streams, and at the end, when only its slowest file is left.
 _PART_IMAGES = 4000
 # The outlines may have been drawn on smaller images if a dataset has at least `_FEW_OBJECTS`
 # objects, and none reaches beyond `_CORNER`, a share of the image's width and height.
