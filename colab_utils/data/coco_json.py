@@ -151,7 +151,9 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
 
 
 def _read_list(window: JsonWindow, section: str, path: Place, columns: "Columns") -> None:
-    """Add each entry of the list at which the window stands. If ``section`` is "", only read them."""
+    """Add each entry of the list at which the window stands. Without a section, entries are only
+    read.
+    """
     if window.peek() != "[":
         raise _expect(path, f"no list of {section}", _NAME_INSTANCES)
     mark = window.read_mark("[")
