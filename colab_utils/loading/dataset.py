@@ -340,7 +340,7 @@ class ShardDataset(CocoSamples):
         *,
         contiguous_labels: bool,
     ) -> None:
-        # The copy that brings the shards; None if all shards are there already.
+        # The copy that brings the shards during training; None if there is no such copy.
         self.arrival: Arrival | None = None
         self._files = files
         self.index = index
