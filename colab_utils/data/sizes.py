@@ -50,5 +50,5 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple
         >>> plan_size(480, 640, min_size=800, max_size=1333)
         (480, 640)
     """
-    # `fit_size` never makes one side smaller and the other larger, so `min` compares whole sizes.
+    # One side never shrinks while the other grows, so `min` finds the smaller size.
     return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))
