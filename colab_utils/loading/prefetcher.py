@@ -177,8 +177,7 @@ class Worker:
     """A worker process and its pipe.
 
     Attributes:
-        began_s: Time at which the worker began its current batch, as far as known, from
-            `time.perf_counter`.
+        began_s: About when the worker began its current batch, a time of `time.perf_counter`.
         at_work: int64 [1]: index of the sample that the worker reads, if its request has
             ``is_noted``; else -1.
 
