@@ -138,7 +138,8 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain what takes most of the time of samples."""
     times = facts.times
     evidence = weigh_evidence(facts)
-    # The wait for a core is the cause only if it takes more than half of the time.
+    # While a worker waits for a core, others may wait for what it holds, such as a lock. So the
+    # wait for a core is the cause only if it takes more than half of the time.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
     if waits_for_cores(evidence):
