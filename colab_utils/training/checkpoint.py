@@ -146,7 +146,8 @@ def _refuse(path: str | Place) -> ColabUtilsError:
 def load_content(path: Place, content: bytes) -> dict[str, Any]:
     """Return the state that a file holds.
 
-    The seal of ``content`` is right, so the file is not torn, even if it cannot be loaded.
+    The seal of ``content`` is right, so the file is not torn, and keeps its name even if it cannot
+    be loaded.
     """
     try:
         state: dict[str, Any] = torch.load(
