@@ -51,9 +51,9 @@ def is_on_drive(path: object) -> bool:
 def find_mount(path: object) -> Path | None:
     """Return the folder in which the Google Drive of a path is mounted; None for other paths.
 
-    A URL is never on Drive. The table of mounts is read, because the mount itself may hang. In that
-    table Drive has the type ``fuse.drive``; ``flush_and_unmount`` in google/colab/drive.py looks
-    for the same type.
+    A URL is never on Drive. Only the system's table of mounts is read, because a read from Drive
+    itself may hang. In that table, Drive has the type ``fuse.drive``. Colab looks for the same
+    type, in ``flush_and_unmount`` of google/colab/drive.py.
 
     Example:
         >>> find_mount("/tmp") is None
@@ -64,7 +64,7 @@ def find_mount(path: object) -> Path | None:
     kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     if is_colab():
         kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
-    # `abspath` comes first, because `realpath` reads the mounts on the path, which may hang.
+    # `abspath` comes first, because `realpath` reads the folders on the path, and may hang.
     for resolve in (os.path.abspath, os.path.realpath):
         place = Path(resolve(path))
         for folder in (place, *place.parents):
@@ -136,8 +136,7 @@ class Retries:
 
     Attributes:
         count: Number of repetitions so far, of all calls.
-        on_failure: Function that you may set. It is called after each failure that is followed by a
-            repetition.
+        on_failure: Function that you may set. It is called before each repetition.
         stop: Event that ends all waits once it is set. A call that fails after that is not
             repeated. Default: a new event.
 
@@ -152,7 +151,7 @@ class Retries:
         self._place = ""
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
-        # Whether Drive still called a file missing after the last wait.
+        # Whether a file was still missing after the last wait of `find_again`.
         self._trusts_absence = False
 
     def run(self, call: Callable[[], _Result]) -> _Result:
@@ -199,8 +198,8 @@ class Retries:
         """Look again for files that seem to be missing, and return those that are there after all.
 
         At times, Drive does not show a file for a while. So this method lists the files' folders,
-        which makes Drive look again, and checks the files after the same growing waits as `run`.
-        All files share the waits. If a file is still missing after the last wait, later calls check
+        which makes Drive look again. It checks all missing files together, after the same growing
+        waits as `run`. If a file is still missing after the last wait, later calls check
         their files only once. Files that are not on Drive are always checked only once.
 
         Example:
@@ -238,9 +237,9 @@ class Retries:
 
 
 def _is_absent(path: Any) -> bool:
-    """Return whether a file cannot be opened, even if its folder lists it."""
+    """Return whether a file cannot be opened. Drive may list a file that cannot be opened."""
     if not isinstance(path, os.PathLike):
-        # A server is not in doubt: unlike Drive, it gives the same answer every time.
+        # A server can be trusted: unlike Drive, it gives the same answer every time.
         return not path.exists()
     with suppress(OSError):
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))

@@ -25,11 +25,11 @@ from colab_utils.streams import (
 )
 
 AHEAD_BYTES = 64_000_000
-"""Bytes that a reader holds at most, in files that were read and not taken yet."""
+"""Bytes that the files in flight, and those not taken yet, may hold together in a reader."""
 
 # Files that `read_all` asks for, per stream. Files are taken in order, so a slow file holds up
-# those behind it. With 16 files a stream, a file may take 16 times as long as the others before the
-# other streams have nothing left to read.
+# those behind it. With 16 files for each stream, the other streams run out of files only if one
+# file takes more than about 16 times as long as the others.
 _FILES_A_STREAM = 16
 
 
@@ -65,8 +65,8 @@ class Reading:
 class Reader:
     """Read files in background threads, many at once, in the order in which they are asked for.
 
-    The threads start when files are asked for. They are daemon threads: a read that never ends does
-    not keep the program from ending. A reader does not work in a forked process, because threads
+    The threads start when files are asked for. They are daemon threads, so the program can end even
+    if a read never does. A reader does not work in a forked process, because threads
     are not forked: make a new reader there.
 
     Args:
@@ -76,11 +76,12 @@ class Reader:
             its server is kept for the session, and the next reader starts with it.
         streams: how many files are read at once, 1 to 256. By default, ``"auto"``, the best number
             is measured while files are read: see `StreamTuner`.
-        retries: the object by which ``read`` retries, if it does. The reader sets its
-            ``on_failure``: with ``streams="auto"``, a failure of Drive makes the reader read
-            fewer files at once.
+        retries: the object with which ``read`` repeats failed reads, if it has one. The reader sets
+            the ``on_failure`` of this object: with ``streams="auto"``, a failure of Drive makes the
+            reader read fewer files at once.
         most_bytes: how many bytes the files in flight and those not taken yet may hold together, by
-            default 64 MB. A single file may be larger. Only ``bytes`` and ``bytearray`` count.
+            default 64 MB. A single file may be larger. Content that is not ``bytes`` or
+            ``bytearray`` does not count.
 
     Attributes:
         tuner: the `StreamTuner` that chooses the number of streams; None if you gave the number.
@@ -157,7 +158,8 @@ class Reader:
     def read_all(self, names: Iterable[Hashable]) -> Generator[Reading, None, None]:
         """Yield a reading for each name in order, while the next files are read.
 
-        ``names`` may be a generator: only as many names are taken from it as are read next.
+        ``names`` may be a generator. Names are taken from it only shortly before their files are
+        read.
         """
         source = iter(names)
         pending: deque[Reading] = deque()
@@ -226,7 +228,9 @@ class Reader:
             self._threads = 0
 
     def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield names until `_FILES_A_STREAM` files for each stream are pending; at least one."""
+        """Yield the names that bring the pending files to `_FILES_A_STREAM` for each stream, and at
+        least one name.
+        """
         for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
             try:
                 yield next(source)
@@ -247,8 +251,8 @@ class Reader:
 
     def _start(self, reading: Reading) -> None:
         self._active.add(reading)
-        # A dropped reading may keep its thread busy for ever. The thread counts as busy until then,
-        # so the next reading gets a new thread.
+        # A dropped reading may keep its thread busy, even for ever. That thread still counts as
+        # busy, so the next reading gets a new thread.
         self._busy += 1
         if self._threads < self._busy:
             self._start_thread()
@@ -329,8 +333,8 @@ class Reader:
     def _drop(self, readings: Iterable[Reading]) -> None:
         """Give up readings. Those in flight go on, but no longer count towards the limits.
 
-        All are given up before another read starts. One at a time, each would make room for the
-        next, which would then start.
+        All are given up before another read starts. If they were given up one at a time, each would
+        make room for the next one to start.
         """
         dropped = set(readings)
         with self._lock:

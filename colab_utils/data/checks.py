@@ -41,14 +41,15 @@ from colab_utils.units import format_count
 _EXAMPLES = 5
 # Number of images that the report lists as the worst.
 _WORST = 10
-# Number of images that a process takes at a time. It is large, because each part begins with few
-# streams, and ends by waiting for its slowest file.
+# Number of images that a process takes at a time. It is large, because each such part is slow at
+# the start, with few streams, and at the end, when only its slowest file is left.
 _PART_IMAGES = 4000
-# Of at least `_FEW_OBJECTS` objects, some should reach beyond `_CORNER`, a share of their image's
-# width or height. If none does, the outlines may be of smaller images.
+# The outlines may have been drawn on smaller images if a dataset has at least `_FEW_OBJECTS`
+# objects, and none reaches beyond `_CORNER`, a share of the image's width and height.
 _FEW_OBJECTS = 8
 _CORNER = 0.5
-# The score of a serious defect, by which the worst images are sorted. A note has a score of 1.
+# The worst images are those with the highest scores. A serious defect adds this much to the score
+# of its image, and a note adds 1.
 _SERIOUS_SCORE = 1000
 # Kinds of annotations without masks, by a key that shows the kind.
 _PURPOSES = {
@@ -82,7 +83,8 @@ class DatasetReport:
     problems: tuple[Problem, ...]
     statistics: DatasetStatistics
     worst: dict[int, tuple[str, ...]]
-    """The ten images with the most serious defects: image id to the kinds of its defects."""
+    """The ten images with the worst defects: a dict from the image id to the kinds of its defects.
+    """
     repairs: tuple[Problem, ...] = ()
     """What was mended and what was left out; empty if the annotations were not repaired."""
 
@@ -113,8 +115,8 @@ def check_dataset(
             ``s3://bucket/images``.
         annotations: the COCO instance JSON; its path, a URL, or what `read_coco` returned.
         deep: decode each image completely. By default, only its header and its end are looked at.
-            Decoding finds damage in the middle of formats with checksums, such as PNG.
-            Preprocessing decodes each image, too.
+            Decoding also finds damage in the middle of a file, if its format has checksums, as
+            PNG has. Preprocessing decodes each image, too.
         validation: image folder and JSON of the validation set. Images that are in both datasets
             are reported.
 
@@ -183,12 +185,12 @@ def _wait_for(inspected: Iterable[Future[Any]], images_done: Any, total: int) ->
         while pending:
             for part in pop_done(pending):
                 part.result()
-            # The count is read without its lock, because a worker that was killed may hold it.
+            # The count is read without its lock, because a killed worker may still hold the lock.
             bar.update(images_done.get_obj().value - bar.n)
 
 
-# Counts an image that is done. `_join` sets it in the processes of a check; elsewhere it does
-# nothing.
+# The function that counts an image as done. `_join` sets it in the processes of a check. In any
+# other process it is `int`, which does nothing.
 _count_image: Callable[[], object] = int
 
 
@@ -315,7 +317,7 @@ def find_shared(
     compared.
 
     Returns:
-        The index of each such image, and a text that names both files.
+        A dict from the index of each such image to a text that names both files.
     """
     others = open_place(others)
     require_folder(others)

@@ -104,7 +104,7 @@ def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
     try:
         return _read_sections(window, path, columns)
     except ColabUtilsError:
-        # If the rest of the file is no text, that is the cause, and reading it says so.
+        # If a later part of the file is not text, that is the real fault. Then this read raises it.
         window.read_rest()
         raise
     except RecursionError:
@@ -134,7 +134,7 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
             raise json.JSONDecodeError("expected a name", "", window.position)
         key, _ = window.read_value()
         window.read_mark(":")
-        # Other readers of JSON silently keep only the last one.
+        # If a name occurs twice, other readers of JSON silently keep only its last value.
         if key in sections:
             raise _expect(path, f"{key} twice", "Make it one list.")
         if key in _SECTIONS:
@@ -151,7 +151,9 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
 
 
 def _read_list(window: JsonWindow, section: str, path: Place, columns: "Columns") -> None:
-    """Add each entry of the list at which the window stands. Without a section, only read them."""
+    """Add each entry of the list at which the window stands. Without a section, entries are only
+    read.
+    """
     if window.peek() != "[":
         raise _expect(path, f"no list of {section}", _NAME_INSTANCES)
     mark = window.read_mark("[")
@@ -191,7 +193,7 @@ class Columns:
         """Four numbers for each image: id, height, width, and where its name ends in `names`."""
         self.names = bytearray()
         self.base_hashes = array("q")
-        """Hashes of all base names that the images' names may mean."""
+        """Hashes of the base names of all files that the images' names may mean."""
         self.rows = array("q")
         self.texts = bytearray()
         """JSON text of the annotations in this block. `rows` has five numbers for each of them: its
@@ -247,8 +249,9 @@ class Columns:
     def _add_annotation(self, entry: dict[str, Any], text: str) -> None:
         """Add an annotation's ids and ``iscrowd``, and keep the rest as text.
 
-        Faults in the rest are found later, and refuse only the annotation's image, not the file. If
-        the id is no number (such as a UUID), the annotation's row stands for it.
+        Faults in the rest are found later, and then only the annotation's image is skipped. If the
+        id is no number (such as a UUID), the annotation's place among all annotations, from 1, is
+        used as its id.
         """
         self.annotations += 1
         ids = {"id": self.annotations, "image_id": UNREADABLE, "category_id": UNREADABLE}

@@ -64,11 +64,11 @@ EFFECTS = {
     "16-bit image": "note: becomes 8-bit RGB",
     "animated image": "note: only its first frame is used",
 }
-"""What each kind of defect leads to in preprocessing and training. An effect that begins with
-"note" does no harm, or none that can be mended.
+"""What each kind of defect leads to in preprocessing and training. If this text begins with "note",
+the defect is harmless, or its harm cannot be mended.
 """
 SERIOUS = {kind for kind, effect in EFFECTS.items() if not effect.startswith("note")}
-"""The serious kinds: a dataset with a defect of one of them has problems."""
+"""The serious kinds of defects: those that are more than a note."""
 
 
 def pick_serious(counts: Mapping[str, int]) -> Counter[str]:
@@ -87,13 +87,16 @@ def describe_faults(faults: Mapping[str, int]) -> str:
 
 
 def count_allowed(total: int, share: float) -> int:
-    """Return the whole number of objects that is this share of the total, rounded down."""
+    """Return this share of the total, rounded down to a whole number."""
     # In floating point, 0.29 x 100 is a little less than 29.
     return int(share * total + 1e-6)
 
 
 def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float) -> None:
-    """Raise ColabUtilsError if more objects have serious defects than ``max_bad``, a share."""
+    """Raise ColabUtilsError if more than the share ``max_bad`` of all objects is bad.
+
+    Objects with serious defects are bad.
+    """
     faults = pick_serious(counts)
     allowed = count_allowed(total, max_bad)
     if faults.total() > allowed:

@@ -23,7 +23,7 @@ def find_scale(
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
-    """Return the size to which torchvision's Mask R-CNN resizes an image, which may be larger.
+    """Return the size to which torchvision's Mask R-CNN shrinks or enlarges an image.
 
     Each side is multiplied by the scale and rounded down, but has at least one pixel. See
     ``_resize_image_and_masks`` in torchvision's ``models/detection/transform.py``.
@@ -50,5 +50,5 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple
         >>> plan_size(480, 640, min_size=800, max_size=1333)
         (480, 640)
     """
-    # Both sides are smaller, or none is.
+    # One side never shrinks while the other grows, so `min` finds the smaller size.
     return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))

@@ -16,7 +16,7 @@ from colab_utils.data.sizes import MODEL_SIZES, find_scale
 _RARE = 10
 # Number of rare classes that the advice names.
 _NAMED = 5
-# COCO's limits of small and of medium objects, in pixels of the mask.
+# As in COCO, an object is small or medium if its mask has fewer pixels than this.
 _SMALL = 32**2
 _MEDIUM = 96**2
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
@@ -38,11 +38,11 @@ class DatasetStatistics:
     classes: dict[str, int]
     """Number of objects of each class, the most frequent class first."""
     sizes: dict[str, int]
-    """Number of objects of each of COCO's three sizes, by the pixels of the mask."""
+    """Number of small, medium and large objects. As in COCO, the pixels of the mask decide."""
     aspect_ratios: dict[str, int]
     """Number of objects in each range of width : height of the box."""
     objects_per_image: dict[str, int]
-    """Number of images in each range of objects."""
+    """Number of images that have so many objects, for each range of numbers."""
     advice: tuple[str, ...]
     """Sentences that say what to do."""
 
@@ -84,7 +84,7 @@ def measure_dataset(
 
 
 def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
-    """Return how many values lie below each limit, and not below the previous limit."""
+    """Count the values in each range, from the previous limit up to just below its own limit."""
     below = np.searchsorted(np.sort(values), [*limits.values()])
     return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
 

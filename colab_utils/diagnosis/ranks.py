@@ -1,4 +1,4 @@
-"""Which rank the others wait for, where several train together."""
+"""Find the rank that the others wait for, where several processes train together."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 
 from colab_utils.loading.ranks import find_ranks
 
-# The others wait for a rank if its wait share is at least this much larger than theirs.
+# A rank is named if its wait share is larger than that of every other rank by at least this much.
 _MORE = 0.1
 
 
@@ -25,7 +25,8 @@ def compare_ranks(loader: int, wait_share: float) -> str:
     the others here, so only the rank that ends a pass last knows all shares.
 
     Args:
-        loader: Number of the loader, in the order in which each rank began to watch loaders.
+        loader: Number of the loader. Each rank numbers its loaders in the order in which it began
+            to watch them.
         wait_share: Share of its time for which this rank waits for batches, 0 to 1.
 
     Returns:
@@ -43,8 +44,8 @@ def compare_ranks(loader: int, wait_share: float) -> str:
 
 
 def describe_ranks(wait_shares: Sequence[float]) -> str:
-    """Return a sentence that names the rank that waits for batches more than all others; "" if
-    there is none. A rank is a position in the list.
+    """Return a sentence that names the rank that waits much more for batches than every other rank;
+    "" if there is none. The position of a share in the list is its rank.
 
     Example:
         >>> describe_ranks([0.02, 0.45, 0.04])

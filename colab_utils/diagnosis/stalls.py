@@ -1,4 +1,4 @@
-"""A stall: a batch that does not come, the process that has it, and why, in words."""
+"""Describe a stall in words: which process has the batch that does not come, and why."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,13 +49,13 @@ class Stall:
     """A batch that did not come in time, and why, as far as that is known."""
 
     verdict: str
-    """Why the batch does not come, a key of `FINDINGS`. The process that has it is "dead", is stuck
-    in a "read", waits for a "lock", is "waiting" in another system call, or is only "slow"; or the
-    batch was "lost" after it was loaded.
+    """Why the batch does not come, a key of `FINDINGS`. The process that has the batch is "dead",
+    is stuck in a "read", waits for a "lock", is "waiting" in another system call, or is only
+    "slow". If the process is idle, the batch was "lost" after it was loaded.
     """
     waited_s: float
     job: WorkerJob
-    """The worker that has the batch. Only our own loader knows the number of the batch."""
+    """The worker that has the batch. The number of the batch is known only for our own loader."""
     seen: Activity
     """What the worker, or this process, does. For a dead worker, ``call`` is how it ended."""
     file: str
@@ -83,7 +83,7 @@ class Stall:
         place = ""
         if self.seen.sample is not None:
             place = f", at sample {self.seen.sample}"
-            # The text of a read names the file itself.
+            # For the verdict "read", the finding has named the file already.
             if self.file and self.verdict != "read":
                 place += f" ({self.file})"
         elif self.job.indices:

@@ -1,4 +1,4 @@
-"""Why a loop waits for batches: what the times of samples, and looks at the processes, say."""
+"""Why a loop waits for batches, as told by the times of samples and by looks at the processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,26 +17,26 @@ from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
 
 Array = NDArray[Any]
-# A few batches are rare if they are at most this share of all batches.
+# Slow batches count as rare if they are at most this share of all batches.
 _RARE = 0.25
 # Rare batches are the reason if they take at least this share of the time.
 _HOLDS = 0.6
 # A batch is not called slow below this many seconds.
 _LEAST_SLOW_S = 0.05
-# Bandwidth limits reads that are faster than this. It is a third of the bandwidth of Drive
-# (`slow_drive.DRIVE_PROFILES`).
+# Reads that are slower than this wait mostly for the first byte of each file. Faster reads are
+# limited by the bandwidth. This is a third of the bandwidth of Drive (`slow_drive.DRIVE_PROFILES`).
 _SENDS_MB_PER_S = 20
-# Fewer looks than these do not say what samples wait for.
+# With fewer looks than this, it is not known what samples wait for.
 _LEAST_LOOKS = 5
-# A message names what takes at least this share of the time of samples.
+# A message leaves out what takes less than this share of the time of samples.
 _WORTH_A_WORD = 0.1
-# A lock is the cause if samples wait for it for at least this share of their time. Two workers that
-# only take turns wait for a lock for half of their time.
+# A lock is the cause if samples wait for it for at least this share of their time. If two workers
+# only take turns, each waits for the lock for half of its time.
 _IN_TURN = 0.3
 # Workers count as idle if they were at work for less than this share of the waits.
 _IDLE = 0.5
-# What may take the time of a sample: the words of `find_wait`, and more. Each has the id of a cause
-# and the words of a message.
+# What may take the time of a sample. The keys are the waits that `find_wait` names, and a few more.
+# The values are the id of the cause, and the words for a message.
 _EVIDENCE = {
     "work": ("work", "of work"),
     "queue": ("work", "until a core is free"),
@@ -69,20 +69,24 @@ class LoopFacts:
     growth: Growth | None = None
     """How memory grows; None if it does not."""
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """For a batch, the samples that workers were loading while the loop waited for it."""
+    """The samples that workers were loading while the loop waited for a batch, by the number of the
+    batch.
+    """
     stalls: list[Stall] = field(default_factory=list)
     """Every stall so far."""
 
 
 def find_rare(seconds: Array) -> NDArray[np.int64]:
-    """Return the numbers of the few batches that take most of the seconds; none if many do."""
+    """Return the numbers of the few batches that together take most of the time; none if the time
+    is spread over many batches.
+    """
     large = np.flatnonzero(seconds > max(5 * float(np.median(seconds)), _LEAST_SLOW_S))
     holds = seconds[large].sum() >= _HOLDS * seconds.sum()
     return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
 
 
 def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    """Explain why the first batch of each later pass is late: this process runs a line of its own,
+    """Explain why the first batch of each later pass is late: this process is busy with other code,
     or workers start again.
     """
     share = float(starts.sum()) / loop_s
@@ -97,8 +101,8 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
 
 
 def _find_own_line(phase: str, facts: LoopFacts) -> str:
-    """Return, in words, the line that this process ran in most of a phase; "" if it was waiting
-    for its workers, received a batch, or loaded samples.
+    """Return words for the line of code at which this process was seen during most of a phase. If
+    it waited for its workers, received a batch, or loaded samples, return "".
     """
     place, looks = facts.looks.find_place(phase)
     if place in ("", WORKERS, HANDOFF, SAMPLE):
@@ -107,8 +111,8 @@ def _find_own_line(phase: str, facts: LoopFacts) -> str:
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
-    """Explain why batches come late: because of this process, of work after samples, of one slow
-    sample, or of what takes the time of all samples.
+    """Explain why batches come late. The cause lies in this process, in the work after samples, in
+    one slow sample, or in all samples.
     """
     share = float(waits.sum()) / loop_s
     times = facts.times
@@ -134,13 +138,14 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain what takes most of the time of samples."""
     times = facts.times
     evidence = weigh_evidence(facts)
-    # A worker that waits for a core may hold what others wait for. So the wait for a core is the
-    # cause only if it takes more than half of the time.
+    # While a worker waits for a core, others may wait for what it holds, such as a lock. So the
+    # wait for a core is the cause only if it takes more than half of the time.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
     if waits_for_cores(evidence):
         largest = "queue"
-    # One worker works while it holds the lock, so work may take longer than the wait for the lock.
+    # A lock may be the cause even if work takes longer than the wait for the lock: the worker that
+    # holds the lock is at work.
     if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):
         largest = "lock"
     id, _ = _EVIDENCE[largest]
@@ -168,8 +173,8 @@ def waits_for_cores(evidence: Mapping[str, float]) -> bool:
 
 
 def weigh_evidence(facts: LoopFacts) -> dict[str, float]:
-    """Return for how many seconds of samples each key of `_EVIDENCE` is the reason. If no samples
-    were seen, return for how many looks it is.
+    """Return how many seconds of the samples' time each key of `_EVIDENCE` takes. If no samples
+    were timed, return looks in place of seconds.
     """
     times = facts.times
     looks = facts.looks
@@ -194,8 +199,8 @@ def weigh_evidence(facts: LoopFacts) -> dict[str, float]:
         seconds = min(left_s, wall_s * number / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds
-    # The rest of the time is no CPU time and no wait that was seen. A thread of the worker could
-    # run, but had no core.
+    # The rest of the time is neither CPU time nor a wait that was seen. A thread of the worker was
+    # ready to run then, but had no core.
     evidence["queue"] = left_s
     return evidence
 
@@ -220,7 +225,9 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
 
 
 def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
-    """Explain that one sample is slow: a few batches waited for it, and took most of all waits."""
+    """Explain that one sample is slow, if most of the waiting time belongs to a few batches, and
+    the loop waited for each of them while this sample was loaded.
+    """
     batches: dict[int, list[int]] = {}
     # This needs a copy, because another thread may note samples meanwhile.
     for number, samples in [*facts.seen.items()]:

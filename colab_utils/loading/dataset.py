@@ -1,4 +1,5 @@
-"""COCO datasets with torchvision's detection contract: a folder of shards, or of loose image files.
+"""COCO datasets that read a folder of shards, or loose image files. Their samples have the form
+that torchvision's detection models expect (torchvision's detection contract).
 
 A sample is ``(image, target)``. The image is uint8 [3, H, W]. The target is a dict of boxes float32
 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N] (from 1; 0 is the background), masks uint8
@@ -152,7 +153,8 @@ class CocoFolder(CocoSamples):
 
     @guard_pillow()
     def _warn_of_turns(self, data: bytes, height: int, width: int) -> None:
-        """Warn if it is unclear whether the annotations belong to the photo as turned by EXIF.
+        """Warn if it is unclear whether the annotations fit the photo as it is stored, or the photo
+        turned by its EXIF orientation.
 
         All photos of a folder give the same text, so Python shows the warning once.
         """
@@ -338,7 +340,7 @@ class ShardDataset(CocoSamples):
         *,
         contiguous_labels: bool,
     ) -> None:
-        # The copy that brings the shards; None if every machine that trains has all of them.
+        # The copy that brings the shards during training; None if there is no such copy.
         self.arrival: Arrival | None = None
         self._files = files
         self.index = index
@@ -359,7 +361,11 @@ class ShardDataset(CocoSamples):
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
 
     def _make_tables(self, images: list[int], counts: NDArray[np.int64]) -> None:
-        """Make empty tables for this many images in each shard and objects in each image."""
+        """Make empty tables.
+
+        ``images`` is the number of images in each shard, ``counts`` the number of objects in each
+        image.
+        """
         self.shard_of = np.repeat(np.arange(len(images)), images)
         self._set_counts(counts)
         self._tables = make_tables(len(counts), self.objects)
@@ -442,7 +448,9 @@ class ShardDataset(CocoSamples):
         return tables
 
     def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Return the tables that are known without waiting for a shard: here, all of `describe`."""
+        """Return the tables that are known without waiting for a shard. In this class, they are all
+        tables of `describe`.
+        """
         return self.describe(indices)
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
@@ -499,7 +507,8 @@ class ShardDataset(CocoSamples):
     def _compare(self, index: int, part: int, *data: Any) -> None:
         """Raise an error if bytes do not match their checksum.
 
-        An image with a flipped bit may still decode.
+        An image with a flipped bit may decode without an error, so decoding does not find all
+        damage.
         """
         if int(hash_bytes(*data), 16) != int(self._tables["checks"][index, part]):
             name = ("bytes", "masks", "record")[part]

@@ -1,7 +1,8 @@
 """Dense masks, expanded from the bits of packed masks.
 
-Small tables of the crops are computed on the CPU. The pixels are written on the device of the bits,
-by a few operations over all objects at once, in chunks of bounded memory.
+The pixels are written on the device that holds the bits: on the CPU one mask after the other, on a
+GPU by a few operations over all objects at once, in chunks of bounded memory. The small tables for
+these operations are computed on the CPU.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ class MaskBits(NamedTuple):
     """
 
     bits: Tensor
-    """uint8 [bytes]: the crop of each mask, row by row: one bit a pixel, the highest bit first."""
+    """uint8 [bytes]: the pixels of each mask's crop, row by row. Each pixel takes one bit, and the
+    highest bit of a byte comes first.
+    """
     crops: Tensor
     """int32 [T, 4]: x0, y0, x1, y1 of each crop in pixels. x1 and y1 lie outside the crop."""
     offsets: Tensor
@@ -90,7 +93,7 @@ def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> N
     packed = masks.bits.numpy()
     objects = zip(masks.crops.tolist(), masks.offsets.tolist(), strict=False)
     for image, flip in zip(dense, repeat(False) if flips is None else flips, strict=False):
-        # A mask is cleared just before it is drawn, while it is in the cache.
+        # Each mask is cleared just before it is drawn, so that drawing finds it in the cache.
         for mask in image.zero_().numpy():
             (left, top, right, bottom), start = next(objects)
             height = bottom - top
@@ -104,7 +107,7 @@ def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> N
 
 
 def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
-    """Draw packed masks into flat dense masks on a GPU, by rows of all objects at once.
+    """Draw packed masks into flat dense masks on a GPU, the rows of many objects at once.
 
     ``sizes``, [T, 2], holds the height and width of each object's image.
     """

@@ -144,7 +144,9 @@ def explain_death(ending: str, oom_kills: int) -> str:
 
 
 def _explain_kill(oom_kills: int) -> str:
-    """Say that memory ran out if the system counted that, or else that the cause is not known."""
+    """Say that memory ran out, if the system counted such a kill since ``oom_kills`` was read. If
+    not, say that memory is the likely cause.
+    """
     cure = "use fewer workers, a smaller prefetch or a smaller batch, and run it again."
     if count_oom_kills() > oom_kills:
         return f"The system ended a process for want of memory: {cure}"
@@ -175,8 +177,7 @@ class Worker:
     """A worker process and its pipe.
 
     Attributes:
-        began_s: Time at which the worker began its current batch, as far as known, from
-            `time.perf_counter`.
+        began_s: About when the worker began its current batch, a time of `time.perf_counter`.
         at_work: int64 [1]: index of the sample that the worker reads, if its request has
             ``is_noted``; else -1.
 
@@ -199,7 +200,9 @@ class Worker:
                 self.process.start()
 
     def send(self, message: ReadAhead | Load) -> None:
-        """Send a message. A dead worker is noticed later, when its results have been received."""
+        """Send a message. If the worker is dead, this raises no error. The loader notices it after
+        the last results of the worker.
+        """
         with suppress(OSError):
             self.connection.send(message)
 
@@ -309,7 +312,8 @@ class Prefetcher:
         """Load numbered batches, and yield them in the order given.
 
         ``batches`` yields the number and indices of each batch, or None if the next batch cannot be
-        requested yet. A loaded batch is None if it has no indices, or all its samples are bad.
+        requested yet. `Loaded.batch` is None if a batch has no indices, or if all its samples are
+        bad.
 
         Raises:
             WorkerDiedError: A worker died.
@@ -360,7 +364,7 @@ class Prefetcher:
         return worker
 
     def has_work(self) -> bool:
-        """Return whether a batch was requested that has not been returned yet."""
+        """Return whether any requested batch has not been returned yet."""
         return bool(self._sent)
 
     def _take(self, asked_s: float, *, is_over: bool) -> Loaded | None:
@@ -380,7 +384,8 @@ class Prefetcher:
             self._planned.clear()
             for worker in range(max(1, len(self._workers))):
                 self._tell(worker, ReadAhead(None))
-        # If a worker dies now, its error must not name a batch: the new pass has the same numbers.
+        # If a worker dies now, its error must not name a batch: a batch of the new pass may have
+        # the same number.
         for number, request in self._sent.items():
             job = request.job._replace(number=None, indices=())
             self._sent[number] = request._replace(job=job)

@@ -145,8 +145,8 @@ class Writing(Arrival):
 
     def _send(self, shard: ShardInfo) -> None:
         tar, arrays = shard.files()
-        # The arrays are sent before the tar. A tar without arrays does not show its dataset, so the
-        # next session would refuse the folder.
+        # The arrays are sent before the tar. If this session ended between the two, a tar alone
+        # would not show its dataset, and the next session would refuse the folder.
         self._sending.copy_file(*arrays)
         self._sending.copy_file(*tar)
 
@@ -182,7 +182,7 @@ class FollowedWriting(FollowedArrival):
     def __init__(self, ssd: Path, images: Place, dataset: SpooledCoco, *, seed: int) -> None:
         self.key = name_writing(dataset)
         self._arrived = ArrivedShards(ssd, self.key)
-        # The other process may have ended meanwhile. Then the shards have the recipe.
+        # If the other process has ended meanwhile, the recipe is read from its shards.
         recipe = read_status(ssd, self.key).get("recipe") or find_common_recipe([ssd], dataset)
         self.jobs = list(cut_parts(ssd, images, dataset, recipe, 1))
         self._prepare(
@@ -218,14 +218,13 @@ def _run_timed(job: ShardPart) -> tuple[ShardIndex, float]:
 class WritingShards(ArrivingShards):
     """A `ShardDataset` whose shards are written in the background while it is used.
 
-    Until a shard is written, its images and their sizes come from the annotations. An image that
-    turns out to be bad is left out, with a warning, up to ``max_bad`` images. Otherwise the dataset
-    behaves like `ArrivingShards`. `open_dataset` makes this dataset.
+    Until a shard is written, its images and their sizes come from the annotations. Bad images are
+    left out with a warning, but no more than ``max_bad`` of them. Otherwise the dataset behaves
+    like `ArrivingShards`. `open_dataset` makes this dataset.
 
     Attributes:
-        arrival: the writing, see `Writing`; a `FollowedWriting` where another process writes; None
-            in workers.
-        max_bad: number of images that may turn out bad.
+        arrival: the `Writing`, or the `FollowedWriting` if another process writes; None in workers.
+        max_bad: number of images that may be bad.
     """
 
     def __init__(
@@ -250,14 +249,15 @@ class WritingShards(ArrivingShards):
         self.max_bad = count_allowed(len(dataset), max_bad)
         shards = tuple(_foresee_shard(job) for job in writing.jobs)
         self.index = ShardIndex(self.fingerprint, recipe, categories, shards)
-        # A shard has at most as many objects as its annotations.
+        # A shard holds no more objects than its annotations list.
         parts = [job.dataset for job in writing.jobs]
         counts = np.concatenate([part.count_objects() for part in parts])
         self._make_tables([len(part) for part in parts], counts)
         self.left_out = dataset.crowds
         self._tables["counts"][:] = 0
         self.image_ids = np.concatenate([part.image_ids for part in parts])
-        # The order of an epoch depends on these tables, so they stay as they are.
+        # The order of an epoch depends on `image_ids` and `sizes`. So both stay as they are when a
+        # shard is opened.
         self.sizes = np.concatenate([_plan_sizes(part, recipe) for part in parts])
 
     def __str__(self) -> str:

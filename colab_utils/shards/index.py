@@ -1,4 +1,4 @@
-"""The index of a folder of shards: what it holds, read and written."""
+"""Read and write the index of a folder of shards, which says what the folder holds."""
 
 import dataclasses
 import json
@@ -45,8 +45,8 @@ class ShardInfo:
     arrays_bytes: int
     arrays_xxh3_64: str
     tables_xxh3_64: str
-    """Checksum of the arrays file without the bits of the masks. A loader first reads this part. It
-    holds checksums of the bits.
+    """Checksum of the tables: the arrays file without the bits of the masks. A loader reads the
+    tables first. They hold the checksums of the bits.
     """
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
@@ -66,7 +66,7 @@ class ShardIndex:
     """The settings of the shards. ``storage``, ``min_size`` and ``max_size`` (pixels) tell how an
     image is stored. ``shard_mb``, ``images_per_shard`` and ``ramp_mb`` (target sizes of the first
     shards, in MB) tell how many images a shard holds. ``seed`` gives the random order of the
-    images. Without it, they have the order of the annotations.
+    images. Without a seed, the images have the order of the annotations.
     """
     categories: tuple[dict[str, Any], ...]
     """Each category's ``id`` and ``name``."""
@@ -74,8 +74,8 @@ class ShardIndex:
     skipped: tuple[SkippedImage, ...] = ()
     partial: bool = False
     faults: dict[str, int] = dataclasses.field(default_factory=dict)
-    """How many objects would be trained wrongly, or not at all, for each kind of defect. An
-    ``index.json`` without this entry has no such object.
+    """Number of objects that would be trained wrongly, or not at all, by kind of defect. If there
+    is no such object, ``index.json`` lacks this entry.
     """
 
     @property
@@ -109,7 +109,7 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     read = partial(read_file, path, retries)
     try:
         if isinstance(path, UrlPath):
-            # This small read learns whether the server gives parts of files.
+            # This small read finds out whether the server can send parts of files.
             path.read_range(0, 1)
         return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:

@@ -47,7 +47,7 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
     Args:
         ranks: The processes that train together.
-        facts: Texts, numbers and None of this process, each by a name for the message.
+        facts: What this process has: texts, numbers or None. The keys are names for the message.
 
     Raises:
         ColabUtilsError: Some facts differ. The message lists their values, with the ranks of each.
@@ -56,7 +56,7 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
         >>> require_same(Ranks(), {"seed": 0})
     """
     facts_of_ranks = ranks.gather(dict(facts))
-    # Another version of colab_utils may compare more facts, or fewer.
+    # A process with another version of colab_utils may have more facts, or fewer.
     names = dict.fromkeys(name for one_rank in facts_of_ranks for name in one_rank)
     differences = []
     for name in names:

@@ -34,11 +34,13 @@ def pack_state(state: Mapping[str, Any]) -> tuple[memoryview, bytes]:
         >>> zipfile.is_zipfile(io.BytesIO(bytes(content) + seal)), seal[:14]
         (True, b'colab_utils 2 ')
     """
-    # On Drive a file must be written once, from its first byte to its last.
+    # The content is made in memory, because a file on Drive must be written once, from its first
+    # byte to its last.
     data = io.BytesIO()
     torch.save(state, data)
     content = data.getbuffer()
-    # The seal becomes the comment of the zip, whose last two bytes are the length of its comment.
+    # The content is a zip, and the seal becomes its comment. The two bytes before the comment hold
+    # the length of the comment.
     content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")
     return content, _make_seal(content)
 
@@ -68,8 +70,8 @@ def _check_seal(path: Place, content: bytes) -> bytes:
         return content
     seal = content[-length:]
     if not seal.startswith(_SEAL):
-        # The seal is of another version, or there is none in a complete zip. A file of ours that is
-        # cut short is no complete zip.
+        # Not torn, but refused: a file with a seal of another version, and a complete zip without a
+        # seal. One of our files that is cut short is no complete zip.
         with suppress(zipfile.BadZipFile):
             is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
             if is_zip or seal.startswith(_SEAL[:-2]):
@@ -81,7 +83,9 @@ def _check_seal(path: Place, content: bytes) -> bytes:
 
 @contextmanager
 def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
-    """Refuse the checkpoint that `CheckpointFolder.read` gave if the block fails with its state.
+    """Refuse a checkpoint if the block, which uses its state, fails.
+
+    ``state`` is what `CheckpointFolder.read` returned.
 
     Example:
         >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
@@ -142,7 +146,8 @@ def _refuse(path: str | Place) -> ColabUtilsError:
 def load_content(path: Place, content: bytes) -> dict[str, Any]:
     """Return the state that a file holds.
 
-    The seal of ``content`` is right, so a failure is no reason to rename the file.
+    The seal of ``content`` is right, so the file is not torn, and keeps its name even if it cannot
+    be loaded.
     """
     try:
         state: dict[str, Any] = torch.load(
