@@ -68,7 +68,9 @@ class Strategy:
     keeps: bool = False
     """Whether the loader keeps the samples that it read. Then only later epochs show its speed."""
     title: str = ""
-    """Name of the strategy in charts, where {} becomes "2 workers". If empty, it is ``name``."""
+    """Name of the strategy in charts. "2 workers", for example, replaces {} in it. If empty, it is
+    ``name``.
+    """
 
 
 def _load_tensors(file: Path) -> Sample:
@@ -272,8 +274,8 @@ STRATEGIES = {
     )
     for name, title, idea, kind, load in _TABLE
 }
-"""All strategies by name: the usual advice, and those of this package. `compare` times all of them
-if you name none.
+"""All strategies by name: those that are usually advised, and those of this package. `compare`
+times all of them if you name none.
 """
 
 

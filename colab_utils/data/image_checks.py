@@ -29,9 +29,10 @@ from colab_utils.places import Place, name_below
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 # Number of bytes at a file's end in which its mark is looked for.
 _TAIL = 4096
-# If a larger share of the annotations are crowds, these are probably objects. COCO has 1 % crowds.
+# If more than this share of the annotations are crowds, the crowds are probably single objects. In
+# COCO, 1 % are crowds.
 _MANY_CROWDS = 0.1
-# Number of objects that shows whether many are bad.
+# Number of objects to check, so as to estimate how many are bad.
 _SAMPLED_OBJECTS = 1000
 
 
@@ -112,8 +113,8 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     if is_deep:
         notes.append(("16-bit image", opened.mode))
     width, height = opened.size
-    # The pixels of a 16-bit image may be too dark. A file without its end mark may be cut short, or
-    # may have much other data behind its end. Only decoding shows this.
+    # Only decoding shows whether a 16-bit image is too dark, and whether a file that does not end
+    # with its mark is cut short. Other data may lie behind the mark.
     if deep or is_deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
         to_rgb(open_image(data))
     # This raises an error for pixels that do not fit into 8 bits.
@@ -197,14 +198,15 @@ def sample_faults(dataset: CocoDataset) -> Counter[str]:
 
 
 def has_many_crowds(dataset: CocoDataset) -> bool:
-    """Return whether so many annotations are crowds that these are probably objects."""
+    """Return whether so many annotations are crowds that the crowds are probably single objects."""
     return dataset.crowds > _MANY_CROWDS * len(dataset.ids)
 
 
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
-    """Compare the size in the annotations with the image as stored and as turned by EXIF.
+    """Compare the size in the annotations with the image's: as stored, and as turned by EXIF.
 
-    A defect is returned if neither fits, or if it is unclear which of them the annotations mean.
+    Return a defect if the annotations have neither of the two, or if it is unclear which one they
+    mean.
     """
     tag = header.orientation
     height, width = header.size

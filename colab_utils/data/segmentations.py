@@ -15,8 +15,8 @@ OUTLINE_NUMBERS = 6
 # Polygons that reach beyond this pixel are refused. No image is so wide, and pycocotools would walk
 # along each edge pixel by pixel, also outside of the image.
 _FARTHEST_PIXEL = 1_000_000
-# The text that Python makes of bytes, such as "b'71'". Of the characters of RLE, only the backslash
-# is doubled in it.
+# What str() makes of bytes, such as "b'71'". It writes each backslash of RLE as two, and all other
+# characters as they are.
 _BYTES_LITERAL = re.compile(r"""b(["'])(.*)\1""")
 _NUMBER = re.compile(r"[\d.]+(?:e[-+]\d+)?")
 
@@ -24,8 +24,8 @@ _NUMBER = re.compile(r"[\d.]+(?:e[-+]\d+)?")
 def identify_segmentation(segmentation: Any) -> tuple[str, Any] | None:
     """Name the form of a segmentation that is not as COCO has it, and convert it to COCO's form.
 
-    The result is None if the form is not known, or if there are several ways to read it. Four
-    numbers may be a box or a line. An outline that lies within another one may be a hole.
+    The result is None if the form is not known, or if there are several ways to read it. For
+    example, four numbers may be a box or a line, and an outline within another one may be a hole.
 
     Returns:
         The name of the form and the converted segmentation, or None.
@@ -63,8 +63,9 @@ def _join_points(outlines: list[Any]) -> list[list[float]]:
     """Return each outline as a flat list x, y, x, y, ...
 
     Raises:
-        ValueError: if an outline is something else, or if it lies within another one and may be a
-            hole. ColabUtilsError means the same.
+        ValueError: if an outline is no list of numbers or points, or if it lies within another one
+            and may be a hole.
+        ColabUtilsError: if `read_polygons` refuses an outline.
     """
     try:
         parts = [_join_outline(outlines)]
@@ -75,7 +76,7 @@ def _join_points(outlines: list[Any]) -> list[list[float]]:
         corners = polygon.reshape(-1, 2)
         boxes.append([*-corners.min(0), *corners.max(0)])
     is_within = (np.array(boxes)[:, None] <= boxes).all(2)
-    # Each outline lies within itself, so the sum is never smaller than their number.
+    # Each outline lies within itself, so the sum is at least the number of outlines.
     if is_within.sum() > len(boxes):
         raise ValueError("an outline within another one")
     return parts
@@ -91,7 +92,9 @@ def _join_outline(outline: Any) -> list[float]:
 
 
 def count_numbers(segmentation: Any) -> int:
-    """Return how many numbers a segmentation has. RLE counts as the smallest outline.
+    """Return how many numbers a segmentation has.
+
+    RLE that is not empty counts as the smallest outline.
 
     Example:
         >>> count_numbers([[]]), count_numbers([[[1, 2.5], [3, 4]]]), count_numbers(None)
@@ -115,7 +118,7 @@ def read_numbers(values: Any) -> NDArray[np.float64]:
     """Return numbers as float64. They may be written as text.
 
     Raises:
-        ValueError: if they are something else. TypeError and OverflowError mean the same.
+        ValueError: if one of them is no number. TypeError and OverflowError mean the same.
     """
     # numpy would take true and false as 1 and 0.
     if bool in map(type, values):

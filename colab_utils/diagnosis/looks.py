@@ -8,7 +8,7 @@ from pathlib import PurePath
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
 
-# Fewer looks than these are no evidence. Of more looks, at least half must show the same.
+# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same.
 _LEAST_LOOKS = 5
 # A worker usually has up to this many threads that can run: one loads samples, one sends batches.
 _MANY_THREADS = 2
@@ -43,7 +43,7 @@ class Looks:
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
         self._outside_count = 0
-        # In all looks together, so many workers could run, and so many threads of these workers.
+        # Summed over all looks: workers that could run, and threads that could run in them.
         self._runnable_workers = 0
         self._runnable_threads = 0
 

@@ -29,7 +29,7 @@ _LOOK_S = 0.5
 _TICK_S = 0.1
 # A worker that takes more CPU seconds than this while it is observed is at work.
 _BUSY_S = 0.025
-# After this many seconds of a wait, the sample that a worker is at is noted.
+# After this many seconds of a wait, the sample that the worker is loading is noted.
 _LATE_S = 0.1
 # This signal interrupts a system call that the main thread is in. By default, the signal is
 # ignored, so one that comes late does no harm. Windows does not have it.
@@ -64,7 +64,7 @@ class Pass:
         self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
         self._oom_kills = count_oom_kills()
-        # This thread waits for a batch. It asked for the batch at this time.
+        # The thread that waits for a batch, and when it asked; None while it does not wait.
         self._thread = threading.current_thread()
         self._asked_s: float | None = None
         # A wait that is given up: when it began, and why it is given up.
@@ -104,7 +104,8 @@ class Pass:
         try:
             batch = self._wait(asked_s)
         except _StallInterrupt:
-            # The error is raised below, outside of this handler: the interrupt is no part of it.
+            # The error is raised below, outside of this handler, so that it does not show the
+            # interrupt.
             batch = None
         except Exception as error:
             stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
@@ -266,9 +267,10 @@ class Pass:
         """Return the process that the loop waits for.
 
         Our own loader knows the worker that has the oldest batch. For other loaders, it is the
-        worker that has been at its sample for longest. If no worker is at a sample, it is one that
-        is alive, best one that is not idle. Workers that wait for work are not blamed while this
-        process is at a line of its own. If no worker is left, it is this process.
+        worker that has been loading its sample for longest. If no worker is loading a sample, it is
+        a living worker, preferably one that is not idle. Workers that wait for work are not blamed
+        while this process does something else than wait for them. If no worker is left, it is this
+        process.
         """
         if isinstance(self._loader, Loader):
             jobs = self._loader.list_jobs()

@@ -70,12 +70,12 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the time of a loop went. Times are wall time. If the loop uses a GPU, they are times of
-    its stream.
+    """Where the time of a loop went. Times are wall time, or times of the GPU's stream if the loop
+    uses a GPU.
     """
 
     verdict: str
-    """One line."""
+    """What limits the loop, in one line."""
     causes: tuple[Cause, ...]
     """Why the loop takes longer than its steps, the largest share first. Empty if it does not."""
     parts: tuple[Part, ...]
@@ -90,7 +90,7 @@ class Summary:
     passes: int
     images: int
     error: float
-    """Standard error of the mean time of a batch, as a share of it."""
+    """Standard error of the mean time of a batch, as a share of that mean."""
     spans_s: tuple[tuple[float, float], ...]
     """When each step of the first ten seconds began and ended, in seconds from the first request
     for a batch.
@@ -102,14 +102,14 @@ class Summary:
     unseen: tuple[str, ...]
     """Sentences that say what could not be seen of the loop."""
     lost_share: float
-    """Share of the loop's time in which it had no core, because its own processes had them all, 0
-    to 1.
+    """Share of the loop's time in which the loop had no core, because its own processes used all
+    cores, 0 to 1.
     """
     rank: int | None
     """Rank of this process if several train together, else None."""
     slower_rank: str = ""
     """A sentence that names the rank that the others wait for, or "". Only the rank that ends a
-    pass last knows it.
+    pass last can tell.
     """
 
     @property
@@ -300,8 +300,8 @@ class LoopRecord(LoopFacts):
         return tuple(unseen)
 
     def print_summary(self, *, only_news: bool) -> None:
-        """Print a summary, unless no batch has come since the last one. With ``only_news``, print a
-        later one only if its causes differ from those of the last.
+        """Print a summary, unless no batch has come since the last summary. With ``only_news``,
+        print a later summary only if its causes differ from those of the last one.
         """
         summary = self.summarise()
         last = self._printed
@@ -320,14 +320,15 @@ class LoopRecord(LoopFacts):
 def split_micro_batches(parts_s: _Array) -> _Array:
     """Estimate where the step ends for batches after which the optimizer does not step.
 
-    Forward and backward pass take about as long for these batches as for the others. What these
-    batches take longer is moved from the step to the time between steps.
+    Forward and backward pass take about as long for these batches as for the others. If a step of
+    these batches is longer than the others' median step, the difference is moved to the time
+    between steps, up to the others' median of that time.
 
     Args:
         parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].
 
     Returns:
-        The same array where every batch has a step of the optimizer, or none has; else a new one.
+        The same array if the optimizer steps after every batch, or never; else a new one.
 
     Example:
         >>> split_micro_batches(np.array([[0, 0.7, 0], [0, 0.1, 0.6]])).round(1).tolist()
@@ -352,7 +353,7 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
 
 
 def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
-    """Return when each step that began in the first seconds began and ended."""
+    """Return begin and end of each step that began within the first ten seconds."""
     _, steps, between = parts_s.T
     ended_s = np.cumsum(parts_s.sum(axis=1)) - between
     spans_s = np.stack([ended_s - steps, ended_s], axis=1)

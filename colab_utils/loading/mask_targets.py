@@ -26,7 +26,7 @@ class _Proposals(NamedTuple):
     crops: Ints
     """int64 [R, 4]: x0, y0, x1, y1 of each mask's crop in stored pixels."""
     first_bits: Ints
-    """int64 [R]: number of each mask's first bit."""
+    """int64 [R]: place of each mask's first bit among all bits."""
     stored: Ints
     """int64 [R, 2]: width and height of each stored image in pixels."""
     flipped: NDArray[np.bool_]
@@ -56,8 +56,9 @@ def sample_masks(
     """Return the mask targets of R proposals, sampled from the bits.
 
     The memory grows with the size of the boxes, not of the images. Bilinear sampling on a regular
-    grid is separable: a target is ``rows @ crop @ columns.T``. Each row of ``rows`` and of
-    ``columns`` holds the weights of the pixels that its samples read.
+    grid is separable: a target is ``rows @ crop @ columns.T``. For each row of the target, ``rows``
+    holds the weights of the crop's rows. For each column of the target, ``columns`` holds the
+    weights of the crop's columns.
 
     Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align``
     (sampling ratio -1, not aligned). Samples more than one pixel outside the image are 0. Samples
@@ -226,7 +227,7 @@ def _find_reach(proposals: _Proposals, low: Ints, span: Ints) -> Ints:
 def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
     """Read blocks of pixels, float32 [k, height, width or up to 7 more] of 0 and 1.
 
-    Values outside the crop are undefined. ``lines`` is [2, k]: the number of each block's first
+    Values outside the crop are undefined. ``lines`` is [2, k]: the place of each block's first
     bit, and the number of bits from the start of a row to the start of the next.
     """
     first, stride = send(lines, bits.device)[..., None]
@@ -247,11 +248,11 @@ def _weigh_pixels(
     """Return the weight of each pixel of a block in each row, or column, of a target.
 
     Args:
-        grid: [5, k]: start of the box, side of a bin, samples in a bin, pixels of the resized
-            image, and stored pixels for each resized pixel.
+        grid: [5, k], along one axis: start of the box, side of a bin, samples in a bin, pixels of
+            the resized image, and stored pixels for each resized pixel.
         reach: [3, k]: sign, edge and length. Pixel p of the stored image is pixel
             ``sign * p + edge`` of the block, if that is from 0 to ``length - 1``.
-        shape: Number of rows of a target, and a number of pixels that no block exceeds.
+        shape: ``size`` and ``pixels`` of the result. No side of a block is longer than ``pixels``.
         device: Device of the weights.
 
     Returns:

@@ -45,9 +45,9 @@ def open_dataset(
     - Complete shards in ``ssd`` are read there (`ShardDataset`).
     - Shards in ``drive`` are copied to ``ssd`` while training reads them (`ArrivingShards`).
     - If there are only loose files, a background process writes shards of them
-      (`WritingShards`). Training reads each shard once it is finished. Each shard is also sent to
-      ``drive``, so that the next session can start from there. After an interruption, writing
-      goes on after the last finished shard.
+      (`WritingShards`). Training reads each shard as soon as it is finished. Each shard is also
+      sent to ``drive``, so that the next session can start from there. After an interruption,
+      writing goes on after the last finished shard.
 
     If several processes train together, one process on each machine copies or writes, and the
     others follow it. Only the machine of rank 0 sends the shards to ``drive``.
@@ -72,7 +72,8 @@ def open_dataset(
         contiguous_labels: map category ids to 1 to K.
 
     Raises:
-        ColabUtilsError: if the input is missing or not COCO, or a folder holds other shards.
+        ColabUtilsError: if the input is missing or not COCO, or a folder holds shards of another
+            dataset.
 
     Example:
         >>> import tempfile
@@ -149,7 +150,7 @@ def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardData
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
     if find_ranks().count > 1:
-        # Only the status of the arrival is read in this folder, so the folder may be a URL, too.
+        # Of this folder, only the status of the arrival is read. That is possible at a URL, too.
         target = cast(Path, folder)
         shards.arrival = FollowedArrival(
             folder,

@@ -26,7 +26,7 @@ class ShardFiles:
         return ShardFiles, (self.folder,)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        """Fill a writable buffer with the bytes from ``start`` of a file of the shard.
+        """Fill a writable buffer with bytes of a file of the shard, from byte ``start`` on.
 
         Raises:
             ColabUtilsError: The file is gone or was cut short.

@@ -54,7 +54,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         return len(self.image_ids)
 
     def _check(self, index: int) -> int:
-        # A range takes negative indices, and raises IndexError as every sequence must.
+        # A range accepts negative indices, and raises the IndexError that ends a loop.
         return range(len(self))[index]
 
     @staticmethod
@@ -64,7 +64,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         Raises:
             ColabUtilsError: The bytes are not a complete image.
         """
-        # numpy makes the copy, because torch would use OpenMP threads, which a fork loses.
+        # numpy copies the pixels. torch would do so in OpenMP threads, which a fork does not copy.
         return torch.from_numpy(np.ascontiguousarray(decode_pixels(data).transpose(2, 0, 1)))
 
     def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:

@@ -1,4 +1,4 @@
-"""Run jobs on processes of this machine or on an executor: a few at a time, and lost ones again."""
+"""Run jobs on processes of this machine or on an executor, a few at a time; run lost jobs again."""
 
 import multiprocessing
 from collections import Counter
@@ -17,9 +17,9 @@ from colab_utils.shards.jobs import WorkerProgress, join_run
 
 # Jobs that are submitted for each worker, so that no worker waits for its next job.
 _AHEAD = 4
-# Jobs that are submitted for all workers, if their number is not known.
+# Jobs that are submitted for all workers, if the number of workers is not known.
 _MOST_AHEAD = 256
-# Seconds that running jobs have to give up. A network folder shows the stop file late.
+# Seconds to wait until running jobs stop. A network folder shows the stop file late.
 _STOP_S = 60.0
 
 Runs = Generator[tuple[list[ShardIndex], int], None, None]
@@ -104,7 +104,7 @@ def _run(
                 if index is not None:
                     finished.append(index)
                     continue
-                # An engine that caches results has none for this new text.
+                # An engine that caches results has none for this new name, so it runs the job.
                 job = job._replace(run=f"{job.run}-{losses[job.number]}")
                 running[_submit(executor, run, job, retries)] = job
             yield finished

@@ -215,7 +215,7 @@ def _compare_in_parts(
     objects: Tensor,
     boxes: Tensor,
 ) -> Tensor:
-    """Return ``compare(objects, boxes)``, with one row an object, from a few objects at a time."""
+    """Return ``compare(objects, boxes)``, a row for each object. Compare a few at a time."""
     rows = boxes.new_empty(len(objects), len(boxes))
     parts = rows.split(_COMPARED_OBJECTS)
     for part, few in zip(parts, objects.split(_COMPARED_OBJECTS), strict=True):
@@ -224,7 +224,7 @@ def _compare_in_parts(
 
 
 def _take_rows(parts: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the named rows of each image's tensor."""
+    """Return the rows of each image's tensor that ``rows`` lists for it."""
     return [part[row] for part, row in zip(parts, rows, strict=True)]
 
 
@@ -244,7 +244,7 @@ def _compute_box_losses(
         features: The features that its backbone computed.
         regions: float [R, 4] of each image.
         labels: int64 [R] of each image: the class of each region, 0 for the background.
-        offsets: float [R, 4] of each image: what moves each region to its object.
+        offsets: float [R, 4] of each image: regression targets from each region to its object.
         sizes: Height and width that each image was resized to.
     """
     pooled = heads.box_roi_pool(features, regions, sizes)

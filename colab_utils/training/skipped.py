@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from colab_utils.errors import ColabUtilsWarning
 
-# After so many skipped steps in a row, not the batches are to blame, but the weights.
+# After so many skipped steps in a row, the weights are to blame, and not the batches.
 _MOST_IN_A_ROW = 10
 # With float16, each skipped step halves the scale, from 2**16 on. After so many steps the scale is
 # too small to be the cause.
@@ -34,7 +34,7 @@ class SkippedSteps:
         self.in_a_row = 0
         self._has_scale = has_scale
         self._told = 0
-        # The first step to warn of, and the first skipped step in a row, each as text.
+        # The first step to warn of, and the first of the steps skipped in a row, each as text.
         self._first = ""
         self._first_in_a_row = ""
 
@@ -68,7 +68,7 @@ class SkippedSteps:
 
         Args:
             trained: Steps of this session.
-            is_last: Whether the run ends here. Then half of these steps are too many, too.
+            is_last: Whether the run ends here. Then half of the session's steps are too many.
         """
         limit = _MOST_WITH_SCALE if self._has_scale else _MOST_IN_A_ROW
         if self.in_a_row >= limit:

@@ -46,7 +46,7 @@ _LAST_CHECKPOINT_S = 15.0
 
 class Trainer:
     """Trains a run step by step, and keeps its state: the model, the optimiser, the place in the
-    order of the images, and the losses. ``train`` makes it.
+    order of the images, and the losses. ``train`` makes the trainer.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Trainer:
         self.best: AveragePrecision | None = None
         self.skipped = SkippedSteps(has_scale=step.scaler.is_enabled())
         # The losses of the latest steps stay on the device, because reading each one would stall
-        # it. Each has a flag for a skipped step beside it, and the ids of its images.
+        # it. Each tensor holds the loss, and 1 if the step was skipped. Each list holds the ids of
+        # the step's images.
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._image_ids = data.dataset.image_ids[data.rows]
@@ -101,7 +102,7 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
-            SystemExit: Likewise after SIGTERM, with the status 143, and SIGHUP, with 129.
+            SystemExit: Likewise after SIGTERM (the status is 143) or SIGHUP (129).
             DriveLostError: The run has ended, and Drive does not take its last or its best
                 checkpoint.
         """
@@ -133,7 +134,7 @@ class Trainer:
             self.writer.finish()
         if self.ranks.is_first:
             self.folder.send_waiting()
-        # The report measures from the start of the session, and not from the last line.
+        # The report measures from the start of the session, and not from the last line of the log.
         self._measured = (0, 0.0, 0.0)
         images_per_second, wait_share = self._measure()
         return TrainReport(
@@ -220,7 +221,8 @@ class Trainer:
     def _seed(self, use: int) -> None:
         """Seed torch's random numbers from the seed, the step, the process and the ``use``.
 
-        So a checkpoint needs no random state.
+        So a checkpoint needs no random state. ``use`` is 1 before a batch is loaded, and 2 before
+        the step, so that the two draw different numbers.
         """
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
@@ -288,9 +290,10 @@ class Trainer:
         """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
         if self.done == self._saved_step:
             return
-        # A loss that is not a number must not be saved as progress.
+        # This raises an error for a loss that is not finite, before it is saved as progress.
         self._fetch_losses()
-        # Weights without a finite loss must not replace the last ones that had one.
+        # If the last step was skipped, the weights may give no finite loss any more. They must not
+        # replace those of the last checkpoint.
         if self.skipped.in_a_row and not is_last:
             return
         if self.ranks.is_first:
@@ -309,8 +312,8 @@ class Trainer:
     def _save_last(self) -> None:
         """Save the last state, and send the checkpoints that wait on this machine to Drive.
 
-        If Drive does not take them, a warning says where they lie. It is no error, because an
-        error would hide the one that ended training, or prevent the last evaluation.
+        If Drive does not take them, a warning says where they lie. An error in its place would
+        hide the one that ended training, or prevent the last evaluation.
         """
         try:
             # In the middle of a step some weights are new and others old: that is no state to save.
@@ -343,7 +346,7 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Take the step, the losses and the best precision so far from a checkpoint.
 
-        The step and the loader have loaded their own parts of it before.
+        The step and the loader have loaded their own parts of the checkpoint before.
         """
         self.done = state["step"]
         self.losses = state["losses"].tolist()
@@ -381,7 +384,7 @@ class Trainer:
                 )
 
     def _tell_skipped(self) -> None:
-        """Warn of skipped steps, and stop training if hardly any other steps come.
+        """Warn of skipped steps, and stop training if too many are skipped.
 
         All processes have skipped the same steps, so all of them stop.
         """
@@ -411,8 +414,8 @@ class Trainer:
         """Save the state when the block ends with an error. Let Ctrl-C, SIGTERM and SIGHUP wait for
         the end of the step in progress.
 
-        A second signal, or one during an evaluation, interrupts at once. That holds for a process
-        alone: ``torchrun`` sends each of its processes several signals for one Ctrl-C.
+        A second signal, or one during an evaluation, interrupts at once, but only if one process
+        trains alone: ``torchrun`` sends each of its processes several signals for one Ctrl-C.
         """
 
         def note(number: int, _: object) -> None:
