@@ -137,7 +137,7 @@ def _find_limit(step: TrainingStep, free: int) -> int:
     """Return the bytes of the GPU's memory that a batch may take.
 
     The optimiser's first step makes averages of the gradients, which stay in memory. Their bytes
-    are left out.
+    are subtracted.
     """
     averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
     trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
