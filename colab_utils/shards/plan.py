@@ -132,7 +132,7 @@ def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCo
 
 
 def stamp_annotations(annotations: Annotations) -> FileStamp:
-    """Return the size and time of the JSON. If they differ later, the file was changed."""
+    """Return the name, size and time of the JSON. If they differ later, the file was changed."""
     if isinstance(annotations, SpooledCoco):
         return annotations.stamp
     return stamp_file(open_place(annotations))
