@@ -37,7 +37,9 @@ class DriveProfile:
     name: str
     """One word, which reports show."""
     open_s: float
-    """Mean seconds from a request to the first byte of a file, or of a place in it."""
+    """Mean seconds from a request to its first byte. A read that continues where the last read of
+    the file ended does not take this time.
+    """
     bytes_per_s: float
     """Bytes per second after the first byte, for all streams together."""
     source: str
@@ -174,7 +176,7 @@ def wait_as_drive(
     its link sends the bytes of one read after the other.
 
     Args:
-        profile: The speed of Drive. None returns at once.
+        profile: The speed of Drive. With None, the function does not sleep.
         path: The file that was read.
         place: Offset of the read in the file; None if it continues where the last read ended.
         count: Number of bytes that were read.

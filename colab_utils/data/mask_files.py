@@ -23,8 +23,9 @@ from colab_utils.units import format_count
 # Largest number of objects in one mask. An image with more colours is a photo, or a mask that was
 # saved as JPEG.
 _MOST_OBJECTS = 5000
-# Values that stand for pixels without a label, and the largest object id of datasets that use the
-# value: Pascal VOC and DAVIS, masks of 16 bits, and Pascal VOC as colours.
+# Values that mark pixels without a label: 255 in Pascal VOC and DAVIS, 65535 in masks of 16 bits,
+# and 0xE0E0C0 in Pascal VOC saved as colours. Each value has the largest object id that a mask may
+# have beside it; with a larger id, the value counts as an object.
 _VOIDS = {255: 127, 65535: 32767, 0xE0E0C0: 0xFFFFFF}
 # Cityscapes multiplies the number of an object's class by this. Its classes have numbers up to
 # `_MOST_CLASSES`.
@@ -274,9 +275,11 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
 
 
 def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mask: Path) -> None:
-    """Raise ColabUtilsError if at least half of the objects are soft edges.
+    """Raise ColabUtilsError if at least half of the values are only soft edges of objects.
 
-    An object counts as a soft edge if two thirds of its pixels are beside two other values.
+    Where an edge was smoothed, pixels have values between the two sides, and each such value would
+    become an object. A value counts as a soft edge if two thirds of its pixels are beside two
+    other values.
     """
     is_mixed = (np.diff(np.sort(neighbours)) > 0).sum(1) > 1
     mixed, mixed_pixels = np.unique(neighbours[is_mixed, 4], return_counts=True)

@@ -44,9 +44,9 @@ class Arrival:
     machine then follow the copy with a `FollowedArrival`.
 
     If all shards need more than ``limit_bytes``, they take turns on the disk, and the copy never
-    ends. A shard is removed when another one is needed earlier, but only if Drive still has the
-    shard. ``target`` must then be new or empty at first. The file ``arriving.json`` marks
-    ``target`` as the folder of this copy, and no index is written.
+    ends. A shard is removed to make room for one that training needs sooner, but only if Drive
+    still has the shard that is removed. ``target`` must then be new or empty at first. The file
+    ``arriving.json`` marks ``target`` as the folder of this copy, and no index is written.
 
     Attributes:
         takes_turns: whether shards take turns.
@@ -97,7 +97,7 @@ class Arrival:
             self._start(lock)
 
     def _start(self, lock: ExitStack) -> None:
-        """Begin to copy, unless nothing can be copied to the target."""
+        """Check that the target can take this copy, and begin to copy."""
         source = self.source
         target = self.target
         index = self.index
@@ -201,10 +201,10 @@ class Arrival:
         """Return the shards in the order of their arrival, cut into windows. Training reads one
         window after the other.
 
-        A window holds one shard, or several that together have no more images than all windows
-        before it. It holds no more shards than are copied at the same time. If shards take turns,
-        every second epoch has the reverse order, and so begins with the shards that the previous
-        epoch left on the disk.
+        A window is one shard, or several shards if they have at most as many images as all earlier
+        windows together. A window has at most as many shards as are copied at the same time. If
+        shards take turns, every second epoch has the reverse order, and so begins with the shards
+        that the previous epoch left on the disk.
         """
         order = self._order
         streams = COPY_STREAMS
@@ -421,7 +421,7 @@ class Arrival:
 
 
 class FollowedArrival(Arrival):
-    """An arrival of shards whose copy another process of this machine makes, or has made."""
+    """The arrival of shards that another process of this machine copies, or has copied."""
 
     def _start(self, lock: ExitStack) -> None:
         self._arrived = ArrivedShards(self.target, self.key)
@@ -512,8 +512,8 @@ def hold_arrival(target: Path, key: str) -> ExitStack | None:
     """Lock a folder to bring shards there. Return None if another process brings them.
 
     If several processes train together, one of them on each machine brings the shards of a folder.
-    The others follow that process, and wait while it prepares. A process that trains alone does not
-    follow another process, which may end at any time.
+    The others follow that process, and wait while it prepares. A process that trains alone follows
+    no other process, because the other one may end at any time.
 
     Args:
         target: The folder.

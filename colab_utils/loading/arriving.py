@@ -78,7 +78,8 @@ class _ArrivingFiles(ShardFiles):
         except ColabUtilsError:
             if not self._takes_turns:
                 raise
-            # The shard is not on the disk now. If it is copied again, its new files must be opened.
+            # The shard is not on the disk now. The files that are open are closed, because the old
+            # files of a shard must not be read after it was copied again.
             self._open.close()
             self._drive.read_into(shard, name, start, buffer)
 
@@ -203,8 +204,9 @@ class ArrivingShards(ShardDataset):
     def wait(self) -> None:
         """Wait until all shards have arrived.
 
-        If the shards take turns, wait until the disk holds as many as ``limit_gb`` allows. If the
-        shards are written by this process and sent to Drive, wait until they are there, too.
+        If the shards take turns, wait until the disk holds as many as ``limit_gb`` allows. A
+        `WritingShards`, which writes the shards itself and sends them to Drive, also waits until
+        they are on Drive.
 
         Raises:
             ColabUtilsError: a shard cannot be copied or written, or the copy was stopped.

@@ -138,7 +138,8 @@ class PackedBatch:
             masks = expand_masks(packed, sizes, counts)
         else:
             masks = split_masks(send(self.dense, device), sizes, counts)
-        # The tables are copied, so that a box that a user keeps does not keep the whole batch.
+        # The tables are copied, because a view of them would keep the whole batch in memory as long
+        # as a user keeps one box.
         objects = [send(getattr(self, name).clone(), device).split(counts) for name in _PARTS]
         keys = ("boxes", "labels", "area", "iscrowd", "masks", "image_id")
         rows = zip(*objects, masks, self.image_ids.tolist(), strict=True)
@@ -202,10 +203,10 @@ def write_batch(
 ) -> tuple[BatchShape, NDArray[np.uint8]]:
     """Write a batch into memory. ``reserve`` returns memory for a number of bytes.
 
-    ``source`` is a `PackedSamples`, or has the same methods, such as a `ShardDataset`. With
-    ``dense``, the expanded masks are written too. ``flips`` mirrors images, boxes and dense masks,
-    but not the mask bits. ``begin`` is called with the place of each image in the batch, before the
-    image is read.
+    ``source`` is a `PackedSamples`, or another object with its methods: a `ShardDataset`, for
+    example. With ``dense``, the expanded masks are written too. ``flips`` mirrors images, boxes and
+    dense masks, but not the mask bits. ``begin`` is called with the place of each image in the
+    batch, before the image is read.
 
     Raises:
         BadSampleError: An image cannot be read.

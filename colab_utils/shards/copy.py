@@ -48,7 +48,7 @@ PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
 
 # Seconds to wait for the threads of a copy that was stopped. A read of Drive may hang for longer.
 _STOP_S = 10.0
-# A disk needs more space for files than the sum of their sizes, by about this factor.
+# Files take more space on a disk than the sum of their sizes: about this many times as much.
 _DISK_MARGIN = 1.02
 
 
@@ -238,8 +238,8 @@ class Copying:
     def _cut_file(self, name: str, size: int, checksum: str) -> Iterator[_Part]:
         """Yield the parts of a file.
 
-        The whole file is one part if it is small, if the target has a file of this name, or if a
-        server at either end takes or gives only whole files.
+        The whole file is one part if it is small, if the target has a file of this name, if the
+        target is on a server, or if the server of the source gives only whole files.
         """
         path = self.target / name
         gives_parts = not isinstance(self.source, UrlPath) or self.source.has_ranges
@@ -436,10 +436,11 @@ def check_space(
     Args:
         target: the folder to copy into.
         files: name, bytes and checksum of each file.
-        cached: whether Drive caches what it reads on the same disk. The cache deletes files when
-            the disk needs space, but a file that is still being read stays. So the four largest
-            files count twice, and ``ahead_bytes`` more.
-        ahead_bytes: bytes that are read at the same time in parts of files.
+        cached: whether the files are read through Drive, whose cache is on this disk, too. The
+            cache deletes files when the disk needs space, but not the files that are being read.
+            So the copy needs more space: for the four largest files once more, and
+            ``ahead_bytes``.
+        ahead_bytes: bytes of all parts of large files that are read at the same time.
 
     Raises:
         ColabUtilsError: if the disk has too little space.

@@ -61,7 +61,8 @@ def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
 
 
 def complete_recipe(recipe: dict[str, Any], image_bytes: float) -> dict[str, Any]:
-    """Return a recipe of new shards with the settings that divide the images among the shards.
+    """Return the recipe of new shards: the given recipe, and settings that say how many images
+    each shard gets, and in which order.
 
     The first shards are small, so that training can begin early. Each is about twice as large as
     the one before, up to ``shard_mb``. The order of the images is random, because many datasets are
@@ -114,7 +115,7 @@ def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
 
 
 def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCoco:
-    """Open the annotations, and check them for faults that skipping an image cannot mend.
+    """Open the annotations, and check them for faults that would stay if bad images were left out.
 
     Annotations that are open already are returned as they are. If Drive fails, it is tried again.
 
@@ -131,7 +132,7 @@ def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCo
 
 
 def stamp_annotations(annotations: Annotations) -> FileStamp:
-    """Return the stamp of the JSON, which differs if the file was changed in the meantime."""
+    """Return the name, size and time of the JSON. If they differ later, the file was changed."""
     if isinstance(annotations, SpooledCoco):
         return annotations.stamp
     return stamp_file(open_place(annotations))
@@ -272,7 +273,10 @@ def try_images(
 
 
 def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
-    """Read the only image of each dataset, all at the same time; return its bytes or its error."""
+    """Read images at the same time; return the bytes of each, or its error.
+
+    Each of ``parts`` is a dataset of one image.
+    """
 
     def read(place: int) -> bytes:
         return read_image(images, parts[place], 0, retries)

@@ -37,8 +37,8 @@ class Sample(NamedTuple):
     members: list[Member]
     """Files of the tar: the image, and its record."""
     faults: Counter[str]
-    """How many objects may be trained wrongly, or not at all, for each kind of fault (see
-    `count_faults`). An image whose rotation is unclear is counted, too.
+    """For each kind of fault (see `count_faults`), the number of objects that have it. Training
+    may use these objects wrongly, or not at all. An image whose rotation is unclear counts, too.
     """
 
 
@@ -48,8 +48,10 @@ def make_record(
     stored: StoredImage,
     faults: Counter[str] | None = None,
 ) -> dict[str, Any]:
-    """Make the record of an image, which becomes ``KEY.json``. It has the form of COCO, at the size
-    of the stored image.
+    """Make the record of an image. In the shard, the record is the file ``KEY.json``.
+
+    The record has the form of COCO. Its boxes, areas and masks are those of the stored image,
+    which may be smaller than the original.
 
     Masks are compressed RLE, whose counts are bytes. They are rasterised at the original size and
     then resized, as torchvision's transform does. Empty annotations are left out. The results of
@@ -135,7 +137,7 @@ def try_sample(
     Args:
         read: returns the bytes of the image's file.
         dataset: the annotations.
-        i: the place of the image in the annotations.
+        i: the image's index in ``dataset``.
         recipe: how to store the image.
 
     Raises:

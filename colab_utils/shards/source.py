@@ -2,8 +2,8 @@
 reading the JSON and the bad images again.
 
 The notes lie in a file beside the index, not in the index, because they hold the times of files.
-The index depends on the data alone, and a copy of the data has other times. Where the notes are
-missing or damaged, the data are read.
+A copy of the data has other times, but must give the same index. Where the notes are missing or
+damaged, the data are read.
 """
 
 import json

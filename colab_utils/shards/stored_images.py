@@ -26,7 +26,7 @@ _KEPT_KINDS = ("JPEG", "MPO", "PNG")
 
 _KEPT_MODES = ("RGB", "L")
 
-# Offset of the byte of a PNG that holds its bits a channel.
+# Offset of the byte in a PNG file that says how many bits each channel has.
 _PNG_DEPTH = 24
 
 
@@ -38,7 +38,9 @@ class StoredImage(NamedTuple):
     size: tuple[int, int]
     original: tuple[int, int]
     is_unclear: bool = False
-    """Whether EXIF turns the image, and it is not known if the annotations are for it turned."""
+    """True if EXIF turns the image, and nothing shows if the annotations were drawn on the turned
+    image or on the image as stored in the file.
+    """
 
 
 @guard_pillow()
@@ -73,7 +75,8 @@ def store_image(
     stored = original
     if storage != "keep":
         stored = plan_size(*original, min_size=min_size, max_size=max_size)
-    # Pillow reduces 16 bits a channel to 8, but torchvision does not.
+    # When a PNG with 16 bits a channel is read, Pillow makes 8 bits of them, but torchvision does
+    # not. So such a PNG is stored with 8 bits.
     is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
     is_kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not is_deep
     if is_kept and stored == original and storage != "pixels":

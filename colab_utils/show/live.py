@@ -82,7 +82,8 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[list[float]]:
     """Return the batch numbers, starts and ends of spans for the script of the animation.
 
-    A span that the end of the simulation cut off gets an end after the simulation.
+    If the simulation ended during a span, the span gets a slightly later end. So the animation
+    never shows it as done.
     """
     end_s = trace.end_s + unfinished * seconds / 1000
     is_shown = trace.start_s < seconds
@@ -206,8 +207,8 @@ class LiveMonitor:
     """A ``log`` for ``train``, which draws the run in a notebook and prints lines elsewhere.
 
     In a notebook, one picture is redrawn in place. It needs no widgets, so it looks the same in
-    Colab, in Jupyter and on a saved page. No background thread draws, because Colab does not show
-    the updates of one.
+    Colab, in Jupyter and on a saved page. It is not redrawn by a background thread, because Colab
+    does not show updates that come from such a thread.
 
     Example:
         >>> LiveMonitor()("step 40/200  loss 1.912")

@@ -31,9 +31,9 @@ from colab_utils.places import Place, open_place
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 # Text on these colours is white. Text on the others is black.
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])
-# The names of this many objects of an image are written, and this many objects are drawn: in
-# both cases the largest ones.
+# The names of this many objects of an image are written: those of the largest ones.
 _NAMED = 5
+# Of the annotations of an image, `draw_annotations` draws this many: the largest ones.
 _DRAWN = 100
 # An image of unknown height or width is drawn with this many pixels.
 _UNKNOWN_SIDE = 480
@@ -105,9 +105,10 @@ def draw_predictions(
         dataset: A `ShardDataset`, a `CocoFolder` or your own dataset. It gives ``(image, target)``
             as in `draw_pair`, and has ``class_names``, a dict from a label to the name of its
             class.
-        predictions: One dict for each of the first samples, as torchvision's models return it in
-            evaluation: ``boxes`` [N, 4], ``labels`` [N], ``scores`` [N] from 0 to 1, and ``masks``
-            float [N, 1, H, W] from 0 to 1.
+        predictions: One dict for each sample: the first is for ``dataset[0]``, the second for
+            ``dataset[1]``, and so on. Each dict is as torchvision's models return it in evaluation:
+            ``boxes`` [N, 4], ``labels`` [N], ``scores`` [N] from 0 to 1, and ``masks`` float
+            [N, 1, H, W] from 0 to 1.
         min_score: Predictions with a lower score are left out. Default: 0.5.
 
     Raises:
@@ -177,7 +178,7 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, d
     if width <= 0:
         width = _UNKNOWN_SIDE
     picture: Image.Image | None = None
-    # The page reports a bad file in words, so any error is passed over.
+    # The page that shows the picture also names bad files in words. So errors are ignored here.
     with suppress(Exception):
         content = read_file(dataset.find_image(images, i)[0])
         picture = to_rgb(turn_upright(open_image(content), height, width))
@@ -317,8 +318,8 @@ def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: in
     fits = objects.get("fits", ())
     shown = []
     for n, label in enumerate(_to_array(objects["labels"]).tolist()):
-        # Beside predictions, each class has a colour. Elsewhere each object has its own colour, so
-        # that neighbours of the same class can be told apart.
+        # Each object has its own colour, so that neighbours of the same class can be told apart.
+        # Only in a picture with predictions, all objects of a class have the same colour.
         colour = PALETTE[n % len(PALETTE)]
         thick = 2.0
         if len(fits):

@@ -13,7 +13,8 @@ from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 from colab_utils.training.checkpoint_folder import CheckpointFolder, Which
 
-# The least seconds since the last checkpoint: in the middle of an epoch, and at its end.
+# A checkpoint is due this many seconds after the last one: in the middle of an epoch, and at its
+# end.
 _PAUSES_S = (60.0, 10.0)
 
 
@@ -40,8 +41,8 @@ class CheckpointWriter:
         self._jobs: list[Future[Place]] = []
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:
-        """Return whether a checkpoint is due after this step. None is due while the last one is
-        being written.
+        """Return whether a checkpoint is due after this step. While the last checkpoint is being
+        written, the answer is False.
 
         Raises:
             ColabUtilsError: The last checkpoint could not be written.

@@ -134,7 +134,11 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
 
 
 def _find_limit(step: TrainingStep, free: int) -> int:
-    """Return the bytes that a batch may take, beside the optimiser's averages of the first step."""
+    """Return the bytes of the GPU's memory that a batch may take.
+
+    The optimiser's first step makes averages of the gradients, which stay in memory. Their bytes
+    are subtracted.
+    """
     averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
     trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
     return free + torch.cuda.memory_reserved(step.device) - averages * sum(trained)

@@ -30,7 +30,9 @@ class PreparedStep:
     learning_rate: float
     """The highest learning rate, reached after the warm-up."""
     memory: MemoryPlan | None
-    """How the heaviest batch fits into the GPU's memory; None on a CPU."""
+    """How the heaviest batch fits into the GPU's memory; None on a CPU, or with transforms of the
+    user.
+    """
 
 
 def prepare_step(
@@ -112,7 +114,10 @@ def _build_network(
 
 
 def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> MemoryPlan | None:
-    """Return how batches fit on a GPU; None for transforms of the user, whose output is unknown."""
+    """Return how batches fit into the GPU's memory; None on a CPU, or with transforms of the user.
+
+    How large the images are that such transforms return is not known.
+    """
     if step.device.type != "cuda" or settings.augment == OWN_TRANSFORMS:
         return None
     own_share = None
@@ -123,7 +128,9 @@ def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> Memo
 
 
 def _choose_batch_size(memory: MemoryPlan | None, ranks: Ranks) -> int:
-    """Return the largest batch size that fits in every process, or two images a process untried."""
+    """Return the largest batch size that fits in every process. If none was measured, it is two
+    images for each process.
+    """
     if memory is None:
         return 2 * ranks.count
     return min(ranks.gather(memory.batch_size)) * ranks.count

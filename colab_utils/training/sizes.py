@@ -1,4 +1,4 @@
-"""The sizes that a model's transform resizes and pads images to, without the pixels."""
+"""The sizes that a model's transform resizes and pads images to, computed without any pixels."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,8 +13,8 @@ Size = tuple[int, int]
 def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
     """Choose the size that a model's transform resizes each image to.
 
-    In training the size is random if the transform has several values of ``min_size``. It draws the
-    same random numbers as torchvision.
+    In training the size is random if the transform has several values of ``min_size``. This
+    function then draws random numbers as torchvision does, so a seed gives the same sizes.
 
     Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with ``_skip_resize`` and
     ``fixed_size``.
