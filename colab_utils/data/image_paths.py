@@ -17,7 +17,7 @@ _SHORTCUTS = ".shortcut-targets-by-id"
 
 
 def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> tuple[Place, bool]:
-    """Return the file that a ``file_name`` means, and whether it has another name than this.
+    """Return the file that a ``file_name`` means, and whether another name led to it.
 
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
     If the folder is a URL, no file is looked for, because each attempt would take a request. The
