@@ -317,8 +317,7 @@ def find_common_recipe(folders: Iterable[Place], dataset: SpooledCoco) -> dict[s
 def find_known(
     folder: Place, images: Place, annotations: Annotations, recipe: dict[str, Any]
 ) -> tuple[ShardIndex, ShardSource] | None:
-    """Return the index and the source of a folder that is finished; None if it may not be
-    finished.
+    """Return the index and the source of a folder that is certainly finished; else None.
 
     No file of the dataset is read. The JSON and the bad images must have the sizes and the times of
     change that were noted when the shards were written (see `ShardSource`).
