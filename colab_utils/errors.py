@@ -30,7 +30,8 @@ class _OneLine:
     def __str__(self) -> str:
         text = super().__str__()
         lines = text.split("\n")
-        # The message of an error in a DataLoader worker holds its traceback, whose lines are kept.
+        # An error that comes from a DataLoader worker has a traceback in its message. The lines of
+        # the traceback are kept.
         if lines[0].startswith("Caught "):
             return "\n".join(map(escape, lines))
         return escape(text)

@@ -37,7 +37,7 @@ MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
 # Bytes that are read at once from a file that is hashed, or from a file at a URL.
 _PIECE_BYTES = 1 << 20
-# Bytes of a request, if the hashed file is at a URL: more, because each request costs time.
+# Bytes of one request when a file at a URL is hashed. A request is large, because each costs time.
 _BLOCK_BYTES = 8 << 20
 
 
@@ -268,7 +268,9 @@ class _Piece:
     got: int = 0
     """Bytes that were read so far."""
     is_lost: bool = False
-    """Whether a try has begun. The next try then opens the file anew."""
+    """True from the first try on: if a second try comes, the first one failed, and the file is
+    opened anew.
+    """
 
 
 class DriveFile(io.IOBase):
@@ -315,7 +317,7 @@ class DriveFile(io.IOBase):
     def readinto(self, buffer: Any, offset: int) -> int:
         """Fill a writable buffer with the bytes of the file from ``offset``.
 
-        Return the number of bytes read. Only at the end of the file is it smaller than the buffer.
+        Return the number of bytes read. It is smaller than the buffer only at the end of the file.
         """
         started = perf_counter()
         piece = _Piece(memoryview(buffer).cast("B"), offset)
@@ -400,7 +402,7 @@ class OpenFiles:
     def close(self) -> None:
         """Drop all files: each is closed once nothing reads it.
 
-        From then on, `get` keeps as many files open as the limit of the process allows now.
+        The share of the dataset is counted anew: `get` then keeps so many files open at most.
         """
         import resource
 
@@ -509,7 +511,7 @@ class FileStamp(NamedTuple):
 
 
 def stamp_file(path: Place) -> FileStamp:
-    """Return the stamp of a file, to see later, without reading it, whether it has changed.
+    """Return the stamp of a file. If it differs later, the file has changed.
 
     Raises:
         DriveLostError: Drive got disconnected.

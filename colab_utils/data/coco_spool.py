@@ -127,7 +127,7 @@ class SpooledCoco:
             rows = self._spool.read_rows(block, 0, block.rows)
             image_of = self._strangers.find_images(rows)
             chosen = part_of[image_of]
-            # Annotations of no part are sorted to the front, and left out.
+            # Annotations whose images are in no part are sorted to the front, and left out.
             order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]
             bounds.append(np.searchsorted(chosen[order], np.arange(len(parts) + 1)))
             texts = self._spool.read_texts(block, rows) if len(order) else b""
@@ -140,7 +140,7 @@ class SpooledCoco:
 def _order_texts(
     rows: NDArray[Any], places: NDArray[np.int32], texts: bytes
 ) -> tuple[NDArray[Any], bytes]:
-    """Return the rows with the places of their images in the part, and the texts in their order."""
+    """Return the rows, with the places of their images in the part, and their texts in order."""
     spans = np.stack([rows["text_start"], rows["text_end"]], axis=1)
     ordered_texts, ends = join_parts(texts, spans)
     rows["text_end"] = ends[1:]

@@ -17,11 +17,12 @@ _SHORTCUTS = ".shortcut-targets-by-id"
 
 
 def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> tuple[Place, bool]:
-    """Return the file of a ``file_name``, and whether another name than this one found it.
+    """Return the file that a ``file_name`` means, and whether another name led to it.
 
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
     If the folder is a URL, no file is looked for, because each attempt would take a request. The
-    name is taken without what an address adds to it; if it leads out, its base name is taken.
+    file is then named by the ``file_name`` without the parts of a web address, such as ``?`` and a
+    key. If this name leads out of the folder, its base name is used.
 
     Args:
         folder: the image folder.
@@ -29,8 +30,8 @@ def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> t
         shared_names: base names that several images have. No file is looked for by one of them.
 
     Raises:
-        ColabUtilsError: if the name leads out of the folder and not exactly one file in it has this
-            base name; or if a link at this name leads out of the folder.
+        ColabUtilsError: if the name leads out of the folder, and the folder holds no file or
+            several files of its base name. Also if a link at this name leads out of the folder.
         DriveLostError: if Drive went away.
     """
     if isinstance(folder, UrlPath):
@@ -141,7 +142,7 @@ def require_folder(images: str | Place) -> None:
 
 
 def take_base_name(name: str) -> str:
-    r"""Return the last part of a path of any operating system, or of a URL, with composed accents.
+    r"""Return the last part of a path of any operating system, or of a URL, in Unicode's NFC.
 
     Example:
         >>> take_base_name("C:\\data\\a.jpg")
@@ -175,7 +176,9 @@ def list_meanings(name: str) -> set[str]:
 
 @lru_cache(4)
 def list_base_names(folder: str) -> dict[str, str | None]:
-    """Return the path below a folder of each base name; None if several files have this name.
+    """Return a dict from the base name of each file below a folder to its path in the folder.
+
+    The path is None if several files have this name.
 
     No links are followed but Drive's shortcuts.
 
@@ -230,5 +233,5 @@ def explain_missing(folder: str | Place, name: str) -> str:
 
 @lru_cache(4)
 def _list_stems(folder: str) -> dict[str, str]:
-    """Return one file for each name without its ending, in small letters."""
+    """Return a dict from each name, without its ending and in small letters, to one such file."""
     return {Path(base).stem.casefold(): base for base in list_base_names(folder)}

@@ -15,8 +15,9 @@ _PIECE_BYTES = 1 << 22
 _HEAD_BYTES = 1 << 12
 # A value of more characters than this is refused.
 _LONGEST_VALUE = 1 << 30
-# A value or an error counts only if at least this many characters after it are in the window, or if
-# the text ends there. Otherwise 1.5 may continue as 1.5e+7, and -Inf as -Infinity.
+# At the end of the window, a value or an error may change when more text is read: 1.5 may go on as
+# 1.5e+7, and -Inf as -Infinity. So it is final only if at least this many characters follow it in
+# the window, or if the file has ended.
 _TAIL = 16
 _decode = json.JSONDecoder().raw_decode
 
@@ -32,7 +33,7 @@ class JsonWindow:
     """Hold the part of a JSON file that is being read: text in UTF-8, UTF-16 or UTF-32.
 
     Args:
-        file: an open binary file, read from where it stands.
+        file: an open binary file. Reading begins at its present position.
 
     Attributes:
         head: the first bytes of the file, which show its format.
@@ -52,7 +53,7 @@ class JsonWindow:
         self._digest = xxhash.xxh3_128()
         self._text = ""
         self._position = 0
-        # Characters of the file that were read before `_text`, and dropped.
+        # Number of characters before `_text`, which were read and dropped.
         self._dropped = 0
         self._is_complete = False
         # Bytes that were read and are not decoded yet.
@@ -85,7 +86,10 @@ class JsonWindow:
         return self._text[self._position]
 
     def read_mark(self, expected: str) -> str:
-        """Read one of the expected marks and the white space around it; return the mark.
+        """Read a mark (one of ``[]{},:``) and the white space around it; return the mark.
+
+        Args:
+            expected: the marks that are allowed here.
 
         Raises:
             json.JSONDecodeError: something else is there.
@@ -129,7 +133,7 @@ class JsonWindow:
         return self._position == len(self._text) and not self._fill()
 
     def _is_fault(self, error: json.JSONDecodeError) -> bool:
-        """Return whether the text is no JSON, whatever follows it."""
+        """Return whether the error remains, whatever text is read next."""
         if error.msg.startswith("Unterminated string"):
             return False
         return error.pos < len(self._text) - _TAIL

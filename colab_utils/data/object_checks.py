@@ -18,11 +18,11 @@ NEAR = 2
 # overlap by more than `_LOOSE_OVERLAP`.
 _WRONG_OVERLAP = 0.5
 _LOOSE_OVERLAP = 0.8
-# Boxes with a shorter side, and masks with fewer pixels, are not judged, because one or two pixels
-# at an edge change them too much.
+# A box is not judged if a side is shorter than `_FEW_SIDE`, nor a mask if it has fewer pixels than
+# `_FEW_PIXELS`: one or two pixels at an edge change them too much.
 _FEW_SIDE = 8
 _FEW_PIXELS = 64
-# Outlines in shares of the image (0 to 1) may lead out of it by this share.
+# The numbers of an outline in shares of the image size (0 to 1) may lie below 0 or above 1 by this.
 _BEYOND_SHARE = 0.1
 
 
@@ -63,9 +63,9 @@ def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[lis
 def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
     """Return whether an object's area fits neither its mask nor its box.
 
-    Many tools export the area of the box. Other areas are not judged: those of crowds, of masks
-    with few pixels, and of objects that the image's edge cuts, where the area may be that of the
-    whole object.
+    The area of the box is not odd, because many tools export it. Some objects are not judged:
+    crowds, masks with few pixels, and objects that the image's edge cuts. The area of a cut object
+    may be that of the whole object.
     """
     _, pixels = measure_mask(mask)
     area = annotation["area"]
@@ -154,7 +154,7 @@ def count_faults(
 
 
 def _is_object(crowd: dict[str, Any]) -> bool:
-    """Return whether an annotation is a crowd that may be an object.
+    """Return whether an annotation is marked as a crowd, but may be a single object.
 
     V7 Darwin exports objects with holes as crowds in RLE without an area. COCO's own crowds have an
     area.
@@ -164,15 +164,15 @@ def _is_object(crowd: dict[str, Any]) -> bool:
 
 
 def _find_fault(annotation: dict[str, Any], mask: dict[str, Any]) -> str:
-    """Return the kind of defect by which an object may be trained wrongly or not at all.
+    """Return the defect because of which an object may be trained wrongly or not at all.
 
-    The kind is empty if there is no such defect.
+    The text is empty if there is no such defect.
     """
     if annotation["iscrowd"]:
         return "crowd without area" if _is_object(annotation) else ""
     outline = annotation["segmentation"]
     tight, _ = measure_mask(mask)
-    # The mask of a normalised polygon lies in the image's first pixels. Other polygons are not read
+    # The mask of a normalised polygon lies in the corner at (0, 0). Other polygons are not read
     # again, because that takes time.
     if isinstance(outline, list) and max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR:
         if is_normalised(np.concatenate(read_polygons(outline))):

@@ -12,7 +12,8 @@ from colab_utils.diagnosis.system_calls import measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
-# Seconds between two readings; or this share of the time so far, if that is longer.
+# Two readings are this many seconds apart, or this share of the time since the log began, whichever
+# is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
 # The time between two readings is at least this many times the CPU time of a reading.
@@ -34,8 +35,9 @@ class Reading(NamedTuple):
     batches: int
     own_bytes: Mapping[int, int]
     """Bytes of each process, by its pid, without files and /dev/shm. Several workers may share a
-    page of memory; each then counts a part of it. A worker copies the page when it writes to it, or
-    only looks at a Python object in it, and then counts all of it.
+    page of memory; each then counts a part of it. When a worker writes to the page, it gets
+    its own copy and counts all of it. Reading a Python object writes too: it changes the count of
+    references.
     """
 
 
@@ -48,7 +50,9 @@ class Growth:
     full_at_batch: int
     """Number of the batch at which memory is full, if it goes on growing."""
     by_process: Mapping[str, float]
-    """MB a batch, of this process and of all workers together. Only those that grow are listed."""
+    """MB a batch: one value for this process, one for all workers together. A value is left out if
+    nothing grows there.
+    """
 
     @property
     def cure(self) -> str:
@@ -89,7 +93,7 @@ class MemoryLog:
         self._due_s = self._began_s
 
     def look(self, batches: int) -> None:
-        """Take a reading if one is due. There have been ``batches`` batches."""
+        """Take a reading if one is due, after ``batches`` batches so far."""
         now_s = perf_counter()
         if now_s < self._due_s:
             return
@@ -116,7 +120,8 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     for batches, own_bytes in running:
         own_part = own_bytes[os.getpid()]
         own.append((batches, own_part))
-        # Readings with other workers are left out: a worker that starts or ends is no growth.
+        # Only readings with the workers of the newest reading count: memory that comes or goes with
+        # a worker is no growth.
         if own_bytes.keys() == newest.keys():
             workers.append((batches, sum(own_bytes.values()) - own_part))
     by_process = {}
@@ -148,7 +153,7 @@ def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
 
 
 def _measure_own() -> dict[int, int]:
-    """Return the bytes that this process does not share, and those that count for each child."""
+    """Return bytes by pid: those that this process does not share, and the part of each child."""
     own, *others = list_processes()
     memory = own.memory_info()
     own_bytes = {process.pid: measure_memory_part(process.pid) for process in others}

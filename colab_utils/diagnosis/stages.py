@@ -23,7 +23,8 @@ from colab_utils.loading.loader import Loader
 # At most this many images are timed.
 _IMAGES = 64
 _HANDED_BATCHES = 40
-# The worker that times a sample fails after this, plus three times the seconds that it may take.
+# The worker that times samples fails after this time plus three times the ``seconds`` of
+# `time_stages`.
 _TIMEOUT_S = 60.0
 # Attributes of torchvision's datasets.
 _TRANSFORMS = ("transforms", "transform", "target_transform")
@@ -47,7 +48,7 @@ class Stage:
     def from_calls(
         cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float
     ) -> "Stage":
-        """Make a stage from the wall time of each call, milliseconds [calls]."""
+        """Make a stage from the wall times of its calls and their mean CPU time, in ms."""
         median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
         return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
 
@@ -87,7 +88,7 @@ def time_calls(
 
 
 class LoadingStages(NamedTuple):
-    """Result of `time_stages`. If samples cannot be loaded alone, it has at most the hand-off."""
+    """Result of `time_stages`. If samples could not be timed, it has at most the hand-off."""
 
     stages: dict[str, Stage]
     """Stages by name: those of a sample, then those of a whole batch."""
@@ -172,8 +173,8 @@ def time_dataset_stages(
     """Time each stage of loading an image alone, in about ``seconds``: ``read``, ``decode`` and
     ``masks``.
 
-    The dataset is a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold dense
-    masks.
+    The dataset is a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold masks as
+    arrays, not packed.
     """
     blobs: list[bytes] = []
 
@@ -241,8 +242,8 @@ def time_samples(
 def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
     """Time how one worker hands over a batch through torch's own queue.
 
-    The worker copies the batch each time: the second time, the same tensors would lie in shared
-    memory already. The time of the copy is subtracted.
+    The worker hands over a new copy each time, because tensors that were handed over once lie in
+    shared memory already. The time of the copies is subtracted.
     """
     copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
     batches: Any = [batch] * 1000

@@ -22,8 +22,8 @@ class Ranks:
     rank: int = 0
     count: int = 1
     local_count: int = 1
-    """Number of processes on this machine. Their ranks follow each other. It is 1 if ``torchrun``
-    does not set it.
+    """Number of processes on this machine, from ``torchrun``; 1 without it. Their ranks are
+    consecutive numbers.
     """
 
     @property
@@ -63,7 +63,7 @@ class Ranks:
         return values
 
     def send(self, value: Any) -> Any:
-        """Return the value of the first process, in every process."""
+        """Send the value of rank 0 to all processes; return it in each of them."""
         values = [value]
         if self.count > 1:
             distributed.broadcast_object_list(values, 0)

@@ -313,7 +313,7 @@ def blame_sample(place: int) -> Iterator[None]:
 
 
 class PackedSamples:
-    """A source for `write_batch` made of samples in memory."""
+    """Samples in memory, from which `write_batch` makes a batch."""
 
     def __init__(self, samples: Sequence[PackedSample]) -> None:
         self.samples = samples
@@ -321,8 +321,8 @@ class PackedSamples:
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
         """Return the tables of these samples.
 
-        They are the tables of ``PackedBatch``, without pixels and mask bits, and with
-        ``mask_bytes``, int64 [T], in place of the offsets.
+        They are the tables of ``PackedBatch``, with two differences. Pixels and mask bits are
+        missing. ``mask_bytes``, int64 [T], the size of each mask, takes the place of the offsets.
         """
         tables = [self.samples[index].tables for index in indices]
         return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
@@ -343,9 +343,9 @@ def pack_samples(
     """Read and pack samples of any dataset with torchvision's contract.
 
     By default, ``__getitem__`` reads the samples one after the other. With ``by_batch``, one call
-    of ``__getitems__`` reads all of them. With ``by_batch`` and ``alone``, one call of
-    ``__getitems__`` reads each. ``begin`` is called with the place of each sample in the batch,
-    before the sample is checked.
+    of ``__getitems__`` reads all of them. With ``by_batch`` and ``alone``, each sample has its own
+    call of ``__getitems__``. ``begin`` is called with the place of each sample in the batch, before
+    the sample is checked.
 
     Raises:
         BadSampleError: A sample cannot be loaded.

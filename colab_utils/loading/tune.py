@@ -38,9 +38,9 @@ def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> tuple[int, dict[
     """Find the number of workers that loads these batches fastest on this machine.
 
     Returns:
-        The number of workers, and a dict from each number that was tried to its images/s. A step
-        used 0.9 of a core during the trials. The dict is empty if slow files or too little memory
-        decide the number.
+        The number of workers, and a dict from each number that was tried to its images/s. During
+        the trials, an emulated step kept 0.9 of a core busy. The dict is empty if slow files or too
+        little memory decide the number.
     """
     batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
     limit = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
@@ -75,8 +75,8 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
         return 1.0, True
     _, batch_bytes = shape.lay_out()
     if fetcher.reads_ahead:
-        # The files of this batch were read at the same time. Read one after the other, they would
-        # take longer by about the number of files.
+        # The files of this batch were read at the same time. One after the other, N files would
+        # take about N times as long.
         waited_s *= len(indices)
     return batch_bytes * _SPARE, waited_s > _SLOW_S
 

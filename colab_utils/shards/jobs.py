@@ -23,7 +23,7 @@ from colab_utils.shards.job_plan import RunStop, ShardJob, load_part, read_plan
 from colab_utils.shards.records import read_image, try_sample
 from colab_utils.streams import require_streams
 
-# The arrays of the largest shard take fewer bytes.
+# A file of arrays is refused if it has more bytes. The arrays of the largest shard have fewer.
 _MOST_ARRAYS_BYTES = 1e10
 # The errors that reading damaged arrays raises.
 _DAMAGE = (
@@ -61,7 +61,7 @@ class ShardPart(NamedTuple):
     drive: Place | None = None
     """Folder that may hold the finished shard. If it does, the shard is copied from there."""
     notes: Place | None = None
-    """Folder that keeps the arrays of a shard without a usable image; None keeps none."""
+    """Folder for the arrays of a shard that has no usable image. With None, they are not kept."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,10 @@ def has_files(index: ShardIndex, folder: Place) -> bool:
 
 
 def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> bool:
-    """Return whether the images of a dataset that an index lists as skipped are all still bad."""
+    """Return whether all skipped images of an index are still bad.
+
+    Only those that are in the dataset are looked at.
+    """
     names = {image.file_name for image in index.skipped}
     if not names:
         return True
@@ -276,7 +279,7 @@ def _copy_shard(part: ShardPart, drive: Place, retries: Retries) -> ShardIndex |
 
 def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
     """Build a shard in memory; return the parts of its tar and the content of its arrays file."""
-    # Joining the parts would copy them, and images of raw pixels are megabytes each.
+    # The parts stay in a list: joining them would copy them, and raw pixels are megabytes each.
     tar: list[bytes] = []
     tar_bytes = 0
     builder = ArraysBuilder()

@@ -1,7 +1,8 @@
 """Write COCO data as shards.
 
 Several processes write, each one shard at a time. The index of the folder is written last. An
-interrupted run leaves only finished shards. The same call then writes the other ones.
+interrupted run leaves only finished shards. When the same call is made again, it writes the missing
+ones.
 """
 
 from collections import Counter
@@ -140,17 +141,17 @@ def write_shards(
             nothing. "pixels" shrinks, too, and stores raw pixels (``KEY.npy``, uint8 [H, W, 3]).
             Raw pixels need no decoding, but many times the space.
         workers: number of processes. Each holds one shard in memory. "auto" is one for each core.
-            With an executor, it is the number of its workers: four shards for each worker are
-            submitted at a time. With an executor and "auto", 256 are submitted at a time.
+            With an executor, it is the number of the executor's workers, and four shards for each
+            of them are submitted at a time; with "auto", 256 shards.
         streams: number of files that each process reads at the same time, ahead of the image that
             it works on. "auto" measures how many Drive can serve.
         executor: any ``concurrent.futures`` executor, such as that of a cluster. Its workers write
             the shards in place of processes on this machine. They must see the folders at the same
             paths.
         retries: how often a shard is handed to the executor again after its worker was lost.
-        max_bad: the share of bad images that is allowed, 0 to 1. The same share holds for bad
-            objects, which would be trained wrongly or not at all, such as polygons whose points are
-            shares of the image size. The run stops if there are more.
+        max_bad: the share of bad images that is allowed, 0 to 1. The same share of bad objects is
+            allowed. Bad objects would be trained wrongly or not at all: one kind is a polygon that
+            has numbers from 0 to 1 in place of pixels. The run stops if there are more.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, too many images or objects are bad,
@@ -316,7 +317,7 @@ def find_common_recipe(folders: Iterable[Place], dataset: SpooledCoco) -> dict[s
 def find_known(
     folder: Place, images: Place, annotations: Annotations, recipe: dict[str, Any]
 ) -> tuple[ShardIndex, ShardSource] | None:
-    """Return the index and the source of a folder that is finished; None if that is not known.
+    """Return the index and the source of a folder that is certainly finished; else None.
 
     No file of the dataset is read. The JSON and the bad images must have the sizes and the times of
     change that were noted when the shards were written (see `ShardSource`).

@@ -42,8 +42,8 @@ def plot_first_seconds(
     Args:
         rows: Dict from the name of a row to the start and end of each of its steps, in seconds
             since the first batch was requested. The first row is on top.
-        seconds: Seconds to draw. None draws until the last step ends. The waiting share beside a
-            row is a share of the drawn time of this row. Default: None.
+        seconds: Seconds to draw. None draws until the last step ends. The number beside a row says
+            for how much of the row's drawn time the step waited. Default: None.
         title: Title of the chart. "" makes a title that says how long the step waits in the first
             row and in the last one. Default: "".
         unit: Text under the axis. It may also say that the step is emulated. Default: "seconds".
@@ -135,8 +135,8 @@ def plot_bars(
         title: Title, which states the finding.
         unit: Unit of the values, written under the axis.
         notes: Dict from the name of a bar to a few words after its number. Default: None.
-        spread: Dict from the name of a bar to its lowest and highest repeat, drawn as a thin line.
-            Default: None.
+        spread: Dict from the name of a bar to the lowest and the highest value that its repeats
+            gave, drawn as a thin line. Default: None.
         highlight: Names of the bars that have a colour. The others are grey. Default: the longest
             bar.
         limit: A value that no bar can pass, and its name, drawn as a dashed line. Default: None.

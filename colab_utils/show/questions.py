@@ -19,14 +19,14 @@ from colab_utils.units import format_count
 
 # A histogram has this many bars for each group.
 _BINS = 20
-# The groups of a histogram: the key of an answer, and the word for it in the legend.
+# The groups of a histogram: from the key in the dict of an answer to the word in the legend.
 _GROUPS = {
     "guess_before": "before",
     "guess": "after",
     "measured": "measured",
 }
-# A dict from the name of a question to "question", "unit", "guess" and "measured", and to
-# "guess_before" if the question was asked before. It can be written as JSON.
+# From the name of a question to a dict with the keys "question", "unit", "guess" and "measured". If
+# the question was asked before, there is the key "guess_before" too. JSON can hold all of it.
 Answers = dict[str, dict[str, Any]]
 
 
@@ -72,7 +72,8 @@ def collect_answers(
     """Return the guess and the measurement of each question, in the order of `QUESTIONS`.
 
     Args:
-        guesses: Dict from the name of a question to the content of its field in the form.
+        guesses: Dict from the name of a question to what was typed into its field in
+            the notebook.
         measured: Dict from the name of a question to its measured answer. The answer is None or
             missing if nothing was measured.
         before: Answers from an earlier time (see `read_answers`). Their guesses become

@@ -10,7 +10,7 @@ from torch import distributed
 
 from colab_utils.loading.ranks import Ranks, find_ranks
 
-# The other processes wait so long for the first one while it evaluates.
+# How long the other processes wait for the first one, for example while it evaluates.
 _PATIENCE = timedelta(minutes=30)
 
 

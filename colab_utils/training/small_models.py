@@ -19,16 +19,17 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
     """Build a Mask R-CNN on MobileNetV3-Large. With ``pretrained``, freeze its first stages."""
-    # MobileNet has a momentum of 0.01. With 0.1, running statistics settle in a few hundred steps.
+    # The batch norm of MobileNet has a momentum of 0.01. With 0.1, its running statistics settle in
+    # a few hundred steps.
     norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
     body = mobilenet_v3_large(weights=None, norm_layer=norm).features
     if pretrained:
         # torchvision, too, freezes the stages up to stride 4 of its MobileNet.
         for stage in body[:4]:
             stage.requires_grad_(False)
-    # The pyramid takes the last block of each of the strides 4, 8, 16 and 32. Deeper blocks have
-    # better features. The smallest anchors have 16 px, because images are resized to a short side
-    # at which objects of COCO have 10 to 200 px.
+    # For each of the strides 4, 8, 16 and 32, the pyramid takes the last block: of the blocks of a
+    # stride, the deepest has the best features. The smallest anchors have 16 px, because objects of
+    # COCO are 10 to 200 px long after the images are resized.
     levels = {"3": 24, "6": 40, "12": 112, "15": 160}
     anchors = (16, 32, 64, 128, 256)
     return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
@@ -58,9 +59,11 @@ def _put_heads(
     Args:
         body: The backbone.
         levels: The stages of the body that the pyramid takes, with their channels.
-        anchors: The size of the anchors in pixels on each level, and on one more level.
+        anchors: The size of the anchors in pixels on each level. The last size is for the level
+            that pooling adds.
         num_classes: Classes, the background included.
-        scale: Factor of channels and proposals. At 2, heads have a quarter of the usual channels.
+        scale: Factor that multiplies the numbers of channels and of proposals. At 2, the heads have
+            a quarter of the channels that torchvision's Mask R-CNN has.
         **sizes: ``min_size`` and ``max_size``.
     """
     names = {stage: str(level) for level, stage in enumerate(levels)}
