@@ -259,7 +259,7 @@ def read_coco(annotations: str | Place | CocoDataset) -> CocoDataset:
         ...     _ = file.write(json.dumps(coco)); file.flush()
         ...     dataset = read_coco(file.name)
         >>> print(dataset)
-        1 images, 1 annotations, 1 categories
+        1 image, 1 annotation, 1 category
         >>> dataset.annotations(0)[0]["segmentation"]
         [[0, 0, 4, 0, 4, 4]]
     """

@@ -84,7 +84,7 @@ def open_dataset(
         >>> dataset = open_dataset(made.images, made.annotations, **places)
         >>> dataset.wait()
         >>> print(open_dataset(made.images, made.annotations, **places))
-        3 images in 1 shards, 6 categories
+        3 images in 1 shard, 6 categories
     """
     images = open_place(images)
     annotations = open_place(annotations)
