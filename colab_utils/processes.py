@@ -247,9 +247,15 @@ def fork_pool(
     # fork could arrive before that.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        pool.begin()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            pool.begin()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except KeyboardInterrupt:
+        # A Ctrl-C that came meanwhile is raised when the signal is free again. Nobody else has the
+        # pool, and Python complains if the pool's thread is still ending when the process ends.
+        pool.shutdown(cancel_futures=True)
+        raise
     return pool
 
 
