@@ -229,7 +229,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     (
         "shards_on_drive",
         "shards on Drive",
-        "Workers read single images out of shards.",
+        "Workers read the images of a batch out of shards, all pieces at once.",
         "shards_on_drive",
         _by_workers,
     ),

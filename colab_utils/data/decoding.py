@@ -122,7 +122,7 @@ _FORMATS = {
 
 
 class _Limit(int):
-    """Make ``2 * limit`` the limit itself, for Pillow's limit on pixels.
+    """Be a value for Pillow's ``MAX_IMAGE_PIXELS`` that stays the same when Pillow doubles it.
 
     Pillow warns about images above ``limit``, and refuses images above ``2 * limit``. With this
     class both are the same number, so Pillow refuses images and never warns.
@@ -409,7 +409,7 @@ def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
 
 
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
-    """Return the image, turned if it needs that to have the size that the annotations give.
+    """Return the image in the size that the annotations give, turned if only that gives this size.
 
     ``height`` and ``width`` are this size; 0 if the annotations give none. The image is returned as
     it is if it has this size, or if the annotations give none. Otherwise it is turned by its EXIF

@@ -22,7 +22,8 @@ _LOOSE_OVERLAP = 0.8
 # `_FEW_PIXELS`: one or two pixels at an edge change them too much.
 _FEW_SIDE = 8
 _FEW_PIXELS = 64
-# The numbers of an outline in shares of the image size (0 to 1) may lie below 0 or above 1 by this.
+# The numbers of a normalised outline are shares of the image size, 0 to 1. They may still lie
+# outside of 0 to 1 by up to this share.
 _BEYOND_SHARE = 0.1
 
 
@@ -91,7 +92,7 @@ def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[De
     edges = np.array([*box[:2], box[0] + box[2], box[1] + box[3]])
     for reading, points in _list_readings(annotation["segmentation"], mask):
         if np.abs(edges - [*points.min(0), *points.max(0)]).max() <= NEAR:
-            return [("outline in another order", f"fits its box with {reading}")]
+            return [("outline in another order", f"fits its box if read as {reading}")]
     return defects
 
 
@@ -110,7 +111,7 @@ def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[st
         [drawn] = unpack_masks(pack_masks([mask]), height, width)
         for reading, pixels in (
             ("runs along rows, not columns", drawn.T.reshape(height, width)),
-            ("runs of the background in place of the object", 1 - drawn),
+            ("runs of the background, not of the object", 1 - drawn),
         ):
             if pixels.any():
                 yield reading, np.argwhere(pixels)[:, ::-1]

@@ -42,7 +42,7 @@ class DatasetStatistics:
     aspect_ratios: dict[str, int]
     """Number of objects in each range of width : height of the box."""
     objects_per_image: dict[str, int]
-    """Number of images that have so many objects, for each range of numbers."""
+    """Number of images for each range of objects in an image, such as "2 to 4"."""
     advice: tuple[str, ...]
     """Sentences that say what to do."""
 
@@ -110,8 +110,8 @@ def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> st
     )
     if small >= 0.3:
         return (
-            f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, "
-            "which gain by it."
+            f"If accuracy matters most, keep {default}: {cost}, but {small:.0%} of the objects are "
+            "small, and the AP of small objects is higher in larger images."
         )
     shorter, longer = np.maximum(1, np.sort(np.median(sizes, 0) / 32).round()).astype(int) * 32
     return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."

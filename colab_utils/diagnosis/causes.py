@@ -64,8 +64,8 @@ def find_causes(
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
-    # If workers have one thread each, cheaper loading frees cores, too. So a cause in loading is
-    # named before "contention".
+    # If workers do not run several threads, cheaper loading also cures "contention". A cause in
+    # loading says what to make cheaper, so it is named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and not facts.looks.has_threads
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
@@ -98,7 +98,9 @@ def refine_causes(
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Replace the id of a cause in `_LOADING` by the name of the largest stage that can be meant.
+    """Return a cause that names the stage which takes longest, in place of a cause whose id is in
+    `_LOADING`. For "collate", only the stages "collate" and "hand-off" are compared.
+
     Return any other cause as it is.
     """
     if cause.id not in _LOADING:
@@ -122,7 +124,10 @@ def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
     if len(rare) > 1:
         every = len(between) / len(rare)
         each_s = float(between[rare].mean())
-        why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
+        why = (
+            f"About every {every:.0f} batches, this process is busy for {each_s:.2g} s after the "
+            "step."
+        )
         return make_cause("periodic", share, why + where)
     why = (
         f"After the step of a batch this process is busy for {1000 * between.mean():.3g} ms before "
@@ -158,15 +163,18 @@ def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]
     if share < _LEAST_LOST:
         return []
     why = (
-        f"The loop could run and has no core for {share:.0%} of its time: its own workers and "
-        "threads have them."
+        f"For {share:.0%} of its time, the loop is ready to run but has no core: its own workers "
+        "and threads have all cores."
     )
     cure = "threads" if facts.looks.has_threads else "contention"
     return [make_cause("contention", share, why, cure=cure)]
 
 
 def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:
-    """Return whether other programs had at least half of the cores, and cores were hardly idle."""
+    """Return whether other programs had at least half of the cores' time.
+
+    ``others_s`` is 0 if cores were idle for a tenth of the time or more.
+    """
     return facts.use.others_s >= _HALF * count_cores() * loop_s
 
 

@@ -9,9 +9,8 @@ no area, are left out, as in torchvision's ``references/detection``.
 
 import io
 import json
-import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -56,11 +55,14 @@ from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, make_tables
 from colab_utils.shards.index import ShardIndex, read_index
-from colab_utils.streams import StreamTrial, require_streams
+from colab_utils.streams import is_remote, require_streams
 from colab_utils.units import format_count
 
 # The EXIF data of a JPEG begins within this many bytes.
 _EXIF_BYTES = 2000
+# The two parts of a sample in a shard.
+_IMAGE = "image"
+_MASKS = "masks"
 
 
 class CocoFolder(CocoSamples):
@@ -104,8 +106,6 @@ class CocoFolder(CocoSamples):
         self.folder = open_place(images)
         self.streams = require_streams(streams)
         self.retries = Retries()
-        self._reader: Reader | None = None
-        self._reader_process = 0
         self.coco = open_coco(images, annotations)
         warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
@@ -114,22 +114,6 @@ class CocoFolder(CocoSamples):
         self.image_ids = self.coco.image_ids
         self.sizes = self.coco.sizes
         self.fingerprint = self.coco.fingerprint
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Target]]:
-        """Return the samples of a batch. Their files are read at the same time.
-
-        PyTorch's ``DataLoader`` calls this for each batch.
-        """
-        if self.streams == 1:
-            return [self[index] for index in indices]
-        reader = self._open_reader()
-        numbers = [self._check(index) for index in indices]
-        reader.prefetch(number for number in numbers if not reader.is_ahead(number))
-        try:
-            return [self[number] for number in numbers]
-        except BaseException:
-            reader.forget(numbers)
-            raise
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
@@ -172,23 +156,6 @@ class CocoFolder(CocoSamples):
         """Return the sample with packed masks."""
         return pack_target(*self[index])
 
-    def read_ahead(self, indices: Iterable[int], streams: int | str = "auto") -> None:
-        """Begin to read the files of these images, several at the same time.
-
-        ``read`` takes the files from memory later. To read an image twice, name it twice.
-
-        Args:
-            indices: Images in the order in which they are needed.
-            streams: Files to read at the same time. "auto" uses the dataset's ``streams``. The
-                value has no effect after this process has begun to read. Default: "auto".
-        """
-        reader = self._open_reader(streams)
-        reader.prefetch([self._check(index) for index in indices])
-
-    def drop_ahead(self) -> None:
-        """Drop the files that ``read_ahead`` began to read and ``read`` did not take."""
-        self._open_reader().forget_all()
-
     def read(self, index: int) -> bytes:
         """Return the bytes of the image file."""
         return bytes(self._open_reader().take(self._check(index)))
@@ -201,27 +168,11 @@ class CocoFolder(CocoSamples):
             reason = explain_os_error(error, "Run check on the dataset.")
             raise ColabUtilsError(f"The image file {path} cannot be read: {reason}") from None
 
-    @property
-    def best_streams(self) -> StreamTrial | None:
-        """Return the fastest number of streams and its files/s, or None before the measurement."""
-        return self._open_reader().best
+    def _make_reader(self, streams: int | str) -> Reader:
+        return Reader(self._read_file, place=self.folder, streams=streams, retries=self.retries)
 
-    def _open_reader(self, streams: int | str = "auto") -> Reader:
-        """Return the reader of this process.
-
-        After a fork, the new process makes a reader of its own, because threads and locks do not
-        survive a fork.
-        """
-        if self._reader is None or self._reader_process != os.getpid():
-            width = self.streams if streams == "auto" else streams
-            self._reader = Reader(
-                self._read_file, place=self.folder, streams=width, retries=self.retries
-            )
-            self._reader_process = os.getpid()
-        return self._reader
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_reader": None, "_reader_process": 0}
+    def _list_parts(self, index: int) -> list[int]:
+        return [index]
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """Return the dense masks, uint8 [N, H, W], at the image size that the annotations give."""
@@ -278,8 +229,8 @@ class ShardDataset(CocoSamples):
 
     Args:
         folder: Folder of shards: a path, or a URL that fsspec knows, such as
-            ``s3://bucket/shards``. From a URL, each image is read over the network when it is
-            needed.
+            ``s3://bucket/shards``. From Drive or a URL, each image is read over the network when it
+            is needed, and the images of a batch are read at the same time.
         transforms: Your own ``torchvision.transforms.v2``. They are applied to each sample, an
             ``(image, target)`` of tv_tensors. ``make_loader(transforms=...)`` applies transforms
             on the device instead. Default: None.
@@ -326,10 +277,12 @@ class ShardDataset(CocoSamples):
         self._open(
             ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
         )
+        if is_remote(folder):
+            self.streams = "auto"
 
     def __getstate__(self) -> dict[str, Any]:
         # The threads that bring shards belong to the process that started them.
-        return {**vars(self), "arrival": None}
+        return {**super().__getstate__(), "arrival": None}
 
     def _open(
         self,
@@ -467,15 +420,49 @@ class ShardDataset(CocoSamples):
         shard = int(self.shard_of[index])
         start = int(self._bit_starts[index])
         held = self._bits[shard]
-        if isinstance(held, int):
-            self._files.read_into(shard, self.index.shards[shard].arrays_name, held + start, bits)
-        else:
+        if not isinstance(held, int):
             np.copyto(bits, held[start : start + bits.size])
+        elif self._is_ahead(index, _MASKS):
+            np.copyto(bits, np.frombuffer(self._take(index, _MASKS), np.uint8))
+        else:
+            self._files.read_into(shard, self.index.shards[shard].arrays_name, held + start, bits)
         self._compare(index, 1, bits)
+
+    def _make_reader(self, streams: int | str) -> Reader:
+        return Reader(
+            self._read_part, place=self.folder, streams=streams, retries=self._files.retries
+        )
+
+    def _list_parts(self, index: int) -> list[tuple[int, str]]:
+        parts = [(index, _IMAGE)]
+        # Masks that were made again from a damaged file are in memory.
+        if self.counts[index] and isinstance(self._bits[self.shard_of[index]], int):
+            parts.insert(0, (index, _MASKS))
+        return parts
+
+    def _read_part(self, part: tuple[int, str]) -> bytearray:
+        index, kind = part
+        if kind == _IMAGE:
+            start, length = self._image_spans[index].tolist()
+            data = bytearray(length)
+            self._read_tar(index, start, data)
+            return data
+        shard = int(self.shard_of[index])
+        start = self._bits[shard] + int(self._bit_starts[index])
+        data = bytearray(int(self.describe([index])["mask_bytes"].sum()))
+        self._files.read_into(shard, self.index.shards[shard].arrays_name, start, data)
+        return data
+
+    def _is_ahead(self, index: int, kind: str) -> bool:
+        return self.streams != 1 and self._open_reader().is_ahead((index, kind))
+
+    def _take(self, index: int, kind: str) -> bytearray:
+        data: bytearray = self._open_reader().take((index, kind))
+        return data
 
     def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
         # Raw pixels are read straight into their place, without a copy.
-        if self.is_decoded:
+        if self.is_decoded and not self._is_ahead(index, _IMAGE):
             start, length = self._image_spans[index].tolist()
             head = bytearray(max(0, length - pixels.size))
             self._read_tar(index, start, head)
@@ -491,7 +478,12 @@ class ShardDataset(CocoSamples):
 
     def read(self, index: int) -> bytearray:
         """Return the image's bytes as stored in the shard."""
-        return self._read_span(self._check(index), self._image_spans, 0)
+        index = self._check(index)
+        if not self._is_ahead(index, _IMAGE):
+            return self._read_span(index, self._image_spans, 0)
+        data = self._take(index, _IMAGE)
+        self._compare(index, 0, data)
+        return data
 
     def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
         start, length = spans[index].tolist()

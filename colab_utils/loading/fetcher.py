@@ -109,7 +109,8 @@ class Fetcher:
         self.writes_itself = is_plain and base.transforms is None
         own_streams = getattr(base, "streams", 1)
         width = own_streams if self.streams == "auto" else self.streams
-        self.reads_ahead = isinstance(base, CocoFolder) and width != 1
+        is_slow = isinstance(base, ShardDataset) and own_streams != 1
+        self.reads_ahead = (isinstance(base, CocoFolder) or is_slow) and width != 1
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)

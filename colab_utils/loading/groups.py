@@ -137,8 +137,9 @@ class DealtImages:
         """Return the images of a batch that lie at place ``first``, and at every ``step``-th place
         after it.
 
-        The groups take turns: place p has an image of group ``p % groups``. If that group has no
-        more image in the batch, the place is empty.
+        A place is not a position in ``indices``. The groups take turns at the places: place p has
+        the next image of group ``p % groups``. If that group has no more image in the batch, the
+        place is empty.
         """
         taken = []
         counts: Counter[int] = Counter()
@@ -171,9 +172,9 @@ def require_copied(ranks: Ranks, deal: list[list[int]], copied: CopiedGroups | N
         return
     if copied.deal != deal:
         raise ColabUtilsError(
-            f"The dataset deals its shards to {len(copied.deal)} groups, and the loader deals "
-            f"them to {len(deal)}, or with another seed. Pass the same number of groups and "
-            "the same seed to both."
+            "The dataset and the loader deal the shards differently: to "
+            f"{len(copied.deal)} and to {len(deal)} groups. If these numbers are equal, the seeds "
+            "differ. Pass the same number of groups and the same seed to both."
         )
     wanted = range(ranks.host, len(deal), hosts)
     if not {*wanted} <= {*copied.groups}:

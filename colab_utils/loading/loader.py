@@ -86,10 +86,10 @@ def make_loader(
             finds the fastest number in at most three short trials (``tune_workers``), up to the
             number of cores. For an epoch of fewer than 64 batches, or while shards arrive, "auto"
             is one process for each core, at most 4. Default: "auto".
-        streams: Files of a ``CocoFolder`` that each worker reads at the same time for the next
-            batches. A read that waits for Drive needs no core. "auto" measures the fastest number
-            during loading. 1 reads one file after the other. Shards are always read one after the
-            other. Default: "auto".
+        streams: Files of a ``CocoFolder``, or pieces of shards on Drive or at a URL, that each
+            worker reads at the same time for the next batches. A read that waits for Drive needs no
+            core. "auto" measures the fastest number during loading. 1 reads one after the other.
+            Shards on a local disk are always read one after the other. Default: "auto".
         deliver: "dense" returns ``(images, targets)`` as torchvision models take them. "packed"
             returns a ``PackedBatch`` on the device, whose images are not converted and whose masks
             are not expanded yet. Default: "dense".
@@ -481,14 +481,16 @@ class Loader:
 
     @property
     def streams(self) -> tuple[StreamTrial, ...]:
-        """Return how many files each worker reads at the same time, and how many files/s it reads.
+        """Return how many reads each worker makes at the same time, and how many reads/s it ends.
+
+        A read is a file of a `CocoFolder`, or a piece of a shard.
 
         The tuple is empty until both have been measured.
         """
         return tuple(self._prefetcher.streams.values()) if self._prefetcher else ()
 
     def describe_streams(self) -> str:
-        """Describe the number of streams and their files/s; empty until both are measured.
+        """Describe the number of streams and their reads/s; empty until both are measured.
 
         Example:
             >>> make_loader(range(3), batch_size=1, workers=0).describe_streams()
@@ -498,7 +500,7 @@ class Loader:
             return ""
         count = sum(trial.streams for trial in self.streams)
         rate = sum(trial.files_per_s for trial in self.streams)
-        return f"files come at {rate:.0f} a second with {count} streams; more win nothing"
+        return f"{rate:.0f} reads a second with {count} streams; more win nothing"
 
     def describe_workers(self) -> str:
         """Describe why this number of workers was chosen; empty if there were no trials.

@@ -15,11 +15,15 @@ from colab_utils.slow_drive import find_profile
 
 
 class ShardFiles:
-    """A reader of pieces of the files in a folder. The files that it read last stay open."""
+    """A reader of pieces of the files in a folder. The files that it read last stay open.
+
+    Threads may share it. Its ``retries`` repeat failed reads.
+    """
 
     def __init__(self, folder: Place) -> None:
         self.folder = folder
-        self._open = OpenFiles(Retries())
+        self.retries = Retries()
+        self._open = OpenFiles(self.retries)
 
     # A copy in another process opens the files anew.
     def __reduce__(self) -> Any:

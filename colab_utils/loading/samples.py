@@ -1,7 +1,8 @@
 """The base class of the datasets of COCO samples."""
 
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -13,18 +14,27 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.loading.targets import Target
+from colab_utils.reader import Reader
+from colab_utils.streams import StreamTrial
 
 
 class CocoSamples(Dataset[tuple[Tensor, Target]]):
     """The base class of `ShardDataset` and `CocoFolder`.
 
-    It holds the labels, the ids and sizes of the images, and the annotations in COCO form.
+    It holds the labels, the ids and sizes of the images, and the annotations in COCO form. It reads
+    the parts of samples ahead, several at the same time. A part is a file, or a piece of a file.
     """
 
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
     max_bad = 0
     """Number of bad images that a loader may leave out, each with a warning."""
+    streams: int | str = 1
+    """Number of parts that each process reads at the same time. "auto" measures how many are
+    fastest. With 1, the parts are read one after the other.
+    """
+    _reader: Reader | None = None
+    _reader_process = 0
 
     def _set_labels(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
         names = {category["id"]: category["name"] for category in categories}
@@ -42,6 +52,73 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         self.counts = counts
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads and locks cannot be pickled. The copy makes a reader of its own.
+        state = dict(vars(self))
+        state.pop("_reader", None)
+        state.pop("_reader_process", None)
+        return state
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Target]]:
+        """Return the samples of a batch. Their parts are read at the same time.
+
+        PyTorch's ``DataLoader`` calls this for each batch.
+        """
+        if self.streams == 1:
+            return [self[index] for index in indices]
+        reader = self._open_reader()
+        numbers = [self._check(index) for index in indices]
+        parts = [part for number in numbers for part in self._list_parts(number)]
+        reader.prefetch(part for part in parts if not reader.is_ahead(part))
+        try:
+            return [self[number] for number in numbers]
+        except BaseException:
+            reader.forget(parts)
+            raise
+
+    def read_ahead(self, indices: Iterable[int], streams: int | str = "auto") -> None:
+        """Begin to read the parts of these samples, several at the same time.
+
+        The samples take them from memory later. To read a sample twice, name it twice.
+
+        Args:
+            indices: Samples in the order in which they are needed.
+            streams: Parts to read at the same time. "auto" uses the dataset's ``streams``. The
+                value has no effect after this process has begun to read. Default: "auto".
+        """
+        reader = self._open_reader(streams)
+        numbers = [self._check(index) for index in indices]
+        reader.prefetch(part for number in numbers for part in self._list_parts(number))
+
+    def drop_ahead(self) -> None:
+        """Drop what ``read_ahead`` began to read and no sample took."""
+        self._open_reader().forget_all()
+
+    @property
+    def best_streams(self) -> StreamTrial | None:
+        """Return the fastest number of streams with its parts/s. It is None before the
+        measurement.
+        """
+        return self._open_reader().best
+
+    def _open_reader(self, streams: int | str = "auto") -> Reader:
+        """Return the reader of this process.
+
+        After a fork, the new process makes a reader of its own, because threads and locks do not
+        survive a fork.
+        """
+        if self._reader is None or self._reader_process != os.getpid():
+            self._reader = self._make_reader(self.streams if streams == "auto" else streams)
+            self._reader_process = os.getpid()
+        return self._reader
+
+    def _make_reader(self, streams: int | str) -> Reader:
+        raise NotImplementedError
+
+    def _list_parts(self, index: int) -> list[Any]:
+        """Return the names of what the reader reads for a sample, in the order of their use."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """End the background work that brings the dataset's files, if there is any."""

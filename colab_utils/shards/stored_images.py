@@ -38,8 +38,8 @@ class StoredImage(NamedTuple):
     size: tuple[int, int]
     original: tuple[int, int]
     is_unclear: bool = False
-    """True if EXIF turns the image, and nothing shows if the annotations were drawn on the turned
-    image or on the image as stored in the file.
+    """True if EXIF turns the image, and its size does not tell whether the annotations were drawn
+    on the turned image or on the image as stored in the file.
     """
 
 

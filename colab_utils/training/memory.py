@@ -59,11 +59,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Find a batch size and a number of parts with which every batch of a dataset fits.
 
-    The heaviest batch is trained for one step, without a change of the weights and of the
-    statistics of norms. With shards, it is made of black images of the right sizes and numbers of
-    objects, so that no image is read. Without a ``batch_size``, smaller and smaller batches are
-    tried. A given ``batch_size`` is kept, and the batch is cut into more and more parts. No object
-    is left out.
+    Forward and backward pass run once on the heaviest batch. The weights do not change, and the
+    running statistics of the normalisation layers are restored afterwards. With shards, the batch
+    is made of black images of the right sizes and numbers of objects, so that no image is read.
+    Without a ``batch_size``, smaller and smaller batches are tried. A given ``batch_size`` is kept,
+    and the batch is cut into more and more parts. No object is left out.
 
     Args:
         step: The training step, with its model on a GPU.
@@ -97,14 +97,14 @@ def plan_memory(
             if fits and peak < _MARGIN * limit:
                 return MemoryPlan(images, step.parts, peak, limit, total)
     finally:
-        # Restore the statistics of norms, which the tries have changed.
+        # Restore the statistics of the normalisation layers, which the tries have changed.
         torch._foreach_copy_([*model.buffers()], buffers)
     raise ColabUtilsError(
         f"One image with {int(counts.max()):,} objects does not fit into the GPU's memory "
-        f"({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size takes two "
-        f"thirds of the activations; model={LIGHT_MODEL!r}, frozen stages of the backbone "
-        "(requires_grad_(False)) and half of the proposals take less, too; or end the other "
-        "process that nvidia-smi lists."
+        f"({format_bytes(limit)} are free). To free memory, set min_size to 0.8 of its value "
+        "(activations then take two thirds of their memory), use "
+        f"model={LIGHT_MODEL!r}, freeze stages of the backbone (requires_grad_(False)), halve the "
+        "number of proposals, or end other processes that nvidia-smi lists."
     )
 
 

@@ -116,7 +116,7 @@ def _build_network(
 def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> MemoryPlan | None:
     """Return how batches fit into the GPU's memory; None on a CPU, or with transforms of the user.
 
-    How large the images are that such transforms return is not known.
+    The size of the images that such transforms return is not known.
     """
     if step.device.type != "cuda" or settings.augment == OWN_TRANSFORMS:
         return None

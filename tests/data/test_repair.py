@@ -381,7 +381,7 @@ def run_along_background(outline):
             "three numbers a point",
         ),
         (run_along_rows, "runs along rows, not columns"),
-        (run_along_background, "runs of the background in place of the object"),
+        (run_along_background, "runs of the background, not of the object"),
     ],
 )
 def test_an_outline_that_fits_its_box_in_another_order_is_no_wrong_box(export, change, reading):
@@ -392,7 +392,7 @@ def test_an_outline_that_fits_its_box_in_another_order_is_no_wrong_box(export, c
     [problem] = [
         candidate for candidate in problems if candidate.kind == "outline in another order"
     ]
-    assert problem.examples[0].endswith(f"fits its box with {reading}")
+    assert problem.examples[0].endswith(f"fits its box if read as {reading}")
     # Those that fit by chance both ways would be taken as they are.
     with pytest.raises(
         ColabUtilsError, match=f"not as COCO has them: one of them fits .*{reading}"

@@ -244,7 +244,7 @@ def test_micro_batches_without_a_step_have_the_parts_of_those_with_one(capsys):
         time.sleep(0.01)
         if number % 4 == 3:
             step(values)
-        time.sleep(0.04)
+        time.sleep(0.08)
     summary = watched.summary()
     _wait, trained, between = summary.parts
     assert between.share > 2 * trained.share > 0

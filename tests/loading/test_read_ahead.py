@@ -1,6 +1,9 @@
-"""Loose files are read many at a time: by batches of a stock DataLoader, and ahead of a batch."""
+"""Loose files, and pieces of shards on a slow folder, are read many at a time: by batches of a
+stock DataLoader, and ahead of a batch.
+"""
 
 import pickle
+import shutil
 import threading
 import time
 
@@ -8,17 +11,37 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
+from torchvision.transforms import v2
 
 from colab_utils import files
 from colab_utils.data.coco import write_subset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
+from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 
 @pytest.fixture
 def dataset(tiny_dataset):
     return CocoFolder(tiny_dataset.images, tiny_dataset.annotations, streams=4)
+
+
+@pytest.fixture(params=["shrink", "pixels"])
+def near_and_far(request, tiny_dataset, tmp_path):
+    """The same shards in a local folder and in a slowed one."""
+    near = tmp_path / "near"
+    far = tmp_path / "far"
+    write_shards(
+        tiny_dataset.images,
+        tiny_dataset.annotations,
+        shards=near,
+        shard_mb=0.1,
+        storage=request.param,
+    )
+    shutil.copytree(near, far)
+    slow_down(far, DriveProfile("far", open_s=0.001, bytes_per_s=1e9, source="a test"))
+    return ShardDataset(near), ShardDataset(far)
 
 
 @pytest.fixture
@@ -224,6 +247,68 @@ def _first_jobs(loader):
     for _ in batches:
         pass
     return jobs
+
+
+def test_only_shards_on_a_slow_folder_are_read_ahead(near_and_far):
+    near, far = near_and_far
+    assert (near.streams, far.streams) == (1, "auto")
+    for dataset, reads_ahead in ((near, False), (far, True)):
+        loader = make_loader(dataset, batch_size=2, workers=0)
+        assert loader.reads_ahead is reads_ahead
+    assert not make_loader(far, batch_size=2, workers=0, streams=1).reads_ahead
+
+
+def test_the_pieces_of_a_batch_of_shards_are_read_at_the_same_time(near_and_far, in_flight):
+    _, far = near_and_far
+    in_flight.clear()
+    # Each of the two images has masks, so there are four pieces.
+    far.__getitems__([0, 1])
+    assert in_flight == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stock_loader_gives_every_sample_of_shards_on_a_slow_folder(near_and_far, workers):
+    near, far = near_and_far
+    loader = DataLoader(far, 3, num_workers=workers, collate_fn=list)
+    samples = [sample for batch in loader for sample in batch]
+    for sample, expected in zip(samples, near, strict=True):
+        assert_same(sample, expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("transforms", [None, v2.RandomHorizontalFlip(0.5)])
+def test_a_loader_of_slow_shards_gives_the_batches_of_fast_ones(near_and_far, workers, transforms):
+    loaders = []
+    for dataset in near_and_far:
+        dataset.transforms = transforms
+        loaders.append(make_loader(dataset, batch_size=3, workers=workers, seed=5))
+    for near_batch, far_batch in zip(*loaders, strict=True):
+        far_samples = zip(*far_batch, strict=True)
+        near_samples = zip(*near_batch, strict=True)
+        for far, near in zip(far_samples, near_samples, strict=True):
+            assert_same(far, near)
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_damaged_piece_that_was_read_ahead_is_named(near_and_far):
+    _, far = near_and_far
+    path = far.find_path(0)
+    content = bytearray(path.read_bytes())
+    start, length = far._image_spans[0].tolist()
+    content[start + length // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ColabUtilsError, match="do not match their checksum"):
+        far.__getitems__([0, 1])
+    # Nothing is left of the batch that failed.
+    far.read_ahead([1])
+    assert_same(far[1], near_and_far[0][1])
+
+
+def test_shards_on_a_slow_folder_that_were_read_can_be_sent(near_and_far):
+    near, far = near_and_far
+    far.__getitems__([0, 1])
+    assert_same(pickle.loads(pickle.dumps(far)).__getitems__([2])[0], near[2])
 
 
 @pytest.mark.parametrize("streams", [0, 10_000, "wide"])
