@@ -624,12 +624,15 @@ class UrlFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to a byte, as in `io.IOBase.seek`; return its offset from the start of the file."""
-        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}
-        start = starts[whence] if whence in starts else self.find_size()
-        if start + offset < 0:
+        place = offset
+        if whence == os.SEEK_CUR:
+            place += self._place
+        if whence == os.SEEK_END:
+            place += self.find_size()
+        if place < 0:
             raise OSError("no byte lies before the first one")
-        self._place = start + offset
-        return self._place
+        self._place = place
+        return place
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -684,7 +687,8 @@ class UrlFile(io.RawIOBase):
         return memoryview(block)[inside : inside + count]
 
     def _fetch(self, start: int, count: int) -> bytes:
-        if self._is_streamed or not self.path.has_ranges:
+        # If the size is not known, a whole file cannot be told from its last part.
+        if self._is_streamed or not (self._size and self.path.has_ranges):
             with self._lock:
                 return self._read_stream(start, count)
         return self.path.read_range(start, count)

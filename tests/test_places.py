@@ -283,6 +283,18 @@ def test_a_whole_file_in_place_of_its_last_part_is_seen(file):
     assert not place.has_ranges
 
 
+def test_a_whole_file_of_unknown_size_gives_the_right_parts(file, monkeypatch):
+    FaultyFileSystem.sends_whole_files = True
+    place = UrlPath("faulty://whole-unknown/b.bin")
+    place.write(CONTENT)
+    info = FaultyFileSystem.info
+    monkeypatch.setattr(FaultyFileSystem, "info", lambda *args: {**info(*args), "size": None})
+    with UrlFile(place, block_bytes=10 * len(CONTENT)) as pieces:
+        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
+        assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
+        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
+
+
 def test_no_byte_lies_before_the_first_one(file):
     with UrlFile(file) as pieces:
         for offset, whence in ((-1, 0), (-1, 1), (-len(CONTENT) - 1, 2)):
