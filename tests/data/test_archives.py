@@ -376,6 +376,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content = b""
         self.knows_ranges = True
+        # After so many requests, it sends whole files.
+        self.forgets_ranges_after = 1_000
         self.tells_size = True
         # Bytes after which the next answers break off. None stands for a whole answer.
         self.breaks = []
@@ -403,14 +405,15 @@ class Handler(BaseHTTPRequestHandler):
         part = self.headers["Range"]
         server.asked.append(part)
         server.encodings.append(self.headers["Accept-Encoding"])
-        start = int(part.removeprefix("bytes=").removesuffix("-")) if server.knows_ranges else 0
+        knows_ranges = server.knows_ranges and len(server.asked) <= server.forgets_ranges_after
+        start = int(part.removeprefix("bytes=").removesuffix("-")) if knows_ranges else 0
         size = len(server.content)
         status = server.statuses.pop(0) if server.statuses else 200
         if status != 200 or start >= size:
             self.send_error(416 if status == 200 else status)
             return
-        self.send_response(206 if server.knows_ranges else 200)
-        if server.knows_ranges:
+        self.send_response(206 if knows_ranges else 200)
+        if knows_ranges:
             total = size if server.tells_size else "*"
             self.send_header("Content-Range", f"bytes {start}-{size - 1}/{total}")
         if server.tells_size:
@@ -537,6 +540,13 @@ def test_a_server_without_ranges_sends_the_zip_once_and_again_after_each_break(
     server.knows_ranges = False
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
     assert len(server.asked) == 3
+
+
+def test_a_server_that_sends_the_whole_zip_after_a_break_gives_the_same(server, tiny_dataset, ssd):
+    server.forgets_ranges_after = 5
+    server.breaks = [None, None, None, None, 10_000, 20_000]
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    assert len(server.asked) == 7
 
 
 def test_a_download_of_an_unknown_size_goes_on_after_a_break(server, tiny_dataset, ssd):
