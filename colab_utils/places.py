@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import re
+import sys
 import threading
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -73,6 +74,8 @@ _LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 425, 429)
 _SILENT_S = 60.0
+# A gap of at most so many bytes is read and dropped, which is faster than another request.
+_SKIPPED_BYTES = 4_000_000
 # s3fs sends large files in parts of so many bytes.
 _SENT_BYTES = 50 << 20
 _Result = TypeVar("_Result")
@@ -220,11 +223,25 @@ class UrlPath:
         """Return False if the server has sent a whole file in answer to a request for a part."""
         return self.server not in _WITHOUT_RANGES
 
-    def open_stream(self) -> Any:
-        """Open a file to read it from start to end, as servers without ranges require."""
+    def open_stream(self, start: int = 0) -> Any:
+        """Open a file to read it to its end, in order. It is fsspec's, and has ``tell``.
+
+        Only a web server begins with byte ``start``, and only if it sends parts of files. Other
+        files are read from their first byte.
+        """
         with guard_server(self):
             system, path = self._locate()
-            return system.open(path, "rb", block_size=0)
+            if self.protocol not in WEB:
+                return system.open(path, "rb", block_size=0)
+            headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"}
+            # Without a size, fsspec would ask for it by a request that some servers refuse.
+            stream = system.open(path, "rb", block_size=0, size=1, headers=headers)
+        if stream.r.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            stream.loc = start
+            _WITHOUT_RANGES.discard(self.server)
+        else:
+            _WITHOUT_RANGES.add(self.server)
+        return stream
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Write a file. The file appears under its name only when it is complete.
@@ -384,7 +401,8 @@ def _open_system(server: str, process: int) -> Any:
         # A large file may take long, so the total time has no limit. Only the time without any data
         # is limited.
         silence = ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
-        options["client_kwargs"] = {"timeout": silence}
+        # The environment may name a proxy.
+        options["client_kwargs"] = {"timeout": silence, "trust_env": True}
     return url_to_fs(server, **options)[0]
 
 
@@ -415,12 +433,13 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     rest = match[2].rstrip("/")
     if protocol in _LOCAL:
         return Path("/", rest)
-    _require_protocol(f"{protocol}://{rest}", protocol)
     query = ""
-    if protocol in WEB:
-        rest, mark, query = rest.partition("?")
-        query = mark + query
-    return UrlPath(f"{protocol}://{rest.rstrip('/')}", query)
+    if protocol in WEB and "?" in rest:
+        # An address with a query is that of one file, and each of its slashes counts.
+        rest, _, query = match[2].partition("?")
+        query = "?" + query
+    _require_protocol(f"{protocol}://{rest}", protocol)
+    return UrlPath(f"{protocol}://{rest}", query)
 
 
 def name_below(path: Place, folder: Place) -> str:
@@ -579,8 +598,17 @@ class UrlFile(io.RawIOBase):
         self._size: int | None = None
         self._place = 0
         self._lock = threading.Lock()
+        self._is_streamed = False
         self._stream: Any = None
-        self._stream_place = 0
+
+    def start_stream(self) -> None:
+        """Request a web server's file, and read on in the answer as long as it holds what is next.
+
+        Then `find_size` and ``path.has_ranges`` are known. This request is not tried again.
+        """
+        self._stream = self.path.open_stream()
+        self._size = int(self._stream.r.headers.get("Content-Length", 0))
+        self._is_streamed = True
 
     def readable(self) -> bool:
         """Return True."""
@@ -596,10 +624,15 @@ class UrlFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to a byte, as in `io.IOBase.seek`; return its offset from the start of the file."""
-        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}
-        start = starts[whence] if whence in starts else self.find_size()
-        self._place = start + offset
-        return self._place
+        place = offset
+        if whence == os.SEEK_CUR:
+            place += self._place
+        if whence == os.SEEK_END:
+            place += self.find_size()
+        if place < 0:
+            raise OSError("no byte lies before the first one")
+        self._place = place
+        return place
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -633,10 +666,7 @@ class UrlFile(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        with suppress(Exception):
-            if self._stream is not None:
-                self._stream.close()
-        self._stream = None
+        self._close_stream()
         super().close()
 
     def _run(self, call: Callable[[], _Result]) -> _Result:
@@ -647,47 +677,48 @@ class UrlFile(io.RawIOBase):
         block_start, block = self._block
         inside = start - block_start
         if not 0 <= inside < len(block):
-            wanted = max(count, self._block_bytes)
-            block = self._run(partial(self._fetch, start, wanted))
+            # Behind the end nothing is asked for. So if a server sends the whole file in place of a
+            # part, it always sends more bytes than were asked for.
+            left = (self.find_size() or sys.maxsize) - start
+            wanted = min(max(count, self._block_bytes), left)
+            block = self._run(partial(self._fetch, start, wanted)) if wanted > 0 else b""
             inside = 0
             self._block = (start, block)
         return memoryview(block)[inside : inside + count]
 
     def _fetch(self, start: int, count: int) -> bytes:
-        if self._size and start >= self._size:
-            return b""
-        if not self.path.has_ranges:
+        # If the size is not known, a whole file cannot be told from its last part.
+        if self._is_streamed or not (self._size and self.path.has_ranges):
             with self._lock:
                 return self._read_stream(start, count)
-        try:
-            content = self.path.read_range(start, count)
-        except RefusedError:
-            # Servers refuse a part that begins at the end of the file or behind it.
-            if 0 < self.find_size() <= start:
-                return b""
-            raise
-        if len(content) < count:
-            self._size = start + len(content)
-        return content
+        return self.path.read_range(start, count)
 
     def _read_stream(self, start: int, count: int) -> bytes:
-        """Read bytes of a file that the server sends as a whole.
+        """Read bytes from the answer to the last request, if it reaches them soon.
 
-        To read bytes before the current one, the file is requested again.
+        Else the file is requested again: from ``start``, or as a whole if the server sends no
+        parts of files.
         """
+        gap = -1 if self._stream is None else start - self._stream.tell()
+        if gap < 0 or (gap > _SKIPPED_BYTES and self.path.has_ranges):
+            self._close_stream()
+            self._stream = self.path.open_stream(start)
         stream = self._stream
-        # If this call fails, the next call opens another stream.
-        self._stream = None
-        if stream is None or self._stream_place > start:
-            stream = self.path.open_stream()
-            self._stream_place = 0
-        with guard_server(self.path):
-            while self._stream_place < start:
-                skipped = stream.read(min(start - self._stream_place, 1 << 20))
-                if not skipped:
-                    return b""
-                self._stream_place += len(skipped)
-            content = bytes(stream.read(count))
-        self._stream_place += len(content)
-        self._stream = stream
+        try:
+            with guard_server(self.path):
+                while stream.tell() < start:
+                    if not stream.read(min(start - stream.tell(), _SKIPPED_BYTES)):
+                        break
+                content = bytes(stream.read(count))
+                if self._size and not content:
+                    raise ConnectionError("the answer ended before the file")
+        except ColabUtilsError:
+            # The next call opens another stream.
+            self._close_stream()
+            raise
         return content
+
+    def _close_stream(self) -> None:
+        with suppress(Exception):
+            self._stream.close()
+        self._stream = None

@@ -66,6 +66,9 @@ def file():
         (Path("memory://bucket/shards"), UrlPath("memory://bucket/shards")),
         ("MEMORY://bucket/Shards", UrlPath("memory://bucket/Shards")),
         (UrlPath("memory://bucket"), UrlPath("memory://bucket")),
+        ("https://host/photos/", UrlPath("https://host/photos")),
+        # With a query, each slash counts.
+        ("HTTPS://host/photos/?key=a/b?c/", UrlPath("https://host/photos/", "?key=a/b?c/")),
         ("12:30/a", Path("12:30/a")),
         ("C:/data", Path("C:/data")),
     ],
@@ -267,6 +270,37 @@ def test_a_server_that_sends_whole_files_gives_the_right_parts(file):
         assert pieces.pread(100, 0) == CONTENT[:100]
         assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
         assert pieces.pread(100, len(CONTENT) + 10) == b""
+
+
+def test_a_whole_file_in_place_of_its_last_part_is_seen(file):
+    FaultyFileSystem.sends_whole_files = True
+    place = UrlPath("faulty://whole-last/b.bin")
+    place.write(CONTENT)
+    # The part that is asked for is longer than the file.
+    with UrlFile(place, block_bytes=10 * len(CONTENT)) as pieces:
+        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
+        assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
+    assert not place.has_ranges
+
+
+def test_a_whole_file_of_unknown_size_gives_the_right_parts(file, monkeypatch):
+    FaultyFileSystem.sends_whole_files = True
+    place = UrlPath("faulty://whole-unknown/b.bin")
+    place.write(CONTENT)
+    info = FaultyFileSystem.info
+    monkeypatch.setattr(FaultyFileSystem, "info", lambda *args: {**info(*args), "size": None})
+    with UrlFile(place, block_bytes=10 * len(CONTENT)) as pieces:
+        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
+        assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
+        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
+
+
+def test_no_byte_lies_before_the_first_one(file):
+    with UrlFile(file) as pieces:
+        for offset, whence in ((-1, 0), (-1, 1), (-len(CONTENT) - 1, 2)):
+            with pytest.raises(OSError, match="before the first"):
+                pieces.seek(offset, whence)
+        assert pieces.tell() == 0
 
 
 def test_a_file_that_reads_back_differently_is_an_error(file, monkeypatch):

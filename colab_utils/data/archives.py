@@ -7,29 +7,24 @@ import stat
 import zlib
 from contextlib import suppress
 from functools import partial
-from http import HTTPStatus
-from http.client import HTTPException
 from lzma import LZMAError
 from pathlib import Path, PureWindowsPath
-from typing import Any, BinaryIO
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import xxhash
 
 from colab_utils.data.coco import read_coco
 from colab_utils.data.image_paths import list_meanings, take_base_name
-from colab_utils.drive import DriveLostError, Retries, explain_write
+from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import write_file
 from colab_utils.machine import require_space
+from colab_utils.places import UrlFile, UrlPath, find_reason, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 
-_DOWNLOADS = ("http://", "https://", "ftp://")
-# A server that sends nothing for so many seconds is given up.
-_SILENT_S = 60.0
+# Bytes that are read at once from a zip at a URL.
+_BLOCK_BYTES = 1_000_000
 _CURE = "or name a folder on a bigger disk"
 # Exceptions of zipfile: among them RuntimeError for encrypted files, ValueError for names that are
 # not UTF-8, and OSError for damaged bzip2.
@@ -59,12 +54,15 @@ def is_archive(source: str) -> bool:
 def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
     """Unpack a COCO export: its annotations, and the images that they name.
 
-    Files that were unpacked before are kept. A download that breaks off goes on after a wait, and
-    each wait is longer than the last one. If it fails in the end, the next call goes on with it.
-    The next call also goes on with unpacking. Every file is compared with its checksum in the zip.
+    A zip at a URL is read where it lies: only the files that are needed come, and the zip takes no
+    room on the disk. If its server sends no parts of files, the zip is downloaded first. After a
+    break it goes on after a wait, and each wait is longer than the last one.
+
+    Files that were unpacked before are kept, so after a failure the next call goes on. Every file
+    is compared with its checksum in the zip.
 
     Args:
-        source: the path of a zip, or its URL.
+        source: the path of a zip, or its ``https://`` or ``http://`` URL.
         folder: where to unpack the zip. It gets a folder of its own in there.
         annotations: the JSON's name in the zip. By default, the zip must have only one JSON.
 
@@ -83,9 +81,10 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
         colab_utils.errors.ColabUtilsError: There is no zip at no/such/export.zip. ...
     """
     folder = require_local_path(folder)
-    is_url = source.lower().startswith(_DOWNLOADS)
-    if not is_url and not os.path.isfile(require_local_path(source)):
-        raise ColabUtilsError(f"There is no zip at {source}. Check IMAGES.")
+    is_url = source.lower().startswith(("http://", "https://"))
+    path = open_place(source) if is_url else require_local_path(source)
+    if not is_url and not os.path.isfile(source):
+        raise ColabUtilsError(f"There is no zip at {path}. Check IMAGES.")
     version = 0 if is_url else os.stat(source).st_mtime_ns
     key = xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}"))
     target = folder / key
@@ -95,18 +94,18 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     if not done.is_file():
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
-            if is_url:
-                _download(source, download)
-            path = download if is_url else Path(source)
             try:
-                names = _unpack(path, target / "files", annotations, source)
+                file = path if isinstance(path, Path) else _open_url(path, download)
+                names = _unpack(file, target / "files", annotations, str(path))
+            except FileNotFoundError as error:
+                raise ColabUtilsError(f"There is no zip at {path}. Check IMAGES.") from error
             except _DAMAGE as error:
                 if getattr(error, "errno", None) not in _DAMAGE_NUMBERS:
                     raise
                 # The next call downloads the zip again.
                 download.unlink(missing_ok=True)
                 raise ColabUtilsError(
-                    f"{source} is not a whole zip of a COCO export: "
+                    f"{path} is not a whole zip of a COCO export: "
                     f"{str(error) or type(error).__name__}. Open it on your computer, then export "
                     "or copy it again."
                 ) from error
@@ -116,9 +115,9 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     return target / "files" / images, target / "files" / name
 
 
-def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[str, str]:
+def _unpack(file: Path | UrlFile, target: Path, annotations: str, source: str) -> tuple[str, str]:
     """Unpack the files that are needed; return the image folder and the JSON below ``target``."""
-    with ZipFile(path) as archive:
+    with ZipFile(file) as archive:
         members = _fit_names(archive, source, {take_base_name(annotations)})
         text = _choose_annotations(members, annotations, source)
         _extract(archive, {text: members[text]}, target)
@@ -229,6 +228,8 @@ def _extract(archive: ZipFile, members: dict[str, ZipInfo], target: Path) -> Non
     zipfile compares the checksums of files that it unpacks. `_is_there` compares those of others.
     """
     missing = [name for name in members if not _is_there(target / name, members[name])]
+    # A server sends files in the order of the zip in one answer.
+    missing.sort(key=lambda name: members[name].header_offset)
     require_space(target, sum(members[name].file_size for name in missing), _CURE)
     for name in show_progress("unpacking", missing, total=len(missing), unit="file"):
         members[name].filename = name
@@ -243,53 +244,27 @@ def _is_there(path: Path, info: ZipInfo) -> bool:
     )
 
 
-def _download(url: str, path: Path) -> None:
-    """Download a file, or the part that is missing; try again after each break."""
-    with (
-        open(path, "ab") as file,
-        show_progress("download", total=None, unit="B", scale=True) as bar,
-    ):
-        Retries().run(partial(_receive, url, file, bar))
-
-
-def _receive(url: str, file: BinaryIO, bar: Any) -> None:
-    """Download the missing end of a file, and append it.
-
-    If the server cannot send a part of the file, the whole file is downloaded.
+def _open_url(path: UrlPath, download: Path) -> Path | UrlFile:
+    """Return a zip at a URL as it lies there, or a download if the server sends no parts of it.
 
     Raises:
-        ColabUtilsError: if the server sends nothing.
-        DriveLostError: if the download broke off.
+        ColabUtilsError: the server does not send the zip.
+        DriveLostError: the server stopped sending it.
     """
-    headers = {"User-Agent": "colab_utils", "Range": f"bytes={file.tell()}-"}
+    file = UrlFile(path, Retries(), block_bytes=_BLOCK_BYTES)
     try:
-        with urlopen(Request(url, headers=headers), timeout=_SILENT_S) as reply:
-            if not reply.headers.get("Content-Range", "").startswith(f"bytes {file.tell()}-"):
-                file.truncate(file.seek(0))
-            size = file.tell() + int(reply.headers.get("Content-Length") or 0)
-            # There must be room for the zip, and for what is in it.
-            require_space(Path(file.name).parent, 2 * size - file.tell(), _CURE)
-            while piece := reply.read(1 << 20):
-                file.write(piece)
-                bar.update(len(piece))
-            if file.tell() < size:
-                raise ConnectionError(f"{file.tell():,} of {size:,} bytes came")
-    except (OSError, HTTPException, ValueError) as error:
-        # An HTTPError holds an open reply, which must be closed.
-        if isinstance(error, HTTPError):
-            error.close()
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise
-        if not file.tell():
-            raise ColabUtilsError(
-                f"The zip at {url} cannot be read: {error}. Check IMAGES and the network."
-            ) from error
-        # The server has no more bytes than the file, so the file is complete.
-        if (
-            isinstance(error, HTTPError)
-            and error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        ):
-            return
-        raise DriveLostError(
-            f"The download of {url} broke off ({error}). Run this again: it goes on there."
+        file.start_stream()
+    except ColabUtilsError as error:
+        raise ColabUtilsError(
+            f"The zip at {path} cannot be read: {find_reason(error)}. Check IMAGES and the network."
         ) from error
+    size = file.find_size()
+    if size and path.has_ranges:
+        return file
+    # There must be room for the zip, and for what is in it.
+    require_space(download.parent, 2 * size, _CURE)
+    pieces = iter(partial(file.read, _BLOCK_BYTES), b"")
+    with file, open(download, "wb") as copy:
+        for piece in show_progress("download", pieces, total=size // _BLOCK_BYTES, unit="MB"):
+            copy.write(piece)
+    return download

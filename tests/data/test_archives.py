@@ -4,12 +4,15 @@ fail.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import socket
 import stat
 import threading
 import time
 import zipfile
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -365,9 +368,7 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset
 
 
 class Server(ThreadingHTTPServer):
-    """A web server of one file, which goes on in the middle (Range) and breaks off after so many
-    bytes.
-    """
+    """A web server of one file. It knows no HEAD, as addresses that are signed for GET."""
 
     daemon_threads = True
 
@@ -375,35 +376,60 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content = b""
         self.knows_ranges = True
+        # After so many requests, it sends whole files.
+        self.forgets_ranges_after = 1_000
+        self.tells_size = True
+        # Bytes after which the next answers break off. None stands for a whole answer.
         self.breaks = []
+        # The next answers have these statuses.
+        self.statuses = []
+        # Ranges, paths and accepted encodings of all requests.
         self.asked = []
-        self.status = 200
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/files/export.zip?key=1"
+        self.paths = []
+        self.encodings = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/files/export.zip?key=secret"
 
 
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
     def do_GET(self):
         server = self.server
-        asked = self.headers.get("Range")
-        server.asked.append(asked)
-        start = (
-            int(asked.removeprefix("bytes=").removesuffix("-"))
-            if asked and server.knows_ranges
-            else 0
-        )
-        size = len(server.content)
-        if server.status != 200 or start >= size:
-            self.send_error(server.status if server.status != 200 else 416)
+        server.paths.append(self.path)
+        if self.path.startswith("/moved"):
+            self.send_response(302)
+            self.send_header("Location", server.url)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
             return
-        self.send_response(206 if asked and server.knows_ranges else 200)
-        if asked and server.knows_ranges:
-            self.send_header(
-                "Content-Range",
-                f"bytes {start}-{size - 1}/{size}",
-            )
-        self.send_header("Content-Length", str(size - start))
+        part = self.headers["Range"]
+        server.asked.append(part)
+        server.encodings.append(self.headers["Accept-Encoding"])
+        knows_ranges = server.knows_ranges and len(server.asked) <= server.forgets_ranges_after
+        start = int(part.removeprefix("bytes=").removesuffix("-")) if knows_ranges else 0
+        size = len(server.content)
+        status = server.statuses.pop(0) if server.statuses else 200
+        if status != 200 or start >= size:
+            self.send_error(416 if status == 200 else status)
+            return
+        self.send_response(206 if knows_ranges else 200)
+        if knows_ranges:
+            total = size if server.tells_size else "*"
+            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{total}")
+        if server.tells_size:
+            self.send_header("Content-Length", str(size - start))
+        else:
+            self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.wfile.write(server.content[start:][: server.breaks.pop(0) if server.breaks else None])
+        end = server.breaks.pop(0) if server.breaks else None
+        content = server.content[start:]
+        if not server.tells_size:
+            # All bytes are one chunk, and an empty chunk is the end.
+            content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)
+        # The reader closes the connection when it has what it needs.
+        with suppress(OSError):
+            self.wfile.write(content[:end])
+        self.close_connection = end is not None
 
     def log_message(self, *arguments):
         pass
@@ -421,64 +447,187 @@ def server(export):
     server.server_close()
 
 
-def test_a_url_is_downloaded_unpacked_and_not_asked_again(server, tiny_dataset, ssd):
+def find_start(server, name):
+    """Return the byte of the server's zip with which a file in it begins."""
+    with zipfile.ZipFile(io.BytesIO(server.content)) as archive:
+        return archive.getinfo(name).header_offset
+
+
+def list_images(server):
+    """Return the names of the images in the server's zip, in its order."""
+    with zipfile.ZipFile(io.BytesIO(server.content)) as archive:
+        return [name for name in archive.namelist() if name.endswith(".jpg")]
+
+
+def test_a_zip_at_a_url_stays_there_and_is_not_asked_again(server, tiny_dataset, ssd, monkeypatch):
+    monkeypatch.setattr("builtins.open", refuse_zips(open))
     unpacked = unpack_dataset(server.url, ssd)
     assert_same(unpacked, tiny_dataset)
+    # All images come by the last request.
+    assert server.asked[-1] == f"bytes={find_start(server, list_images(server)[0])}-"
+    count = len(server.asked)
+    assert count <= 6
+    assert unpack_dataset(server.url, ssd) == unpacked
+    assert len(server.asked) == count
+
+
+def refuse_zips(open_any):
+    """Return an ``open`` that never makes a zip."""
+
+    def open_other(path, *arguments, **options):
+        assert not str(path).endswith(".zip")
+        return open_any(path, *arguments, **options)
+
+    return open_other
+
+
+def test_files_that_no_annotation_names_are_not_asked_for(tmp_path, server, tiny_dataset, ssd):
+    path = tmp_path / "large.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("videos/long.mp4", os.urandom(12_000_000))
+        archive.write(tiny_dataset.annotations, JSON)
+        for image in sorted(tiny_dataset.images.iterdir()):
+            archive.write(image, f"train/{image.name}")
+        archive.writestr("videos/longer.mp4", os.urandom(12_000_000))
+    server.content = path.read_bytes()
+    # The first answer begins with the first video, of which little arrives.
+    server.breaks = [1_000]
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    starts = [int(part[6:-1]) for part in server.asked[1:]]
+    assert min(starts) >= find_start(server, JSON)
+
+
+def test_a_file_in_another_order_than_the_listing_of_its_zip_comes_by_one_request(
+    server, tiny_dataset, ssd, tmp_path
+):
+    with zipfile.ZipFile(tmp_path / "turned.zip", "w") as archive:
+        for image in sorted(tiny_dataset.images.iterdir()):
+            archive.write(image, f"train/{image.name}")
+        archive.write(tiny_dataset.annotations, JSON)
+        archive.filelist.reverse()
+    server.content = (tmp_path / "turned.zip").read_bytes()
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    assert len(server.asked) <= 6
+
+
+def test_an_answer_that_breaks_off_goes_on_where_it_was(server, tiny_dataset, ssd):
+    unpack_dataset(server.url, ssd / "first")
+    count = len(server.asked)
+    server.asked.clear()
+    server.breaks = [None] * (count - 1) + [10_000, 0, 5_000]
+    assert_same(unpack_dataset(server.url, ssd / "second"), tiny_dataset)
+    starts = [int(part[6:-1]) for part in server.asked[count - 1 :]]
+    assert len(starts) == 4
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+@pytest.mark.parametrize("tells_size", [True, False])
+def test_a_server_that_tells_no_size_or_sends_no_parts_gives_the_same(
+    server, tiny_dataset, ssd, knows_ranges, tells_size
+):
+    server.knows_ranges = knows_ranges
+    server.tells_size = tells_size
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
     # No zip stays, so the disk is not filled twice.
     assert not list(ssd.rglob("*.zip"))
-    assert unpack_dataset(server.url, ssd) == unpacked
-    assert len(server.asked) == 1
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_was(server, tiny_dataset, ssd):
-    server.breaks = [10_000, 0, 5_000]
-    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
-    assert server.asked == [f"bytes={start}-" for start in (0, 10_000, 10_000, 15_000)]
-
-
-def test_a_server_without_ranges_begins_again(server, tiny_dataset, ssd):
+def test_a_server_without_ranges_sends_the_zip_once_and_again_after_each_break(
+    server, tiny_dataset, ssd
+):
     server.breaks = [10_000, 20_000]
     server.knows_ranges = False
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
     assert len(server.asked) == 3
 
 
-def test_a_download_that_ends_for_good_goes_on_in_the_next_call(server, tiny_dataset, ssd):
-    tries = 1 + len(RETRY_WAITS_S)
-    server.breaks = [1_000] * tries
-    with pytest.raises(
-        DriveLostError, match=r"download of http.*broke off .*Run this again: it goes on"
-    ):
-        unpack_dataset(server.url, ssd)
-    assert len(server.asked) == tries
+def test_a_server_that_sends_the_whole_zip_after_a_break_gives_the_same(server, tiny_dataset, ssd):
+    server.forgets_ranges_after = 5
+    server.breaks = [None, None, None, None, 10_000, 20_000]
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
-    assert server.asked[-1] == f"bytes={1_000 * tries}-"
+    assert len(server.asked) == 7
 
 
-def test_a_process_that_died_after_the_last_byte_downloads_no_other(
-    server, tiny_dataset, ssd, monkeypatch
+def test_a_download_of_an_unknown_size_goes_on_after_a_break(server, tiny_dataset, ssd):
+    server.tells_size = False
+    server.breaks = [10_000, 20_000]
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_a_server_that_stays_away_is_told_and_asked_again_in_the_next_call(
+    server, tiny_dataset, ssd, knows_ranges
 ):
+    server.knows_ranges = knows_ranges
+    server.breaks = [1_000] + [0] * (1 + len(RETRY_WAITS_S))
+    with pytest.raises(
+        DriveLostError, match=r"http.*the server failed .*Run the same again later"
+    ) as error:
+        unpack_dataset(server.url, ssd)
+    assert "secret" not in str(error.value)
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+
+
+def test_an_unpacking_from_a_url_that_was_stopped_goes_on(server, tiny_dataset, ssd, monkeypatch):
+    extract = zipfile.ZipFile.extract
+    names = list_images(server)
+
+    def stop(self, info, target):
+        if info.filename == names[5]:
+            raise KeyboardInterrupt
+        return extract(self, info, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr("colab_utils.data.archives._unpack", None)
-        with pytest.raises(TypeError):
+        patch.setattr(zipfile.ZipFile, "extract", stop)
+        with pytest.raises(KeyboardInterrupt):
             unpack_dataset(server.url, ssd)
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
-    assert server.asked == ["bytes=0-", f"bytes={len(server.content)}-"]
+    assert server.asked[-1] == f"bytes={find_start(server, names[5])}-"
 
 
-@pytest.mark.parametrize("status", [404, 403, 503])
-def test_a_server_that_gives_nothing_is_told_at_once(server, ssd, status):
-    server.status = status
-    with pytest.raises(
-        ColabUtilsError, match=rf"The zip at http.*HTTP Error {status}.*Check IMAGES"
-    ):
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (404, "There is no zip at http.*Check IMAGES"),
+        (403, "The zip at http.*403 Forbidden.*Check IMAGES and the network"),
+        (503, "The zip at http.*503 Service Unavailable.*Check IMAGES and the network"),
+    ],
+)
+def test_a_server_that_gives_nothing_is_told_at_once(server, ssd, status, words):
+    server.statuses = [status]
+    with pytest.raises(ColabUtilsError, match=words) as error:
         unpack_dataset(server.url, ssd)
+    assert "secret" not in str(error.value)
     assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/x.zip", "http://", "ftp:///x.zip", "http://[/x.zip"]
+    ("status", "words"),
+    [
+        # The file was removed meanwhile.
+        (404, "There is no zip at http"),
+        # The signature of the address has expired meanwhile.
+        (403, "the server refused .403 Forbidden.*may have expired"),
+    ],
 )
+def test_a_server_that_refuses_in_the_middle_is_told_at_once(server, ssd, status, words):
+    unpack_dataset(server.url, ssd / "first")
+    count = len(server.asked)
+    server.statuses = [200] * (count - 1) + [status]
+    with pytest.raises(ColabUtilsError, match=words) as error:
+        unpack_dataset(server.url, ssd / "second")
+    assert "secret" not in str(error.value)
+    assert len(server.asked) == 2 * count
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(server, tiny_dataset, ssd):
+    server.statuses = [200, 503, 429, 500, 200, 502]
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/x.zip", "http://", "http://[/x.zip"])
 def test_an_address_without_a_server_is_told_at_once(ssd, url):
     started = time.monotonic()
     with pytest.raises(ColabUtilsError, match=r"The zip at .*Check IMAGES and the network"):
@@ -486,35 +635,107 @@ def test_an_address_without_a_server_is_told_at_once(ssd, url):
     assert time.monotonic() - started < 30
 
 
-def test_a_web_page_in_place_of_a_zip_is_told_and_downloaded_anew(server, tiny_dataset, ssd):
+@pytest.mark.parametrize("url", ["ftp://example.org/x.zip", "s3://bucket/x.zip"])
+def test_a_zip_at_another_server_than_a_web_server_is_to_be_copied_first(ssd, url):
+    with pytest.raises(ColabUtilsError, match=r"The URL .*, or copy it to a folder first"):
+        unpack_dataset(url, ssd)
+    assert not ssd.exists()
+
+
+def test_a_server_that_falls_silent_is_given_up(ssd, monkeypatch):
+    monkeypatch.setattr("colab_utils.places._SILENT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.zip"
+        with pytest.raises(ColabUtilsError, match=r"The zip at .*[Tt]imeout.*Check IMAGES"):
+            unpack_dataset(url, ssd)
+
+
+def test_a_redirection_to_a_signed_address_is_followed_each_time(server, tiny_dataset, ssd):
+    url = server.url.replace("/files/export.zip?key=secret", "/moved/ds/?key=a%2Bb/")
+    assert_same(unpack_dataset(url, ssd), tiny_dataset)
+    # Each slash of the address arrives.
+    assert server.paths[0] == "/moved/ds/?key=a%2Bb/"
+    assert server.paths.count("/files/export.zip?key=secret") == len(server.paths) / 2
+
+
+def test_names_with_spaces_and_letters_of_any_language_are_addresses(server, tiny_dataset, ssd):
+    url = server.url.replace("export.zip?key=secret", "my 图片.zip")
+    assert_same(unpack_dataset(url.replace("http", "HTTP", 1), ssd), tiny_dataset)
+    assert set(server.paths) == {"/files/my%20%E5%9B%BE%E7%89%87.zip"}
+
+
+def test_a_zip_is_asked_for_as_it_is(server, ssd):
+    unpack_dataset(server.url, ssd)
+    assert set(server.encodings) == {"identity"}
+
+
+def test_a_proxy_of_the_environment_is_asked(server, tiny_dataset, ssd, monkeypatch):
+    monkeypatch.setenv("http_proxy", server.url.partition("/files")[0])
+    assert_same(unpack_dataset("http://nowhere.invalid/export.zip", ssd), tiny_dataset)
+    assert set(server.paths) == {"http://nowhere.invalid/export.zip"}
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+@pytest.mark.parametrize("content", [b"PK", b"<!doctype html> sign in, please"])
+def test_what_is_no_zip_at_a_url_is_told_and_asked_for_anew(
+    server, tiny_dataset, ssd, content, knows_ranges
+):
     whole = server.content
-    server.content = b"<!doctype html> sign in, please"
+    server.content = content
+    server.knows_ranges = knows_ranges
     with pytest.raises(
         ColabUtilsError, match=r"http.*is not a whole zip of a COCO export.*not a zip file"
     ):
         unpack_dataset(server.url, ssd)
+    assert not list(ssd.rglob("*.zip"))
     server.content = whole
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
 
 
-def test_another_file_after_a_break_is_found_by_its_checksums(server, tiny_dataset, ssd):
-    whole = server.content
-    server.breaks = [10_000] + [0] * len(RETRY_WAITS_S)
-    with pytest.raises(DriveLostError):
+def test_an_empty_file_at_a_url_is_told(server, ssd):
+    server.content = b""
+    with pytest.raises(ColabUtilsError, match=r"The zip at http.*416.*Check IMAGES"):
         unpack_dataset(server.url, ssd)
-    # The server has another file by now.
-    server.content = bytes(9_000) + whole
-    with pytest.raises(ColabUtilsError, match="not a whole zip"):
-        unpack_dataset(server.url, ssd)
-    server.content = whole
-    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
 
 
-def test_a_full_disk_is_told_before_the_first_byte_is_downloaded(server, ssd, monkeypatch):
+def test_another_zip_after_a_stop_is_found_by_its_checksums(
+    server, tiny_dataset, ssd, monkeypatch, tmp_path
+):
+    names = list_images(server)
+    extract = zipfile.ZipFile.extract
+
+    def stop(self, info, target):
+        if info.filename == names[5]:
+            raise KeyboardInterrupt
+        return extract(self, info, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, "extract", stop)
+        with pytest.raises(KeyboardInterrupt):
+            unpack_dataset(server.url, ssd)
+    # By now, the first image of the server's zip has other bytes, as many as before.
+    with zipfile.ZipFile(io.BytesIO(server.content)) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    contents[names[0]] = contents[names[0]][::-1]
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    server.content = (tmp_path / "other.zip").read_bytes()
+    images, _ = unpack_dataset(server.url, ssd)
+    assert {f"train/{path.name}": path.read_bytes() for path in images.iterdir()} == {
+        name: contents[name] for name in names
+    }
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_a_full_disk_is_told_before_the_first_image_is_asked_for(
+    server, ssd, monkeypatch, knows_ranges
+):
+    server.knows_ranges = knows_ranges
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
     with pytest.raises(ColabUtilsError, match="of free disk, and"):
         unpack_dataset(server.url, ssd)
-    assert len(server.asked) == 1
+    assert not [path for path in ssd.rglob("*") if path.is_file()]
 
 
 class OldName(zipfile.ZipInfo):
