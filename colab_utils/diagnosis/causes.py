@@ -49,18 +49,20 @@ def find_causes(
     between_share = float(between.sum()) / loop_s
     step_share = 1 - float(waits.sum()) / loop_s - between_share
     causes = _explain_other_loader("between", between_share, facts)
-    if not causes:
-        causes.append(_explain_between(between, between_share, facts))
+    rest = between_share - sum(cause.share for cause in causes)
+    if rest >= between_share / 2:
+        causes.append(_explain_between(between, rest, facts))
     causes += _explain_other_loader("step", step_share, facts)
-    crowd = _explain_crowd(waits, loop_s, facts)
+    is_start = is_first if facts.workers else np.arange(len(waits)) == 0
+    late = np.where(is_start, 0.0, waits)
+    crowd = _explain_crowd(late, loop_s, facts)
     causes += crowd
     if not crowd:
-        causes += _explain_cores(waits, loop_s, facts)
-        is_start = is_first if facts.workers else np.arange(len(waits)) == 0
-        causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
-        # The first start is no cause, because every run has one.
-        if is_start.sum() > 1:
-            causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
+        causes += _explain_cores(late, loop_s, facts)
+        causes.append(explain_waits(late, loop_s, facts))
+    # The first start is no cause, because every run has one.
+    if is_start.sum() > 1:
+        causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
@@ -140,14 +142,16 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
     return [make_cause("other_loader", part * share, why)]
 
 
-def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop lacks a core: other programs, or its own processes, have them all."""
+def _explain_cores(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that the loop lacks a core: other programs, or its own processes, have them all.
+    ``late`` are the waits without those for the first batches of passes.
+    """
     cores = count_cores()
     share = facts.use.queued_s / loop_s
     if _has_busy_machine(loop_s, facts):
         others = facts.use.others_s / loop_s
         if waits_for_cores(weigh_evidence(facts)):
-            share = max(share, float(waits[1:].sum()) / loop_s)
+            share = max(share, float(late.sum()) / loop_s)
         elif share < _HALF:
             return []
         why = (
@@ -179,13 +183,13 @@ def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
     return min(1.0, facts.use.queued_s / loop_s)
 
 
-def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that there are more workers than cores. Workers then wait for one another, most of
-    all at the start of a pass.
+def _explain_crowd(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that there are more workers than cores. Workers then wait for one another. ``late``
+    is as in `_explain_cores`.
     """
     cores = count_cores()
     is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))
     if not is_crowded or _has_busy_machine(loop_s, facts):
         return []
     why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-    return [make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)]
+    return [make_cause("too_many_workers", float(late.sum()) / loop_s, why, cores=cores)]

@@ -8,8 +8,10 @@ from pathlib import PurePath
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
 
-# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same.
+# Fewer looks than this are no evidence, unless all of at least `_ALL_ALIKE` show the same.
+# Otherwise, at least half of them must show the same.
 _LEAST_LOOKS = 5
+_ALL_ALIKE = 3
 # A worker usually has up to this many threads that can run: one loads samples, one sends batches.
 _MANY_THREADS = 2
 _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
@@ -18,6 +20,9 @@ _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.p
 _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
 # In this file, a DataLoader without workers calls the dataset and collate_fn.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
+# A DataLoader calls torch's profiler before and after each batch. These calls let other threads
+# run, so looks would meet them much too often. Such a look says nothing.
+_PROFILER = "/torch/autograd/profiler.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
@@ -43,6 +48,7 @@ class Looks:
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
         self._outside_count = 0
+        self._inside_count = 0
         # Summed over all looks: workers that could run, and threads that could run in them.
         self._runnable_workers = 0
         self._runnable_threads = 0
@@ -53,7 +59,8 @@ class Looks:
         ``phase`` is what the loop does now. ``starts`` says that workers may still be starting.
         """
         place = self.look_at_loop(phase, thread)
-        self._places.setdefault(phase, Counter())[place] += 1
+        if place:
+            self._places.setdefault(phase, Counter())[place] += 1
         pids = self._monitor.list_samples()
         counts = [count_runnable(pid) for pid in pids]
         self._runnable_workers += sum(count > 0 for count in counts)
@@ -63,6 +70,7 @@ class Looks:
             self._outside_count += any(
                 worker.sample is None and not worker.idle for worker in workers
             )
+            self._inside_count += any(worker.sample is not None for worker in workers)
         if place == SAMPLE and not pids:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
@@ -81,6 +89,12 @@ class Looks:
         count = self._places.get("wait", Counter()).total()
         return count >= _LEAST_LOOKS and 2 * self._outside_count > count
 
+    @property
+    def works_inside(self) -> bool:
+        """Return whether, in most looks at a wait, a worker loaded a sample."""
+        count = self._places.get("wait", Counter()).total()
+        return 2 * self._inside_count > count
+
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return the place where the loop was in at least half of the looks at a phase, and how
         many looks these were, in words. Both are "" if there is no such place.
@@ -96,14 +110,20 @@ class Looks:
         looks these were, in words. They are 0 and "" if there were too few looks.
         """
         places = self._places.get(phase, Counter())
-        if places.total() < _LEAST_LOOKS:
+        count = places[place]
+        total = places.total()
+        if total < (_ALL_ALIKE if count == total else _LEAST_LOOKS):
             return 0.0, ""
-        return places[place] / places.total(), f"in {places[place]} of {places.total()} looks"
+        return count / total, f"in {count} of {total} looks"
 
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
-        """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`."""
+        """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`; ""
+        if that says nothing.
+        """
         activity = self._monitor.inspect_thread(thread)
         stack = "\n".join(activity.stack)
+        if phase == "wait" and _PROFILER in stack:
+            return ""
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
         if any(name in stack for name in _QUEUES):

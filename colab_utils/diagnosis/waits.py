@@ -25,7 +25,7 @@ _HOLDS = 0.6
 _LEAST_SLOW_S = 0.05
 # Reads that are slower than this wait mostly for the first byte of each file. Faster reads are
 # limited by the bandwidth. This is a third of the bandwidth of Drive (`slow_drive.DRIVE_PROFILES`).
-_SENDS_MB_PER_S = 20
+_SENDS_BYTES_PER_S = 20e6
 # With fewer looks than this, it is not known what samples wait for.
 _LEAST_LOOKS = 5
 # A message leaves out what takes less than this share of the time of samples.
@@ -33,8 +33,10 @@ _WORTH_A_WORD = 0.1
 # A lock is the cause if samples wait for it for at least this share of their time. If two workers
 # only take turns, each waits for the lock for half of its time.
 _IN_TURN = 0.3
-# Workers count as idle if they were at work for less than this share of the waits.
+# Workers count as idle if they were at work for less than this share of the waits. If looks at the
+# waits show no samples, they also count as idle below this share of their time.
 _IDLE = 0.5
+_MOSTLY_IDLE = 0.25
 # What may take the time of a sample. The keys are the waits that `find_wait` names, and a few more.
 # The values are the id of the cause, and the words for a message.
 _EVIDENCE = {
@@ -97,7 +99,7 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
         return make_cause("main_process", share, f"{why}: {line}.")
     if facts.restarts:
         return make_cause("restarts", share, f"{why}: workers start again.")
-    return make_cause("restarts", share, f"{why}.", cure="starts")
+    return make_cause("starts", share, f"{why}.")
 
 
 def _find_own_line(phase: str, facts: LoopFacts) -> str:
@@ -121,6 +123,12 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
         return make_cause("main_process", share, f"Before it takes a batch, {line}.")
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
+    if not is_idle:
+        slow_sample = _explain_slow_sample(waits, share, facts)
+        if slow_sample:
+            return slow_sample
+        is_rare = at_work_s < _MOSTLY_IDLE * facts.workers * loop_s
+        is_idle = is_rare and not facts.looks.works_inside
     place, looks = facts.looks.find_place("wait")
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
@@ -131,7 +139,7 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if is_idle and times.samples:
         why = "Workers are idle while the loop waits for a batch. The reason was not seen."
         return make_cause("wait", share, why, cure="idle")
-    return _explain_slow_sample(waits, share, facts) or _explain_samples(share, loop_s, facts)
+    return _explain_samples(share, loop_s, facts)
 
 
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
@@ -150,20 +158,28 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         largest = "lock"
     id, _ = _EVIDENCE[largest]
     cure = id
+    if id == "lock":
+        del rest["lock"]
+        # The worker that has the lock may wait itself, as at a queue of multiprocessing.
+        if max(rest, key=lambda name: rest[name]) == "process":
+            id = "other_process"
+            cure = "turns"
     why = _describe_evidence(evidence, times, facts.looks)
-    if not facts.workers:
+    place, _ = facts.looks.find_place("wait")
+    if not facts.workers and place not in (WORKERS, HANDOFF):
         why = f"This process loads the samples itself, between its steps. {why}"
-        cure = "alone" if id in ("work", "wait") else id
+        # Workers load while this process trains, whatever a sample waits for.
+        cure = "read" if id == "read" else "alone"
     if id == "work":
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
-        mb_per_s = times.bytes_read / 1e6 / max(times.wall_s - times.cpu_s, 1e-9)
+        bytes_per_s = times.bytes_read / max(times.wall_s - times.cpu_s, 1e-9)
         limit = "it waits mostly for the first byte of each file"
-        if mb_per_s > _SENDS_MB_PER_S:
+        if bytes_per_s > _SENDS_BYTES_PER_S:
             cure = "bandwidth"
             limit = "it is the bandwidth"
         why += f" It reads {format_bytes(times.bytes_read / times.samples)}, "
-        why += f"at {mb_per_s:.2g} MB/s: {limit}."
+        why += f"at {format_bytes(bytes_per_s)}/s: {limit}."
     return make_cause(id, share, why, cure=cure)
 
 
