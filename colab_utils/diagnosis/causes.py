@@ -118,19 +118,17 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
 
 def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
     """Explain how long this process is busy after each step, or after some steps, and where."""
-    place, looks = facts.looks.find_place("between")
-    where = f" It is at {place} ({looks})." if place else ""
     rare = find_rare(between)
-    if len(rare) > 1:
-        every = len(between) / len(rare)
-        each_s = float(between[rare].mean())
-        why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
-        return make_cause("periodic", share, why + where)
+    id = "between"
     why = (
         f"After the step of a batch this process is busy for {1000 * between.mean():.3g} ms before "
         "it asks for the next one."
     )
-    return make_cause("between", share, why + where)
+    if len(rare) > 1:
+        id = "periodic"
+        why = f"About every {len(between) / len(rare):.0f} batches this process is busy "
+        why += f"{between[rare].mean():.2g} s after the step."
+    return make_cause(id, share, why + facts.looks.describe_line("between"))
 
 
 def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:

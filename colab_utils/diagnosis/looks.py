@@ -47,8 +47,8 @@ class Looks:
         self._monitor = monitor
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
-        self._outside_count = 0
-        self._inside_count = 0
+        # Looks at a wait in which a busy worker loaded a sample (True), or did not (False).
+        self._workers_at = Counter[bool]()
         # Summed over all looks: workers that could run, and threads that could run in them.
         self._runnable_workers = 0
         self._runnable_threads = 0
@@ -67,10 +67,8 @@ class Looks:
         self._runnable_threads += sum(counts)
         if phase == "wait":
             workers = [self._monitor.inspect_worker(pid) for pid in pids]
-            self._outside_count += any(
-                worker.sample is None and not worker.idle for worker in workers
-            )
-            self._inside_count += any(worker.sample is not None for worker in workers)
+            samples = {worker.sample is not None for worker in workers if not worker.idle}
+            self._workers_at.update(samples)
         if place == SAMPLE and not pids:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
@@ -83,17 +81,12 @@ class Looks:
         """Return whether a worker that could run had more than two threads to run, on average."""
         return self._runnable_threads > _MANY_THREADS * self._runnable_workers
 
-    @property
-    def works_outside(self) -> bool:
-        """Return whether, in most looks at a wait, a worker was busy but loaded no sample."""
+    def is_usual(self, *, in_sample: bool) -> bool:
+        """Return whether, in most looks at a wait, a worker was busy and loaded a sample, or was
+        busy and did not.
+        """
         count = self._places.get("wait", Counter()).total()
-        return count >= _LEAST_LOOKS and 2 * self._outside_count > count
-
-    @property
-    def works_inside(self) -> bool:
-        """Return whether, in most looks at a wait, a worker loaded a sample."""
-        count = self._places.get("wait", Counter()).total()
-        return 2 * self._inside_count > count
+        return count >= _LEAST_LOOKS and 2 * self._workers_at[in_sample] > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return the place where the loop was in at least half of the looks at a phase, and how
@@ -104,6 +97,15 @@ class Looks:
             if share >= 0.5:
                 return place, looks
         return "", ""
+
+    def describe_line(self, phase: str) -> str:
+        """Return a sentence that names the line of code at which the loop was during most of a
+        phase. Return "" if it waited for a loader, received a batch, or loaded samples.
+        """
+        place, looks = self.find_place(phase)
+        if place in ("", OTHER_LOADER, HANDOFF, WORKERS, SAMPLE):
+            return ""
+        return f" This process is at {place} then ({looks})."
 
     def measure_place(self, phase: str, place: str) -> tuple[float, str]:
         """Return the share of the looks at a phase in which the loop was at a place, and how many

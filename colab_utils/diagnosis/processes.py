@@ -120,13 +120,10 @@ class _SampleNotes:
         """Return the CPU seconds of this process, the bytes that it read by system calls, and those
         that came from storage, so far. Only the last count the pages of a mapped file.
         """
-        called = 0
-        stored = 0
+        words = [b"0"] * 10
         if self._io is not None:
             words = os.pread(self._io, 256, 0).split()
-            called = int(words[1])
-            stored = int(words[9])
-        return np.array([process_time(), called, stored])
+        return np.array([process_time(), int(words[1]), int(words[9])])
 
 
 # While a thread waits for a watched loader, `waiting.monitor` is the loader's monitor. The workers

@@ -247,7 +247,6 @@ class LoopRecord(LoopFacts):
         parts_s = clock.parts_s
         if not len(parts_s):
             return None
-        self._note_workers()
         self.times = self.monitor.read_times()
         self.growth = find_growth(self.memory.readings)
         unseen = self._list_unseen(parts_s)
@@ -384,9 +383,5 @@ def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, look
         return f"{causes[0].why} ({shares})"
     if step.share < max(start, wait.share, between.share):
         return f"Too few batches for a verdict: {shares}."
-    place, count = looks.find_place("step")
-    where = f" In the step, this process is at {place} ({count})." if place else ""
-    return (
-        f"The step is the limit: {shares}. Your loader is fine: a faster step is all that helps."
-        f"{where}"
-    )
+    verdict = f"The step is the limit: {shares}. Your loader is fine: a faster step is all that "
+    return f"{verdict}helps.{looks.describe_line('step')}"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.diagnosis.cures import Cause, make_cause
-from colab_utils.diagnosis.looks import HANDOFF, SAMPLE, WORKERS, Looks
+from colab_utils.diagnosis.looks import HANDOFF, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.stalls import Stall
@@ -93,23 +93,13 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """
     share = float(starts.sum()) / loop_s
     each_s = f"{starts.mean():.2g} s each"
-    why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch"
-    line = _find_own_line("start", facts)
+    why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch."
+    line = facts.looks.describe_line("start")
     if line:
-        return make_cause("main_process", share, f"{why}: {line}.")
+        return make_cause("main_process", share, why + line)
     if facts.restarts:
-        return make_cause("restarts", share, f"{why}: workers start again.")
-    return make_cause("starts", share, f"{why}.")
-
-
-def _find_own_line(phase: str, facts: LoopFacts) -> str:
-    """Return words for the line of code at which this process was seen during most of a phase. If
-    it waited for its workers, received a batch, or loaded samples, return "".
-    """
-    place, looks = facts.looks.find_place(phase)
-    if place in ("", WORKERS, HANDOFF, SAMPLE):
-        return ""
-    return f"this process is at {place} ({looks})"
+        return make_cause("restarts", share, f"{why} Workers start again.")
+    return make_cause("starts", share, why)
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -118,9 +108,11 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """
     share = float(waits.sum()) / loop_s
     times = facts.times
-    line = _find_own_line("wait", facts)
+    line = facts.looks.describe_line("wait")
     if line:
-        return make_cause("main_process", share, f"Before it takes a batch, {line}.")
+        return make_cause(
+            "main_process", share, f"Before it takes a batch, this process is busy.{line}"
+        )
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
     if not is_idle:
@@ -128,16 +120,16 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
         if slow_sample:
             return slow_sample
         is_rare = at_work_s < _MOSTLY_IDLE * facts.workers * loop_s
-        is_idle = is_rare and not facts.looks.works_inside
+        is_idle = is_rare and not facts.looks.is_usual(in_sample=True)
     place, looks = facts.looks.find_place("wait")
     if is_idle and place == HANDOFF:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    if is_idle and times.samples and facts.looks.works_outside:
+    if is_idle and times.samples and facts.looks.is_usual(in_sample=False):
         why = "Workers are busy after their samples, in collate_fn or handing over batches."
         return make_cause("collate", share, why)
     if is_idle and times.samples:
-        why = "Workers are idle while the loop waits for a batch. The reason was not seen."
+        why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
         return make_cause("wait", share, why, cure="idle")
     return _explain_samples(share, loop_s, facts)
 
