@@ -105,8 +105,11 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
     """
     if cause.id not in _LOADING:
         return cause
+    # To hand over a batch is no work of a sample, even if nothing else could be timed.
+    names = {stage.name for stage in stages} - {"hand-off"}
     if cause.id == "collate":
-        stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
+        names = {"collate", "hand-off"}
+    stages = [stage for stage in stages if stage.name in names]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     # The stage "sample" is the whole loading, so its name would say less than the cause does.
     if largest is None or largest.name == "sample":

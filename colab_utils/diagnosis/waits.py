@@ -37,6 +37,9 @@ _IN_TURN = 0.3
 # waits show no samples, they also count as idle below this share of their time.
 _IDLE = 0.5
 _MOSTLY_IDLE = 0.25
+# This process counts as busy with the hand-off if it was there in this share of the looks.
+_SAMPLES_SEEN = 0.5
+_SAMPLES_UNSEEN = 0.75
 # What may take the time of a sample. The keys are the waits that `find_wait` names, and a few more.
 # The values are the id of the cause, and the words for a message.
 _EVIDENCE = {
@@ -121,8 +124,9 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
             return slow_sample
         is_rare = at_work_s < _MOSTLY_IDLE * facts.workers * loop_s
         is_idle = is_rare and not facts.looks.is_usual(in_sample=True)
-    place, looks = facts.looks.find_place("wait")
-    if is_idle and place == HANDOFF:
+    part, looks = facts.looks.measure_place("wait", HANDOFF)
+    # If samples are not seen, it is not known either whether workers are idle.
+    if is_idle and part >= (_SAMPLES_SEEN if times.samples else _SAMPLES_UNSEEN):
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
     if is_idle and times.samples and facts.looks.is_usual(in_sample=False):

@@ -237,6 +237,16 @@ def test_a_loop_that_never_waits_has_no_cause():
             "work",
             r"42.7 ms until a core is free, 25 ms of work",
         ),
+        # Samples are not seen, and this process receives a batch in some of the looks.
+        (
+            {
+                "waits": spread(0.05),
+                "looks": {"": 30},
+                "places": {"wait": {"the hand-off": 3, "the workers": 2}},
+            },
+            "work",
+            r"In 30 looks at samples: 100% of work",
+        ),
         # With workers by spawn the samples are not seen, but what they wait for is.
         (
             {"waits": spread(0.05), "looks": {"read": 30, "": 10}},
@@ -490,5 +500,9 @@ def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
     sample = Stage("sample", 2, 3, 2, mean_ms=20)
     (cause,) = refine_causes([work], [sample, handoff], waits=True)
     assert cause == work
+    # Samples of an iterable dataset are not timed.
     (cause,) = refine_causes([work], [handoff], waits=True)
+    assert cause == work
+    collate = Cause("collate", 0.5, "why", "next")
+    (cause,) = refine_causes([collate], [handoff], waits=True)
     assert cause.id == "hand-off"
