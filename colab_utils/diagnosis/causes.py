@@ -55,10 +55,8 @@ def find_causes(
     causes += _explain_other_loader("step", step_share, facts)
     is_start = is_first if facts.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
-    crowd = _explain_crowd(late, loop_s, facts)
-    causes += crowd
-    if not crowd:
-        causes += _explain_cores(late, loop_s, facts)
+    causes += _explain_cores(late, loop_s, facts)
+    if not causes or causes[-1].id != "too_many_workers":
         causes.append(explain_waits(late, loop_s, facts))
     # The first start is no cause, because every run has one.
     if is_start.sum() > 1:
@@ -144,22 +142,27 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
 
 
 def _explain_cores(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop lacks a core: other programs, or its own processes, have them all.
-    ``late`` are the waits without those for the first batches of passes.
+    """Explain that the loop or its workers lack a core: other programs, or its own processes, have
+    them all. ``late`` are the waits without those for the first batches of passes.
     """
     cores = count_cores()
     share = facts.use.queued_s / loop_s
+    late_share = 0.0
+    if waits_for_cores(weigh_evidence(facts)):
+        late_share = float(late.sum()) / loop_s
     if _has_busy_machine(loop_s, facts):
         others = facts.use.others_s / loop_s
-        if waits_for_cores(weigh_evidence(facts)):
-            share = max(share, float(late.sum()) / loop_s)
-        elif share < _HALF:
+        share = max(share, late_share)
+        if share < _HALF and not late_share:
             return []
         why = (
             f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
             "cores busy, and the loop waits for a core."
         )
         return [make_cause("other_programs", share, why)]
+    if late_share and facts.workers > cores:
+        why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+        return [make_cause("too_many_workers", late_share, why, cores=cores)]
     if share < _LEAST_LOST:
         return []
     why = (
@@ -182,15 +185,3 @@ def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
     if _has_busy_machine(loop_s, facts):
         return 0.0
     return min(1.0, facts.use.queued_s / loop_s)
-
-
-def _explain_crowd(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that there are more workers than cores. Workers then wait for one another. ``late``
-    is as in `_explain_cores`.
-    """
-    cores = count_cores()
-    is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))
-    if not is_crowded or _has_busy_machine(loop_s, facts):
-        return []
-    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-    return [make_cause("too_many_workers", float(late.sum()) / loop_s, why, cores=cores)]

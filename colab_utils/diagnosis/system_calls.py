@@ -109,7 +109,7 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
             path = os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
             # A pipe may have a name in a folder, and is no file: another process writes to it.
             is_pipe = "pipe" in _read(f"/proc/{pid}/task/{task}/wchan")
-            return name, f"pipe:{path}" if is_pipe and path.startswith("/") else path
+            return name, "a pipe" if is_pipe else path
     return name, ""
 
 

@@ -129,13 +129,13 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if is_idle and part >= (_SAMPLES_SEEN if times.samples else _SAMPLES_UNSEEN):
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    if is_idle and times.samples and facts.looks.is_usual(in_sample=False):
+    if not is_idle or not times.samples:
+        return _explain_samples(share, loop_s, facts)
+    if facts.looks.is_usual(in_sample=False):
         why = "Workers are busy after their samples, in collate_fn or handing over batches."
         return make_cause("collate", share, why)
-    if is_idle and times.samples:
-        why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
-        return make_cause("wait", share, why, cure="idle")
-    return _explain_samples(share, loop_s, facts)
+    why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
+    return make_cause("wait", share, why, cure="idle")
 
 
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
