@@ -8,10 +8,10 @@ from pathlib import PurePath
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
 
-# Fewer looks than this are no evidence, unless all of at least `_ALL_ALIKE` show the same.
-# Otherwise, at least half of them must show the same.
+# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same. At the
+# start of a pass, fewer looks are enough if all of them show the same.
 _LEAST_LOOKS = 5
-_ALL_ALIKE = 3
+_LEAST_AT_START = 3
 # A worker usually has up to this many threads that can run: one loads samples, one sends batches.
 _MANY_THREADS = 2
 _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
@@ -21,7 +21,7 @@ _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
 # In this file, a DataLoader without workers calls the dataset and collate_fn.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
-# run, so looks would meet them much too often. Such a look says nothing.
+# run, so looks would meet them much too often. Such a look counts, and its place is not known.
 _PROFILER = "/torch/autograd/profiler.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
@@ -59,8 +59,7 @@ class Looks:
         ``phase`` is what the loop does now. ``starts`` says that workers may still be starting.
         """
         place = self.look_at_loop(phase, thread)
-        if place:
-            self._places.setdefault(phase, Counter())[place] += 1
+        self._places.setdefault(phase, Counter())[place] += 1
         pids = self._monitor.list_samples()
         counts = [count_runnable(pid) for pid in pids]
         self._runnable_workers += sum(count > 0 for count in counts)
@@ -114,7 +113,8 @@ class Looks:
         places = self._places.get(phase, Counter())
         count = places[place]
         total = places.total()
-        if total < (_ALL_ALIKE if count == total else _LEAST_LOOKS):
+        is_start = phase == "start" and count == total
+        if total < (_LEAST_AT_START if is_start else _LEAST_LOOKS):
             return 0.0, ""
         return count / total, f"in {count} of {total} looks"
 

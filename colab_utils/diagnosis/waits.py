@@ -37,9 +37,9 @@ _IN_TURN = 0.3
 # waits show no samples, they also count as idle below this share of their time.
 _IDLE = 0.5
 _MOSTLY_IDLE = 0.25
-# This process counts as busy with the hand-off if it was there in this share of the looks.
-_SAMPLES_SEEN = 0.5
-_SAMPLES_UNSEEN = 0.75
+# The hand-off is the cause if it was seen in this share of the looks. Its calls let other threads
+# run, so looks meet it too often.
+_TAKES_IN = 0.75
 # What may take the time of a sample. The keys are the waits that `find_wait` names, and a few more.
 # The values are the id of the cause, and the words for a message.
 _EVIDENCE = {
@@ -125,8 +125,7 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
         is_rare = at_work_s < _MOSTLY_IDLE * facts.workers * loop_s
         is_idle = is_rare and not facts.looks.is_usual(in_sample=True)
     part, looks = facts.looks.measure_place("wait", HANDOFF)
-    # If samples are not seen, it is not known either whether workers are idle.
-    if is_idle and part >= (_SAMPLES_SEEN if times.samples else _SAMPLES_UNSEEN):
+    if is_idle and part >= _TAKES_IN:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
     if not is_idle or not times.samples:
@@ -244,7 +243,8 @@ def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause 
     # This needs a copy, because another thread may note samples meanwhile.
     for number, samples in [*facts.seen.items()]:
         for sample in samples:
-            if number < len(waits):
+            # The first batch of a pass has no wait here.
+            if number < len(waits) and waits[number] > 0:
                 batches.setdefault(sample, []).append(number)
     slow = []
     for sample, numbers in batches.items():

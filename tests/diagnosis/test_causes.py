@@ -305,6 +305,18 @@ def test_a_loop_that_never_waits_has_no_cause():
             "sleep",
             r"asleep",
         ),
+        # The sample came with the first two batches, so only one of them is a late one.
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "firsts": (0, 23),
+                "times": SampleTimes(200, 6.0, 1.0),
+                "seen": {23: (37,), 24: (37,)},
+                "looks": {"sleep": 30},
+            },
+            "sleep",
+            r"asleep",
+        ),
         # Whichever sample came first opened the file, so it was slow once.
         (
             {

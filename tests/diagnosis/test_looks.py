@@ -377,12 +377,12 @@ def test_a_look_at_the_profiler_of_a_loader_says_nothing(file, place):
     assert place in seen
 
 
-def test_few_looks_are_evidence_where_all_show_the_same():
+def test_few_looks_are_evidence_at_a_start_where_all_show_the_same():
     looks = Looks(WorkerMonitor(None))
     looks._places = {
         "start": Counter({"mine.py:3 sort": 3}),
         "wait": Counter({"mine.py:3 sort": 3, "mine.py:4 sort": 1}),
-        "step": Counter({"mine.py:3 sort": 2}),
+        "step": Counter({"mine.py:3 sort": 3}),
     }
     assert looks.find_place("start") == ("mine.py:3 sort", "in 3 of 3 looks")
     assert looks.find_place("wait") == ("", "")
