@@ -301,14 +301,7 @@ def find_fixes(now: Situation) -> list[Fix]:
         plans.append((fix, partial(dict, prefetch=prefetch)))
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans += _plan_data(now, Path(folder))
-        began_s = perf_counter()
-        fixes: list[Fix] = []
-        for fix, prepare in plans:
-            each_s = (_WARMUP_SHARE + _TRIAL_SHARE) * now.seconds
-            if fixes:
-                each_s = (perf_counter() - began_s) / len(fixes)
-            fixes.append(_try_out(now, fix, prepare, each_s))
-        return rank_fixes(fixes)
+        return rank_fixes([_try_out(now, fix, prepare) for fix, prepare in plans])
 
 
 def _reads_one_by_one(loader: Any) -> bool:
@@ -345,11 +338,12 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     return sorted(fixes, key=order)
 
 
-def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
+def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
     """Forecast a fix by a short trial with an emulated step. With ``now.verify``, also measure it
-    by a longer trial with your step. A fix takes about ``each_s`` seconds.
+    by a longer trial with your step.
     """
-    why = f"no time is left. The trial takes about {max(1, each_s):.0f} s. Raise seconds"
+    least_s = (_WARMUP_SHARE + _TRIAL_SHARE) * now.seconds
+    why = f"no time is left. The trial takes {max(1, least_s):.0f} s or more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
             # A real Drive has cached the images by now, and would read them fast.

@@ -208,7 +208,7 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     assert len(fixes_by_id) == 6
     assert all(fix.forecast_images_per_second is None for fix in fixes_by_id.values())
     assert fixes_by_id["shards"].sentence == (
-        "Run preprocess, then copy. Not tried: no time is left. The trial takes about 1 s. "
+        "Run preprocess, then copy. Not tried: no time is left. The trial takes 1 s or more. "
         "Raise seconds."
     )
 
