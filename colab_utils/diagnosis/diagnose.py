@@ -323,7 +323,8 @@ def describe_verdict(
     headspace = ceiling / rate
     sure = f"(confidence {_describe_confidence(now)})"
     part = ""
-    if stages:
+    # If a sample could not be timed, the only stage is the hand-off.
+    if len(stages) > 1:
         largest = max(stages, key=lambda stage: stage.mean_ms)
         part = (
             f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image."
