@@ -49,18 +49,18 @@ def find_causes(
     between_share = float(between.sum()) / loop_s
     step_share = 1 - float(waits.sum()) / loop_s - between_share
     causes = _explain_other_loader("between", between_share, facts)
-    if not causes:
-        causes.append(_explain_between(between, between_share, facts))
+    rest = between_share - sum(cause.share for cause in causes)
+    if rest >= between_share / 2:
+        causes.append(_explain_between(between, rest, facts))
     causes += _explain_other_loader("step", step_share, facts)
-    crowd = _explain_crowd(waits, loop_s, facts)
-    causes += crowd
-    if not crowd:
-        causes += _explain_cores(waits, loop_s, facts)
-        is_start = is_first if facts.workers else np.arange(len(waits)) == 0
-        causes.append(explain_waits(np.where(is_start, 0.0, waits), loop_s, facts))
-        # The first start is no cause, because every run has one.
-        if is_start.sum() > 1:
-            causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
+    is_start = is_first if facts.workers else np.arange(len(waits)) == 0
+    late = np.where(is_start, 0.0, waits)
+    causes += _explain_cores(late, loop_s, facts)
+    if not causes or causes[-1].id != "too_many_workers":
+        causes.append(explain_waits(late, loop_s, facts))
+    # The first start is no cause, because every run has one.
+    if is_start.sum() > 1:
+        causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
@@ -105,8 +105,11 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
     """
     if cause.id not in _LOADING:
         return cause
+    # To hand over a batch is no work of a sample, even if nothing else could be timed.
+    names = {stage.name for stage in stages} - {"hand-off"}
     if cause.id == "collate":
-        stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
+        names = {"collate", "hand-off"}
+    stages = [stage for stage in stages if stage.name in names]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     # The stage "sample" is the whole loading, so its name would say less than the cause does.
     if largest is None or largest.name == "sample":
@@ -118,22 +121,17 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
 
 def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
     """Explain how long this process is busy after each step, or after some steps, and where."""
-    place, looks = facts.looks.find_place("between")
-    where = f" It is at {place} ({looks})." if place else ""
     rare = find_rare(between)
-    if len(rare) > 1:
-        every = len(between) / len(rare)
-        each_s = float(between[rare].mean())
-        why = (
-            f"About every {every:.0f} batches, this process is busy for {each_s:.2g} s after the "
-            "step."
-        )
-        return make_cause("periodic", share, why + where)
+    id = "between"
     why = (
         f"After the step of a batch this process is busy for {1000 * between.mean():.3g} ms before "
         "it asks for the next one."
     )
-    return make_cause("between", share, why + where)
+    if len(rare) > 1:
+        id = "periodic"
+        why = f"About every {len(between) / len(rare):.0f} batches, this process is busy for "
+        why += f"{between[rare].mean():.2g} s after the step."
+    return make_cause(id, share, why + facts.looks.describe_line("between"))
 
 
 def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
@@ -145,21 +143,28 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
     return [make_cause("other_loader", part * share, why)]
 
 
-def _explain_cores(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop lacks a core: other programs, or its own processes, have them all."""
+def _explain_cores(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that the loop or its workers lack a core: other programs, or its own processes, have
+    them all. ``late`` are the waits without those for the first batches of passes.
+    """
     cores = count_cores()
     share = facts.use.queued_s / loop_s
+    late_share = 0.0
+    if waits_for_cores(weigh_evidence(facts)):
+        late_share = float(late.sum()) / loop_s
     if _has_busy_machine(loop_s, facts):
         others = facts.use.others_s / loop_s
-        if waits_for_cores(weigh_evidence(facts)):
-            share = max(share, float(waits[1:].sum()) / loop_s)
-        elif share < _HALF:
+        share = max(share, late_share)
+        if share < _HALF and not late_share:
             return []
         why = (
             f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
             "cores busy, and the loop waits for a core."
         )
         return [make_cause("other_programs", share, why)]
+    if late_share and facts.workers > cores:
+        why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+        return [make_cause("too_many_workers", late_share, why, cores=cores)]
     if share < _LEAST_LOST:
         return []
     why = (
@@ -185,15 +190,3 @@ def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
     if _has_busy_machine(loop_s, facts):
         return 0.0
     return min(1.0, facts.use.queued_s / loop_s)
-
-
-def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that there are more workers than cores. Workers then wait for one another, most of
-    all at the start of a pass.
-    """
-    cores = count_cores()
-    is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))
-    if not is_crowded or _has_busy_machine(loop_s, facts):
-        return []
-    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-    return [make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)]

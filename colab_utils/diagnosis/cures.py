@@ -17,6 +17,8 @@ CURES = {
     "other_process": "Ask the other process for less, or keep its answers in each worker or in a "
     "file. If each sample starts a program, make that cheaper. If one process answers all workers, "
     "more workers would not help.",
+    "turns": "Workers take turns at one queue or connection: make the process at its other end "
+    "faster, or give each worker a connection of its own.",
     "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
     "has locked, or a wait for something that is not there yet.",
     "wait": "Look at what a sample waits for.",

@@ -36,10 +36,6 @@ _VERIFIED = 64
 # Below this headspace, faster loading can win less than 10 %.
 _FINE_HEADSPACE = 1.1
 
-# The time that the steps had no core counts as at most this share of their time. If it could be all
-# of their time, the slowdown would be infinite.
-_MOST_LOST = 0.9
-
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -219,7 +215,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         cached = time_batches(
             [*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds
         )
-        slower = _find_slowdown(now, summary.lost_share)
+        slower = _find_slowdown(now, cached, summary.lost_share)
         ceiling = slower * now.images / sum(now.step_s)
     loading_stages = time_stages(
         loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds
@@ -270,7 +266,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     )
 
 
-def _find_slowdown(now: BatchTimes, lost_share: float) -> float:
+def _find_slowdown(now: BatchTimes, cached: BatchTimes, lost_share: float) -> float:
     """Return the factor by which steps take longer because loading keeps the cores busy.
 
     Steps beside a loader are slower for other reasons, too: a GPU prepares itself for each new
@@ -278,11 +274,14 @@ def _find_slowdown(now: BatchTimes, lost_share: float) -> float:
 
     Args:
         now: Times of the loop.
+        cached: Times of the step on copies of batches in memory, without a loader.
         lost_share: Share of its time in which the loop had no core, because loading had them all.
+            This includes waits, so steps are taken to lose no more than they win without a loader.
     """
     step_s = sum(now.step_s)
-    lost_s = min(lost_share * float(now.batch_s.sum()), _MOST_LOST * step_s)
-    return step_s / (step_s - lost_s)
+    alone_s = np.mean(cached.step_s) * len(now.step_s)
+    lost_s = min(lost_share * now.batch_s.sum(), max(0.0, step_s - alone_s))
+    return float(step_s / (step_s - lost_s))
 
 
 def _name_step(step: Any) -> str:
@@ -324,7 +323,8 @@ def describe_verdict(
     headspace = ceiling / rate
     sure = f"(confidence {_describe_confidence(now)})"
     part = ""
-    if stages:
+    # If a sample could not be timed, the only stage is the hand-off.
+    if len(stages) > 1:
         largest = max(stages, key=lambda stage: stage.mean_ms)
         part = (
             f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -64,6 +64,8 @@ _Prepare = partial[dict[str, Any]]
 _SIDES = {"min_size": 800, "max_size": 1333}
 # Resizing is a fix only if it leaves at most this share of the pixels.
 _SMALLER = 0.9
+# A fix wins if its rate is at least this many times yours.
+_GAIN = 1.05
 # A rate of at least this share of the best rate counts as equally good.
 _SAME = 0.95
 # A diagnosis ends with an error if one batch takes longer than this.
@@ -158,6 +160,16 @@ class Situation:
         keeps = getattr(self.loader, "persistent_workers", True)
         is_short = self.epoch_batches < _WARMUP + len(self.loop.wait_s)
         return count_workers(self.loader) > 0 and not keeps and is_short
+
+    @cached_property
+    def repeat_ratio(self) -> float:
+        """Return the rate of your loader when it is timed again as in a trial, divided by its first
+        rate, or the inverse if that is larger. No fix changes this: its files may be in the page
+        cache by now, other programs may have begun or ended, or there is noise.
+        """
+        again = _time(self, {}, self.make_placeholder(), _TRIAL_SHARE)
+        ratio = again / self.loop.images_per_second
+        return max(ratio, 1 / ratio)
 
     def make_placeholder(self) -> EmulatedStep | None:
         """Return the step of a trial: an emulated one, because a trial must not train your model.
@@ -289,14 +301,7 @@ def find_fixes(now: Situation) -> list[Fix]:
         plans.append((fix, partial(dict, prefetch=prefetch)))
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans += _plan_data(now, Path(folder))
-        began_s = perf_counter()
-        fixes: list[Fix] = []
-        for fix, prepare in plans:
-            each_s = (_WARMUP_SHARE + _TRIAL_SHARE) * now.seconds
-            if fixes:
-                each_s = (perf_counter() - began_s) / len(fixes)
-            fixes.append(_try_out(now, fix, prepare, each_s))
-        return rank_fixes(fixes)
+        return rank_fixes([_try_out(now, fix, prepare) for fix, prepare in plans])
 
 
 def _reads_one_by_one(loader: Any) -> bool:
@@ -333,21 +338,25 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     return sorted(fixes, key=order)
 
 
-def _try_out(now: Situation, fix: Fix, prepare: _Prepare, each_s: float) -> Fix:
+def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
     """Forecast a fix by a short trial with an emulated step. With ``now.verify``, also measure it
-    by a longer trial with your step. A fix takes about ``each_s`` seconds.
+    by a longer trial with your step.
     """
-    why = f"no time is left. The trial takes about {max(1, each_s):.0f} s. Raise seconds"
+    least_s = (_WARMUP_SHARE + _TRIAL_SHARE) * now.seconds
+    why = f"no time is left. The trial takes {max(1, least_s):.0f} s or more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
             # A real Drive has cached the images by now, and would read them fast.
             with read_at_full_speed():
                 options = prepare()
-            rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
-            rate = min(rate, now.ceiling)
+            rate = min(_time(now, options, now.make_placeholder(), _TRIAL_SHARE), now.ceiling)
             measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
+            own_rate = now.loop.images_per_second
+            # Data in another form or place is not in the page cache from before.
+            if rate > _GAIN * own_rate and "dataset" not in options:
+                rate = max(own_rate, rate / now.repeat_ratio)
             gain = "wins nothing"
-            if rate > 1.05 * now.loop.images_per_second:
+            if rate > _GAIN * own_rate:
                 gain = f"about {rate:.1f} images/s"
             return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
         except Exception as error:

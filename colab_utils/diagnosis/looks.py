@@ -8,8 +8,10 @@ from pathlib import PurePath
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
 
-# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same.
+# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same. At the
+# start of a pass, fewer looks are enough if all of them show the same.
 _LEAST_LOOKS = 5
+_LEAST_AT_START = 3
 # A worker usually has up to this many threads that can run: one loads samples, one sends batches.
 _MANY_THREADS = 2
 _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
@@ -18,6 +20,9 @@ _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.p
 _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
 # In this file, a DataLoader without workers calls the dataset and collate_fn.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
+# A DataLoader calls torch's profiler before and after each batch. These calls let other threads
+# run, so looks would meet them much too often. Such a look counts, and its place is not known.
+_PROFILER = "/torch/autograd/profiler.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
@@ -42,7 +47,8 @@ class Looks:
         self._monitor = monitor
         self.waits = Counter[str]()
         self._places: dict[str, Counter[str]] = {}
-        self._outside_count = 0
+        # Looks at a wait in which a busy worker loaded a sample (True), or did not (False).
+        self._workers_at = Counter[bool]()
         # Summed over all looks: workers that could run, and threads that could run in them.
         self._runnable_workers = 0
         self._runnable_threads = 0
@@ -60,9 +66,8 @@ class Looks:
         self._runnable_threads += sum(counts)
         if phase == "wait":
             workers = [self._monitor.inspect_worker(pid) for pid in pids]
-            self._outside_count += any(
-                worker.sample is None and not worker.idle for worker in workers
-            )
+            samples = {worker.sample is not None for worker in workers if not worker.idle}
+            self._workers_at.update(samples)
         if place == SAMPLE and not pids:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
@@ -75,11 +80,12 @@ class Looks:
         """Return whether a worker that could run had more than two threads to run, on average."""
         return self._runnable_threads > _MANY_THREADS * self._runnable_workers
 
-    @property
-    def works_outside(self) -> bool:
-        """Return whether, in most looks at a wait, a worker was busy but loaded no sample."""
+    def is_usual(self, *, in_sample: bool) -> bool:
+        """Return whether, in most looks at a wait, a worker was busy and loaded a sample, or was
+        busy and did not.
+        """
         count = self._places.get("wait", Counter()).total()
-        return count >= _LEAST_LOOKS and 2 * self._outside_count > count
+        return count >= _LEAST_LOOKS and 2 * self._workers_at[in_sample] > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return the place where the loop was in at least half of the looks at a phase, and how
@@ -91,19 +97,35 @@ class Looks:
                 return place, looks
         return "", ""
 
+    def describe_line(self, phase: str) -> str:
+        """Return a sentence that names the line of code at which the loop was during most of a
+        phase. Return "" if it waited for a loader, received a batch, or loaded samples.
+        """
+        place, looks = self.find_place(phase)
+        if place in ("", OTHER_LOADER, HANDOFF, WORKERS, SAMPLE):
+            return ""
+        return f" This process is at {place} then ({looks})."
+
     def measure_place(self, phase: str, place: str) -> tuple[float, str]:
         """Return the share of the looks at a phase in which the loop was at a place, and how many
         looks these were, in words. They are 0 and "" if there were too few looks.
         """
         places = self._places.get(phase, Counter())
-        if places.total() < _LEAST_LOOKS:
+        count = places[place]
+        total = places.total()
+        is_start = phase == "start" and count == total
+        if total < (_LEAST_AT_START if is_start else _LEAST_LOOKS):
             return 0.0, ""
-        return places[place] / places.total(), f"in {places[place]} of {places.total()} looks"
+        return count / total, f"in {count} of {total} looks"
 
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
-        """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`."""
+        """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`; ""
+        if that says nothing.
+        """
         activity = self._monitor.inspect_thread(thread)
         stack = "\n".join(activity.stack)
+        if phase == "wait" and _PROFILER in stack:
+            return ""
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
         if any(name in stack for name in _QUEUES):

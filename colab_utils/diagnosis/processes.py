@@ -112,15 +112,18 @@ class _SampleNotes:
         finally:
             self._row["sample"] = -1
             wall_s = (monotonic_ns() - began_ns) / 1e9
-            self._row["sums"] += (count, wall_s, *(self._count() - counts))
+            cpu_s, called, stored = self._count() - counts
+            self._row["sums"] += (count, wall_s, cpu_s, max(called, stored))
             self._row["cpu"][1] = process_time()
 
     def _count(self) -> NDArray[np.float64]:
-        """Return the CPU seconds of this process, and the bytes that it read, so far."""
-        bytes_read = 0
+        """Return the CPU seconds of this process, the bytes that it read by system calls, and those
+        that came from storage, so far. Only the last count the pages of a mapped file.
+        """
+        words = [b"0"] * 10
         if self._io is not None:
-            bytes_read = int(os.pread(self._io, 64, 0).split()[1])
-        return np.array([process_time(), bytes_read])
+            words = os.pread(self._io, 256, 0).split()
+        return np.array([process_time(), int(words[1]), int(words[9])])
 
 
 # While a thread waits for a watched loader, `waiting.monitor` is the loader's monitor. The workers

@@ -173,6 +173,8 @@ class LoopRecord(LoopFacts):
         self.memory = MemoryLog()
         self.phase = ""
         self._printed: Summary | None = None
+        self._worker_pids = set[int]()
+        self._hides_workers = not (hasattr(loader, "workers") or hasattr(loader, "num_workers"))
         workers = count_workers(loader)
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
         folder = getattr(self.monitor.dataset, "folder", None)
@@ -189,8 +191,20 @@ class LoopRecord(LoopFacts):
         finally:
             self.phase = ""
             self.clock.stop()
+            self._note_workers()
             handle.remove()
             self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
+
+    def _note_workers(self) -> None:
+        """Note the workers of a loader that does not say how many it has, as a generator around a
+        ``DataLoader``, and whether they are others than before.
+        """
+        pids = {*self.monitor.list_samples()}
+        if self._hides_workers and pids:
+            self.workers = len(pids)
+            if self._worker_pids:
+                self.restarts |= self._worker_pids.isdisjoint(pids)
+            self._worker_pids = pids
 
     @property
     def starts(self) -> bool:
@@ -254,7 +268,7 @@ class LoopRecord(LoopFacts):
         if rank is not None:
             slower_rank = compare_ranks(self._number, float(waits.sum()) / whole_s)
         return Summary(
-            _describe(causes, parts, start_s / whole_s),
+            _describe(causes, parts, start_s / whole_s, self.looks),
             tuple(causes),
             parts,
             whole_s,
@@ -360,7 +374,7 @@ def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
     return tuple((began, ended) for began, ended in spans_s.tolist() if began < _SHOWN_S)
 
 
-def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> str:
+def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:
     wait, step, between = parts
     shares = (
         f"wait {wait.share + start:.0%}, step {step.share:.0%}, between steps {between.share:.0%}"
@@ -369,4 +383,5 @@ def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> s
         return f"{causes[0].why} ({shares})"
     if step.share < max(start, wait.share, between.share):
         return f"Too few batches for a verdict: {shares}."
-    return f"The step is the limit: {shares}. Your loader is fine: a faster step is all that helps."
+    verdict = f"The step is the limit: {shares}. Your loader is fine: a faster step is all that "
+    return f"{verdict}helps.{looks.describe_line('step')}"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.diagnosis.cures import Cause, make_cause
-from colab_utils.diagnosis.looks import HANDOFF, SAMPLE, WORKERS, Looks
+from colab_utils.diagnosis.looks import HANDOFF, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.stalls import Stall
@@ -25,7 +25,7 @@ _HOLDS = 0.6
 _LEAST_SLOW_S = 0.05
 # Reads that are slower than this wait mostly for the first byte of each file. Faster reads are
 # limited by the bandwidth. This is a third of the bandwidth of Drive (`slow_drive.DRIVE_PROFILES`).
-_SENDS_MB_PER_S = 20
+_SENDS_BYTES_PER_S = 20e6
 # With fewer looks than this, it is not known what samples wait for.
 _LEAST_LOOKS = 5
 # A message leaves out what takes less than this share of the time of samples.
@@ -33,8 +33,13 @@ _WORTH_A_WORD = 0.1
 # A lock is the cause if samples wait for it for at least this share of their time. If two workers
 # only take turns, each waits for the lock for half of its time.
 _IN_TURN = 0.3
-# Workers count as idle if they were at work for less than this share of the waits.
+# Workers count as idle if they were at work for less than this share of the waits. If looks at the
+# waits show no samples, they also count as idle below this share of their time.
 _IDLE = 0.5
+_MOSTLY_IDLE = 0.25
+# The hand-off is the cause if it was seen in this share of the looks. Its calls let other threads
+# run, so looks meet it too often.
+_TAKES_IN = 0.75
 # What may take the time of a sample. The keys are the waits that `find_wait` names, and a few more.
 # The values are the id of the cause, and the words for a message.
 _EVIDENCE = {
@@ -91,23 +96,13 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """
     share = float(starts.sum()) / loop_s
     each_s = f"{starts.mean():.2g} s each"
-    why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch"
-    line = _find_own_line("start", facts)
+    why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch."
+    line = facts.looks.describe_line("start")
     if line:
-        return make_cause("main_process", share, f"{why}: {line}.")
+        return make_cause("main_process", share, why + line)
     if facts.restarts:
-        return make_cause("restarts", share, f"{why}: workers start again.")
-    return make_cause("restarts", share, f"{why}.", cure="starts")
-
-
-def _find_own_line(phase: str, facts: LoopFacts) -> str:
-    """Return words for the line of code at which this process was seen during most of a phase. If
-    it waited for its workers, received a batch, or loaded samples, return "".
-    """
-    place, looks = facts.looks.find_place(phase)
-    if place in ("", WORKERS, HANDOFF, SAMPLE):
-        return ""
-    return f"this process is at {place} ({looks})"
+        return make_cause("restarts", share, f"{why} Workers start again.")
+    return make_cause("starts", share, why)
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -116,22 +111,30 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """
     share = float(waits.sum()) / loop_s
     times = facts.times
-    line = _find_own_line("wait", facts)
+    line = facts.looks.describe_line("wait")
     if line:
-        return make_cause("main_process", share, f"Before it takes a batch, {line}.")
+        return make_cause(
+            "main_process", share, f"Before it takes a batch, this process is busy.{line}"
+        )
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
-    place, looks = facts.looks.find_place("wait")
-    if is_idle and place == HANDOFF:
+    if not is_idle:
+        slow_sample = _explain_slow_sample(waits, share, facts)
+        if slow_sample:
+            return slow_sample
+        is_rare = at_work_s < _MOSTLY_IDLE * facts.workers * loop_s
+        is_idle = is_rare and not facts.looks.is_usual(in_sample=True)
+    part, looks = facts.looks.measure_place("wait", HANDOFF)
+    if is_idle and part >= _TAKES_IN:
         why = f"This process takes in what workers send ({looks} at a wait)."
         return make_cause("hand-off", share, why)
-    if is_idle and times.samples and facts.looks.works_outside:
+    if not is_idle or not times.samples:
+        return _explain_samples(share, loop_s, facts)
+    if facts.looks.is_usual(in_sample=False):
         why = "Workers are busy after their samples, in collate_fn or handing over batches."
         return make_cause("collate", share, why)
-    if is_idle and times.samples:
-        why = "Workers are idle while the loop waits for a batch. The reason was not seen."
-        return make_cause("wait", share, why, cure="idle")
-    return _explain_slow_sample(waits, share, facts) or _explain_samples(share, loop_s, facts)
+    why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
+    return make_cause("wait", share, why, cure="idle")
 
 
 def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
@@ -150,20 +153,28 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         largest = "lock"
     id, _ = _EVIDENCE[largest]
     cure = id
+    if id == "lock":
+        del rest["lock"]
+        # The worker that has the lock may wait itself, as at a queue of multiprocessing.
+        if max(rest, key=lambda name: rest[name]) == "process":
+            id = "other_process"
+            cure = "turns"
     why = _describe_evidence(evidence, times, facts.looks)
-    if not facts.workers:
+    place, _ = facts.looks.find_place("wait")
+    if not facts.workers and place not in (WORKERS, HANDOFF):
         why = f"This process loads the samples itself, between its steps. {why}"
-        cure = "alone" if id in ("work", "wait") else id
+        # Workers load while this process trains, whatever a sample waits for.
+        cure = "read" if id == "read" else "alone"
     if id == "work":
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
-        mb_per_s = times.bytes_read / 1e6 / max(times.wall_s - times.cpu_s, 1e-9)
+        bytes_per_s = times.bytes_read / max(times.wall_s - times.cpu_s, 1e-9)
         limit = "it waits mostly for the first byte of each file"
-        if mb_per_s > _SENDS_MB_PER_S:
+        if bytes_per_s > _SENDS_BYTES_PER_S:
             cure = "bandwidth"
             limit = "it is the bandwidth"
         why += f" It reads {format_bytes(times.bytes_read / times.samples)}, "
-        why += f"at {mb_per_s:.2g} MB/s: {limit}."
+        why += f"at {format_bytes(bytes_per_s)}/s: {limit}."
     return make_cause(id, share, why, cure=cure)
 
 
@@ -232,7 +243,8 @@ def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause 
     # This needs a copy, because another thread may note samples meanwhile.
     for number, samples in [*facts.seen.items()]:
         for sample in samples:
-            if number < len(waits):
+            # The first batch of a pass has no wait here.
+            if number < len(waits) and waits[number] > 0:
                 batches.setdefault(sample, []).append(number)
     slow = []
     for sample, numbers in batches.items():

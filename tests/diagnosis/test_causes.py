@@ -8,7 +8,7 @@ import pytest
 
 from colab_utils.diagnosis import causes, waits
 from colab_utils.diagnosis.causes import find_causes, refine_causes
-from colab_utils.diagnosis.cures import Cause
+from colab_utils.diagnosis.cures import CURES, Cause
 from colab_utils.diagnosis.looks import OTHER_LOADER
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
@@ -19,13 +19,15 @@ from colab_utils.diagnosis.timing import CpuUse
 _USUAL_USE = {"cpu_s": 5.0, "others_s": 0.0, "queued_s": 0.0}
 
 
-def make_record(*, looks=None, places=None, threads=10, **settings):
+def make_record(*, looks=None, places=None, inside=0, threads=10, **settings):
     """Two workers that take turns with nobody, in a loop of ten seconds.
 
     ``looks`` counts what workers were seen to wait for, ``places`` where the loop was in a phase,
-    ``threads`` those that ten running workers had to run.
+    ``inside`` the looks at a wait in which a worker loaded a sample, ``threads`` those that ten
+    running workers had to run.
     """
     record = LoopRecord([])
+    record.looks._workers_at[True] = inside
     record.looks._runnable_workers = 10
     record.looks._runnable_threads = threads
     record.looks.waits.update(looks or {})
@@ -76,7 +78,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         # Workers stay, so that cure is in place.
         (
             {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99), "share": 0.3},
-            "restarts",
+            "starts",
             r"wait 1 s each for their first batch\. Workers stay already",
         ),
         # Workers start anew, but that is not what takes the time.
@@ -89,7 +91,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "share": 0.3,
             },
             "main_process",
-            r"this process is at mine/sampler.py:7 __iter__ \(in 9 of 11 looks\)",
+            r"This process is at mine/sampler.py:7 __iter__ then \(in 9 of 11 looks\)",
         ),
         (
             {
@@ -98,7 +100,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "places": {"wait": {"mine/sampler.py:7 __iter__": 9, "the workers": 2}},
             },
             "main_process",
-            r"Before it takes a batch, this process is at mine/sampler.py:7",
+            r"Before it takes a batch.*This process is at mine/sampler.py:7",
         ),
         (
             {
@@ -112,7 +114,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1)},
             "wait",
-            r"Workers are idle while the loop waits for a batch.*was not seen.*would not help",
+            r"Workers are mostly idle.*was not seen.*would not help",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4)},
@@ -135,7 +137,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "looks": {"read": 30, "": 2},
             },
             "read",
-            r"It reads 4.0 MB, at 59 MB/s: it is the bandwidth. .*Shrink",
+            r"It reads 4.0 MB, at 58.8 MB/s: it is the bandwidth. .*Shrink",
         ),
         # A slowed folder sleeps in its reads. What sleeps elsewhere, as a locked database does
         # between its reads, is not said to read.
@@ -176,6 +178,16 @@ def test_a_loop_that_never_waits_has_no_cause():
             },
             "lock",
             r"in reads of files, .* ms for a lock",
+        ),
+        # The process that holds the lock waits for another one, as at a queue.
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 14.0, 0.4),
+                "looks": {"lock": 15, "process": 15},
+            },
+            "other_process",
+            r"for a lock that.*take turns at one queue or connection",
         ),
         (
             {
@@ -224,6 +236,16 @@ def test_a_loop_that_never_waits_has_no_cause():
             },
             "work",
             r"42.7 ms until a core is free, 25 ms of work",
+        ),
+        # Samples are not seen, and this process receives a batch in some of the looks.
+        (
+            {
+                "waits": spread(0.05),
+                "looks": {"": 30},
+                "places": {"wait": {"the hand-off": 3, "the workers": 2}},
+            },
+            "work",
+            r"In 30 looks at samples: 100% of work",
         ),
         # With workers by spawn the samples are not seen, but what they wait for is.
         (
@@ -283,6 +305,18 @@ def test_a_loop_that_never_waits_has_no_cause():
             "sleep",
             r"asleep",
         ),
+        # The sample came with the first two batches, so only one of them is a late one.
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "firsts": (0, 23),
+                "times": SampleTimes(200, 6.0, 1.0),
+                "seen": {23: (37,), 24: (37,)},
+                "looks": {"sleep": 30},
+            },
+            "sleep",
+            r"asleep",
+        ),
         # Whichever sample came first opened the file, so it was slow once.
         (
             {
@@ -327,6 +361,22 @@ def test_a_loop_that_never_waits_has_no_cause():
             {"waits": spread(0.05), "workers": 0, "looks": {"": 1, "read": 9}},
             "read",
             r"loads the samples itself.*90% in reads of files.*Read many files at once",
+        ),
+        (
+            {"waits": spread(0.05), "workers": 0, "looks": {"": 1, "sleep": 9}},
+            "sleep",
+            r"loads the samples itself.*90% asleep.*Use worker processes",
+        ),
+        # The loader does not say that it has workers.
+        (
+            {
+                "waits": spread(0.05),
+                "workers": 0,
+                "looks": {"": 9, "read": 2},
+                "places": {"wait": {"the workers": 9}},
+            },
+            "work",
+            r"^In 11 looks at samples.*Make a sample cheaper",
         ),
     ],
 )
@@ -420,6 +470,41 @@ def test_another_loader_that_is_waited_for_after_a_step_is_named():
     assert (cause.id, cause.share) == ("other_loader", pytest.approx(0.48))
 
 
+def test_what_follows_a_step_is_named_before_another_loader_that_takes_a_small_part_of_it():
+    looks = {"between": {"another loader": 2, "main.py:3 evaluate": 8}}
+    first, second = find(between=spread(0.8, every=10), places=looks)
+    assert (first.id, first.share) == ("periodic", pytest.approx(0.64))
+    assert (second.id, second.share) == ("other_loader", pytest.approx(0.16))
+
+
+def test_starts_of_workers_come_before_other_programs_that_slow_them_down(monkeypatch):
+    monkeypatch.setattr(causes, "count_cores", lambda: 2)
+    first, *others = find(
+        waits=spread(1.0, every=25),
+        firsts=(0, 24, 49, 74, 99),
+        restarts=True,
+        times=SampleTimes(200, 40.0, 5.0),
+        looks={"": 30},
+        others_s=14.0,
+    )
+    assert (first.id, first.share) == ("restarts", pytest.approx(0.4))
+    assert others == []
+
+
+def test_samples_are_no_cause_where_workers_are_mostly_idle_and_no_wait_shows_a_sample():
+    loop = {
+        "waits": spread(0.02),
+        "times": SampleTimes(200, 2.2, 1.5),
+        "looks": {"": 20},
+        "places": {"wait": {"the workers": 8}},
+    }
+    (cause,) = find(**loop, inside=2)
+    assert (cause.id, cause.next) == ("wait", CURES["idle"])
+    # A few samples are slow, and the loop waits for each of them.
+    (cause,) = find(**loop, inside=7)
+    assert cause.id == "work"
+
+
 def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
     work = Cause("work", 0.5, "why", "next")
     handoff = Stage("hand-off", 2, 3, 2, mean_ms=2.5)
@@ -427,5 +512,9 @@ def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
     sample = Stage("sample", 2, 3, 2, mean_ms=20)
     (cause,) = refine_causes([work], [sample, handoff], waits=True)
     assert cause == work
+    # Samples of an iterable dataset are not timed.
     (cause,) = refine_causes([work], [handoff], waits=True)
+    assert cause == work
+    collate = Cause("collate", 0.5, "why", "next")
+    (cause,) = refine_causes([collate], [handoff], waits=True)
     assert cause.id == "hand-off"

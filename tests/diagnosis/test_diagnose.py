@@ -69,9 +69,21 @@ def _make_times(wait_s, step_s, batches=20):
 
 def test_a_step_is_slowed_by_its_loader_by_the_time_without_a_core():
     times = _make_times(0.1, 0.2)
-    assert module._find_slowdown(times, 0.0) == 1.0
-    assert module._find_slowdown(times, 1 / 3) == pytest.approx(2.0)
-    assert module._find_slowdown(times, 1.0) == pytest.approx(10.0)
+    quick = _make_times(0.0, 0.02)
+    assert module._find_slowdown(times, quick, 0.0) == 1.0
+    assert module._find_slowdown(times, quick, 1 / 3) == pytest.approx(2.0)
+    assert module._find_slowdown(times, quick, 1.0) == pytest.approx(10.0)
+    # The loop has no core during its waits. Without a loader, its steps take as long.
+    assert module._find_slowdown(times, times, 1.0) == 1.0
+
+
+def test_the_largest_stage_is_named_where_samples_were_timed():
+    sample = Stage("sample", 2, 3, 2, mean_ms=20)
+    handoff = Stage("hand-off", 0, 0, 0, mean_ms=0.1)
+    times = _make_times(0.2, 0.1)
+    words = describe_verdict(times, 40, 1.0, (sample, handoff), [], "real")
+    assert "the largest stage is sample: 20.0 ms" in words
+    assert "largest stage" not in describe_verdict(times, 40, 1.0, (handoff,), [], "real")
 
 
 # These tests run whole diagnoses.

@@ -78,6 +78,10 @@ def test_a_process_is_seen_to_wait(tmp_path):
         assert _find_wait_of(lambda: fcntl.flock(path.open(), fcntl.LOCK_EX)) == "lock"
     assert _find_wait_of(lambda: time.sleep(60)) == "sleep"
     assert _find_wait_of(lambda: fifo.read_bytes()) == "read"
+    # Another process writes what comes out of a pipe, whether that has a name or not.
+    named = os.open(fifo, os.O_RDWR)
+    assert _find_wait_of(lambda: os.read(named, 1)) == "process"
+    os.close(named)
     reader, writer = os.pipe()
     assert _find_wait_of(lambda: os.read(reader, 1)) == "process"
     os.close(reader)
@@ -194,7 +198,7 @@ def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s, capsys
     )
     watched = watch(loader)
     list(watched)
-    assert watched._record.looks.works_outside == (work_s > 0)
+    assert watched._record.looks.is_usual(in_sample=False) == (work_s > 0)
     assert (watched.summary().causes[0].id == "collate") == (work_s > 0)
 
 
@@ -351,3 +355,35 @@ def test_want_of_memory_is_named_where_the_system_counted_it():
     assert "Who killed it was not seen" in explain_death(ending, kills)
     text = explain_death(ending, kills - 1)
     assert "ended a process for want of memory: use fewer workers" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        (torch.autograd.profiler.__file__, ""),
+        ("mine/sampler.py", "/threading.py:"),
+    ],
+)
+def test_a_look_at_the_profiler_of_a_loader_says_nothing(file, place):
+    over = threading.Event()
+    waits = compile("over.wait()", file, "exec")
+    thread = threading.Thread(target=exec, args=(waits, {"over": over}))
+    thread.start()
+    time.sleep(0.1)
+    seen = Looks(WorkerMonitor(None)).look_at_loop("wait", thread)
+    over.set()
+    thread.join()
+    assert bool(seen) == bool(place)
+    assert place in seen
+
+
+def test_few_looks_are_evidence_at_a_start_where_all_show_the_same():
+    looks = Looks(WorkerMonitor(None))
+    looks._places = {
+        "start": Counter({"mine.py:3 sort": 3}),
+        "wait": Counter({"mine.py:3 sort": 3, "mine.py:4 sort": 1}),
+        "step": Counter({"mine.py:3 sort": 3}),
+    }
+    assert looks.find_place("start") == ("mine.py:3 sort", "in 3 of 3 looks")
+    assert looks.find_place("wait") == ("", "")
+    assert looks.find_place("step") == ("", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import re
 import sys
 import time
 import weakref
@@ -277,3 +278,35 @@ def test_images_are_counted_that_came_where_collate_leaves_some_out():
     watched = watch(loader)
     list(watched)
     assert watched.summary().images == 6
+
+
+class _Wrapped:
+    """A loader in a class that does not say how many workers it has."""
+
+    def __init__(self, **options):
+        self.loader = DataLoader(_Items(8, wait_s=0.02), num_workers=2, **options)
+
+    def __iter__(self):
+        yield from self.loader
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_workers_of_a_loader_in_a_wrapper_are_counted(stays, capsys):
+    watched = watch(_Wrapped(persistent_workers=stays))
+    for _ in range(2):
+        list(watched)
+    text = str(watched.summary())
+    record = watched._record
+    assert (record.workers, record.restarts) == (2, not stays)
+    assert "This process loads the samples itself" not in text
+
+
+def test_where_the_step_is_the_limit_its_line_is_named(capsys):
+    watched = watch(DataLoader(_Items(12), batch_size=2))
+    step = make_step()
+    for values, _ in watched:
+        step(values, seconds=0.2)
+    assert re.search(
+        r"This process is at .*test_summary.py:\d+ step then \(in \d of \d looks\)",
+        watched.summary().verdict,
+    )

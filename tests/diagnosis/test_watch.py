@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import mmap
 import multiprocessing
 import os
 import re
@@ -485,6 +486,32 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
     assert times.wall_s > 0
     assert 0 < times.cpu_s < times.worker_cpu_s
+
+
+class _Mapped(Dataset):
+    """Parts of a file that is mapped, not read, and that is in no cache."""
+
+    part = 400_000
+
+    def __init__(self, path):
+        path.write_bytes(b"7" * 8 * self.part)
+        self.path = path
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+                return len(pages[index * self.part : (index + 1) * self.part])
+
+
+def test_pages_of_a_mapped_file_count_as_read(tmp_path):
+    watched = watch(DataLoader(_Mapped(tmp_path / "map"), num_workers=1), timeout_s=20)
+    list(watched)
+    assert watched._record.monitor.read_times().bytes_read >= 8 * _Mapped.part
 
 
 def test_what_the_loader_has_stays_reachable(tmp_path):
