@@ -26,7 +26,7 @@ from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
 from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
-from colab_utils.loading.targets import Target, Transforms, apply_transforms
+from colab_utils.loading.targets import Target, Transforms, apply_transforms, check_transformed
 from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_number
@@ -34,6 +34,12 @@ from colab_utils.streams import StreamTrial, require_streams
 
 # An epoch with fewer batches would end before the trials do.
 _TUNED_BATCHES = 64
+# What transforms make of so many batches is compared with the contract. Comparing costs time.
+_CHECKED_BATCHES = 8
+_FIXED = (
+    "dataset, batch_size, shuffle, sampler, drop_last, seed, workers, prefetch, deliver, "
+    "transforms, image_dtype, max_wait_s, num_workers, collate_fn"
+)
 
 Delivery = Literal["dense", "packed"]
 
@@ -266,8 +272,8 @@ def _find_flip(transforms: Any) -> float:
 class Loader:
     """An iterable over the batches of an epoch, made by :func:`make_loader`.
 
-    Each new pass is the next epoch, even if the last pass was interrupted. The loader keeps the
-    arguments of `make_loader` as attributes.
+    Each new pass is the next epoch, even if the last pass was interrupted. The loader keeps most
+    arguments of `make_loader` as attributes, which cannot be changed.
 
     Attributes:
         rates: Images/s with each number of workers that was tried (``workers="auto"``). During the
@@ -306,7 +312,17 @@ class Loader:
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
         self._digest = ""
+        self._unchecked = _CHECKED_BATCHES
         self._look_again()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The workers and the order have been made, and would not see another value.
+        if name in _FIXED.split(", ") and hasattr(self, "_unchecked"):
+            raise ColabUtilsError(
+                f"{name} of a loader cannot be changed. Make another one with make_loader. Or "
+                "change the dataset or its transforms: the next pass takes that up."
+            )
+        super().__setattr__(name, value)
 
     @property
     def epoch(self) -> int:
@@ -550,6 +566,12 @@ class Loader:
             if self.image_dtype == torch.float32 and image.dtype == torch.uint8:
                 image = image.float().div_(255)
             images[place] = image
+        if self._unchecked:
+            self._unchecked -= 1
+            warning = check_transformed(images, targets)
+            if warning:
+                self._unchecked = 0
+                warnings.warn(warning, ColabUtilsWarning, stacklevel=3)
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:

@@ -158,9 +158,10 @@ def _find_images(
     validation = None
     if val_shards:
         validation = ShardDataset(val_shards, contiguous_labels=True)
-        if validation.category_ids != dataset.category_ids:
+        categories = (validation.category_ids, validation.class_names)
+        if categories != (dataset.category_ids, dataset.class_names):
             raise ColabUtilsError(
-                f"{val_shards} has other category ids than {place} "
+                f"{val_shards} has other category ids or names than {place} "
                 f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
                 "Make both from annotations with the same categories."
             )

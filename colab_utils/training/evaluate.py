@@ -138,10 +138,14 @@ def _check_classes(model: Any, dataset: Any) -> None:
     fits = known == classes or (known > classes and is_raw)
     # `load_trained_model` gives a model the category ids that it was trained on.
     trained = getattr(model, "category_ids", ids)
-    if not fits or not ids.items() <= trained.items():
+    names = dataset.class_names
+    trained_names = getattr(model, "class_names", names)
+    is_known = ids.items() <= trained.items() and names.items() <= trained_names.items()
+    if not fits or not is_known:
         raise ColabUtilsError(
             f"The dataset has other labels ({classes} in all) than the model has classes ({known} "
-            "in all). Open it with the contiguous_labels of the training dataset."
+            "in all), or other names or ids for them. Open it with the contiguous_labels of the "
+            "training dataset, and give the same categories to both."
         )
 
 
