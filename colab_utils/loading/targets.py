@@ -300,21 +300,15 @@ def apply_transforms(
 
 def _check_result(image: Any, target: Target) -> None:
     """Raise an error if the parts of a transformed sample do not belong together."""
-    if not isinstance(image, Tensor) or image.ndim != 3:
+    parts = [image, *map(target.get, ("labels", "boxes", "masks"))]
+    shapes = [part.shape if isinstance(part, Tensor) else () for part in parts]
+    size, labels, boxes, masks = map(tuple, shapes)
+    if len(size) != 3 or boxes != (*labels, 4) or masks != (*labels, *size[1:]):
         raise ColabUtilsError(
-            "Expected the image from your transforms as a tensor [channels, H, W], found "
-            f"{_describe(image)}. Let them return a tensor, as torchvision.transforms.v2 do."
+            f"Image {target['image_id']} and its labels, boxes and masks do not belong together "
+            f"after your transforms: {', '.join(map(_describe, parts))}. Return tensors [3, H, W], "
+            "[N], [N, 4] and [N, H, W], as torchvision.transforms.v2 do with tv_tensors."
         )
-    count = len(target.get("labels", ()))
-    shapes = {"labels": (count,), "boxes": (count, 4), "masks": (count, *image.shape[1:])}
-    for key, shape in shapes.items():
-        part = target.get(key)
-        if not isinstance(part, Tensor) or part.shape != shape:
-            raise ColabUtilsError(
-                f"Image {target['image_id']} has {key} of {_describe(part)} after your transforms, "
-                f"and needs a tensor {list(shape)}. Change the image and all parts of its target "
-                "together, as torchvision.transforms.v2 do with tv_tensors."
-            )
 
 
 def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> str:
