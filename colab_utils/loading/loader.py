@@ -34,8 +34,7 @@ from colab_utils.streams import StreamTrial, require_streams
 
 # An epoch with fewer batches would end before the trials do.
 _TUNED_BATCHES = 64
-# What transforms make of so many batches is compared with the contract. Comparing costs time.
-_CHECKED_BATCHES = 8
+# Arguments of `make_loader`, and of torch's DataLoader, that a loader takes only when it is made.
 _FIXED = (
     "dataset, batch_size, shuffle, sampler, drop_last, seed, workers, prefetch, deliver, "
     "transforms, image_dtype, max_wait_s, num_workers, collate_fn"
@@ -312,12 +311,13 @@ class Loader:
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
         self._digest = ""
-        self._unchecked = _CHECKED_BATCHES
+        # A fault of the transforms is told once.
+        self._is_warned = False
         self._look_again()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The workers and the order have been made, and would not see another value.
-        if name in _FIXED.split(", ") and hasattr(self, "_unchecked"):
+        if name in _FIXED.split(", ") and hasattr(self, "_passes"):
             raise ColabUtilsError(
                 f"{name} of a loader cannot be changed. Make another one with make_loader. Or "
                 "change the dataset or its transforms: the next pass takes that up."
@@ -566,12 +566,10 @@ class Loader:
             if self.image_dtype == torch.float32 and image.dtype == torch.uint8:
                 image = image.float().div_(255)
             images[place] = image
-        if self._unchecked:
-            self._unchecked -= 1
-            warning = check_transformed(images, targets)
-            if warning:
-                self._unchecked = 0
-                warnings.warn(warning, ColabUtilsWarning, stacklevel=3)
+        warning = "" if self._is_warned else check_transformed(images, targets)
+        if warning:
+            self._is_warned = True
+            warnings.warn(warning, ColabUtilsWarning, stacklevel=3)
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:
