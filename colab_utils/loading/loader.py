@@ -116,8 +116,10 @@ def make_loader(
             group with fewer images than the largest group gives one image less to some batches, so
             these are not full. The first epoch begins with the shards that are copied first.
             Default: None, which mixes all shards.
-        seed: Seed of the order, and of all random numbers in your dataset and its transforms. The
-            samples are the same with any number of workers. Default: 0.
+        seed: Seed of the order, and of the random numbers that your dataset and its transforms draw
+            from ``random``, ``numpy.random`` and torch. So the samples are the same with any number
+            of workers. A generator that your dataset keeps (``np.random.default_rng``) is copied
+            to each worker, so that all workers draw the same numbers. Default: 0.
         prefetch: Batches that each worker prepares ahead. Default: 2.
         transforms: Your own ``torchvision.transforms.v2``. They run on the device, and get each
             ``(image, target)`` of a dense batch as tv_tensors. The transforms of your dataset run
