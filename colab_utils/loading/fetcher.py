@@ -114,8 +114,10 @@ class Fetcher:
         self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.shard_of = _take_rows(base, "shard_of", rows)
         self.sizes = _take_rows(base, "sizes", rows)
-        # A dataset of this package has already compared its boxes with its masks.
-        self._compares_masks = not isinstance(base, CocoSamples)
+        # A dataset of this package has already compared its boxes with its masks. A user's
+        # subclass or transforms may change one of them alone.
+        is_own = type(base).__getitem__ in (ShardDataset.__getitem__, CocoFolder.__getitem__)
+        self._compares_masks = not is_own or getattr(base, "transforms", None) is not None
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shard_images: list[int] = []
         self.groups: CopiedGroups | None = None

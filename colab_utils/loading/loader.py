@@ -26,7 +26,7 @@ from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
 from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
-from colab_utils.loading.targets import Target, Transforms, apply_transforms
+from colab_utils.loading.targets import Target, Transforms, apply_transforms, check_transformed
 from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_number
@@ -34,6 +34,14 @@ from colab_utils.streams import StreamTrial, require_streams
 
 # An epoch with fewer batches would end before the trials do.
 _TUNED_BATCHES = 64
+# The first batches of a loader show what is wrong with its transforms. To check all batches would
+# make the GPU wait.
+_CHECKED_BATCHES = 20
+# Arguments of `make_loader`, and of torch's DataLoader, that a loader takes only when it is made.
+_FIXED = (
+    "dataset, batch_size, shuffle, sampler, drop_last, seed, workers, prefetch, deliver, "
+    "transforms, image_dtype, max_wait_s, num_workers, collate_fn"
+)
 
 Delivery = Literal["dense", "packed"]
 
@@ -111,8 +119,10 @@ def make_loader(
             group with fewer images than the largest group gives one image less to some batches, so
             these are not full. The first epoch begins with the shards that are copied first.
             Default: None, which mixes all shards.
-        seed: Seed of the order, and of all random numbers in your dataset and its transforms. The
-            samples are the same with any number of workers. Default: 0.
+        seed: Seed of the order, and of the random numbers that your dataset and its transforms draw
+            from ``random``, ``numpy.random`` and torch. So the samples are the same with any number
+            of workers. A generator that your dataset keeps (``np.random.default_rng``) is copied
+            to each worker, so that all workers draw the same numbers. Default: 0.
         prefetch: Batches that each worker prepares ahead. Default: 2.
         transforms: Your own ``torchvision.transforms.v2``. They run on the device, and get each
             ``(image, target)`` of a dense batch as tv_tensors. The transforms of your dataset run
@@ -266,8 +276,8 @@ def _find_flip(transforms: Any) -> float:
 class Loader:
     """An iterable over the batches of an epoch, made by :func:`make_loader`.
 
-    Each new pass is the next epoch, even if the last pass was interrupted. The loader keeps the
-    arguments of `make_loader` as attributes.
+    Each new pass is the next epoch, even if the last pass was interrupted. The loader keeps most
+    arguments of `make_loader` as attributes, which cannot be changed.
 
     Attributes:
         rates: Images/s with each number of workers that was tried (``workers="auto"``). During the
@@ -306,7 +316,18 @@ class Loader:
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
         self._digest = ""
+        # Number of batches after transforms that are still to be checked.
+        self._unchecked = _CHECKED_BATCHES
         self._look_again()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The workers and the order have been made, and would not see another value.
+        if name in _FIXED.split(", ") and hasattr(self, "_passes"):
+            raise ColabUtilsError(
+                f"{name} of a loader cannot be changed. Make another one with make_loader. Or "
+                "change the dataset or its transforms: the next pass takes that up."
+            )
+        super().__setattr__(name, value)
 
     @property
     def epoch(self) -> int:
@@ -552,6 +573,12 @@ class Loader:
             if self.image_dtype == torch.float32 and image.dtype == torch.uint8:
                 image = image.float().div_(255)
             images[place] = image
+        if self._unchecked:
+            self._unchecked -= 1
+            warning = check_transformed(images, targets)
+            if warning:
+                self._unchecked = 0
+                warnings.warn(warning, ColabUtilsWarning, stacklevel=3)
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,21 @@ from colab_utils.reader import Reader
 from colab_utils.streams import StreamTrial
 
 
+def has_moved_names(names: dict[int, str], others: dict[int, str]) -> bool:
+    """Return whether a name belongs to different labels in two datasets.
+
+    A class that has another name in one of them is no reason, because it may be spelt differently.
+
+    Example:
+        >>> has_moved_names({1: "cat", 2: "dog"}, {1: "dog", 2: "cat"})
+        True
+        >>> has_moved_names({1: "cat", 2: "dog"}, {1: "Cat", 2: "dog"})
+        False
+    """
+    labels = {name: label for label, name in others.items()}
+    return any(labels.get(name, label) != label for label, name in names.items())
+
+
 class CocoSamples(Dataset[tuple[Tensor, Target]]):
     """The base class of `ShardDataset` and `CocoFolder`.
 

@@ -25,6 +25,11 @@ Transforms = Callable[..., Any]
 # is floating point, b is bool.
 _KINDS = {"labels": "iu", "boxes": "iuf", "masks": "ub", "area": "iuf", "iscrowd": "iubf"}
 _OPTIONAL = ("area", "iscrowd")
+# The box of an object holds at least this share of the rectangle around its mask. A mask whose
+# background is 1 reaches far beyond the box.
+_LEAST_SHARE = 0.25
+# Images that are scaled to 0 to 1, and normalised or not, have no values above this.
+_LARGEST_SCALED = 16
 _LEAVE_TO_LOADER = (
     "Leave out .cuda() and .to(device) in your dataset, and give make_loader a device: it sends "
     "whole batches there."
@@ -63,7 +68,7 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     """
     image_id = _read_image_id(target, index)
     is_bytes = isinstance(image, Tensor) and image.dtype == torch.uint8
-    if not is_bytes or image.ndim != 3 or len(image) != 3:
+    if not is_bytes or image.ndim != 3 or len(image) != 3 or not image.numel():
         raise ColabUtilsError(
             f"Expected image {image_id} as a uint8 tensor [3, H, W], found {_describe(image)}. "
             "Leave out ToTensor and Normalize, and make a PIL image a tensor with "
@@ -75,8 +80,9 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     if target.keys() <= {"image_id"}:
         target = {"labels": [], "boxes": [], "masks": []}
     parts = _read_parts(target, image.shape[1:], image_id)
-    boxes = torch.from_numpy(parts["boxes"]).float()
-    labels = torch.from_numpy(parts["labels"]).long()
+    # A dataset may write the next sample into the same arrays, so that these are copied.
+    boxes = torch.from_numpy(parts["boxes"]).to(torch.float32, copy=True)
+    labels = torch.from_numpy(parts["labels"]).to(torch.int64, copy=True)
     check_objects(boxes, labels, image_id)
     packed = pack_pixels(parts["masks"])
     for mask, (x0, y0, x1, y1) in zip(parts["masks"], packed.crops.tolist(), strict=True):
@@ -111,10 +117,10 @@ def _read_image_id(target: Target, index: int) -> int:
     # A number with a fraction would become the id of another image.
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
         if int(image_id) == image_id:
-            return int(image_id)
+            return int(np.int64(int(image_id)))
     raise ColabUtilsError(
-        f"The image_id {image_id!r} of sample {index} is not an integer. Give an integer, or "
-        "leave image_id out: it is then the sample's index."
+        f"The image_id {image_id!r} of sample {index} is not an integer of 64 bits. Give such an "
+        "integer, or leave image_id out: it is then the sample's index."
     )
 
 
@@ -131,17 +137,19 @@ def _check_values(pixels: NDArray[Any], image_id: int) -> None:
 
 
 def describe_misfit(sample: PackedSample) -> str:
-    """Return a warning of the first mask that lies outside its box or has no pixel, else "".
+    """Return a warning of the first mask that lies mostly outside its box or has no pixel, else "".
 
     This shows boxes with other units or another order of coordinates, and masks that belong to
-    other objects.
+    other objects or in which the background is 1.
     """
     boxes = sample.tables["boxes"]
     crops = sample.tables["crops"]
     starts = np.maximum(boxes[:, :2], crops[:, :2])
     ends = np.minimum(boxes[:, 2:], crops[:, 2:])
     # torchvision's masks_to_boxes ends a box one pixel before its mask.
-    is_beside = (ends + 1 <= starts).any(1) | (crops[:, 2:] == 0).any(1)
+    sides = crops[:, 2:] - crops[:, :2]
+    shares = (ends + 1 - starts).clip(0, sides) / sides.clip(1)
+    is_beside = shares.prod(1) < _LEAST_SHARE
     if not is_beside.any():
         return ""
     row = int(is_beside.argmax())
@@ -149,7 +157,7 @@ def describe_misfit(sample: PackedSample) -> str:
     return (
         f"Image {sample.tables['image_ids'][0]} has the box {boxes[row].tolist()}, and the mask of "
         f"this object {place}. Give boxes as x0, y0, x1, y1 in pixels of the image, and masks in "
-        "the order of the boxes. Only the first such object is named."
+        "the order of the boxes, with 1 for the object. Only the first such object is named."
     )
 
 
@@ -165,7 +173,7 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
             continue
         part = np.array(None)
         with suppress(TypeError, ValueError, RuntimeError):
-            part = torch.as_tensor(to_corners(value)).detach().numpy()
+            part = _read_array(to_corners(value))
         count = parts.get("labels", part).size
         shape = {"boxes": (count, 4), "masks": (count, *size)}.get(key, (count,))
         fits = part.shape == shape and part.dtype.kind in kinds
@@ -176,6 +184,14 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
             )
         parts[key] = part.reshape(shape)
     return parts
+
+
+def _read_array(value: Any) -> NDArray[Any]:
+    """Return numbers as an array in this machine's order of bytes."""
+    if isinstance(value, np.ndarray):
+        # A tensor cannot have the negative strides of a mirrored array, nor another order of bytes.
+        return value.astype(value.dtype.newbyteorder("="), "C", copy=False)
+    return torch.as_tensor(value).detach().numpy()
 
 
 def check_objects(
@@ -246,8 +262,9 @@ def apply_transforms(
         The transformed image and target.
 
     Raises:
-        ColabUtilsError: The transforms do not return an image and its target, or leave a box
-            without area.
+        ColabUtilsError: The transforms do not return an image and its target, change the size of
+            the image without its masks, drop an object from some parts of the target alone, or
+            leave a box without area.
 
     Example:
         >>> from torchvision.transforms import v2
@@ -271,6 +288,7 @@ def apply_transforms(
         )
     image = pair[0]
     target = {"image_id": given["image_id"], **pair[1]}
+    _check_result(image, target)
     for key, value in target.items():
         target[key] = to_corners(value).as_subclass(Tensor) if isinstance(value, Tensor) else value
     if "area" in target and len(target["area"]) != len(target["boxes"]):
@@ -278,6 +296,70 @@ def apply_transforms(
         target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
     check_objects(target["boxes"], target["labels"], given["image_id"])
     return image.as_subclass(Tensor), target
+
+
+def _check_result(image: Any, target: Target) -> None:
+    """Raise an error if the parts of a transformed sample do not belong together."""
+    parts = [image, *map(target.get, ("labels", "boxes", "masks"))]
+    shapes = [part.shape if isinstance(part, Tensor) else () for part in parts]
+    size, labels, boxes, masks = map(tuple, shapes)
+    if len(size) != 3 or boxes != (*labels, 4) or masks != (*labels, *size[1:]):
+        raise ColabUtilsError(
+            f"Image {target['image_id']} and its labels, boxes and masks do not belong together "
+            f"after your transforms: {', '.join(map(_describe, parts))}. Return tensors [3, H, W], "
+            "[N], [N, 4] and [N, H, W], as torchvision.transforms.v2 do with tv_tensors."
+        )
+
+
+def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> str:
+    """Return a warning of what transforms made of a batch, "" if all is well.
+
+    This shows masks that were not moved with their boxes, and images that are not scaled to 0 to 1.
+    On a GPU, the call waits for the GPU once for each image.
+
+    Raises:
+        ColabUtilsError: Two samples share their memory.
+    """
+    parts = [*images, *(target["masks"] for target in targets)]
+    places = [part.data_ptr() for part in parts if part.numel()]
+    if len({*places}) < len(places):
+        raise ColabUtilsError(
+            "Your transforms return the same memory for two samples of a batch, so that one "
+            "sample overwrites the other. Return a copy, such as image.clone()."
+        )
+    for target in targets:
+        values = _find_values(target["boxes"], target["masks"])
+        if not all(values):
+            return (
+                f"Image {target['image_id']} has, after your transforms, an object whose mask has "
+                "no pixel in its box. Let the transforms change masks and boxes together, and "
+                "leave out objects whose masks a crop has emptied."
+            )
+    if any(
+        image.is_floating_point() and image[..., ::8, ::8].max() > _LARGEST_SCALED
+        for image in images
+    ):
+        return (
+            "The images from your transforms are floats up to 255, and torchvision's models need "
+            "0 to 1. Use v2.ToDtype(torch.float32, scale=True)."
+        )
+    return ""
+
+
+def _find_values(boxes: Tensor, masks: Tensor) -> list[int]:
+    """Return the largest value of each mask inside its box.
+
+    Example:
+        >>> boxes = torch.tensor([[1.0, 0, 2, 1], [4, 0, 6, 2]])
+        >>> _find_values(boxes, torch.eye(6).byte().repeat(2, 1, 1))
+        [1, 0]
+    """
+    last = torch.tensor(masks.shape[:0:-1] * 2) - 1
+    corners = boxes.cpu().clamp(min=0).minimum(last).long().tolist()
+    pairs = zip(masks, corners, strict=True)
+    values = [mask[y0 : y1 + 1, x0 : x1 + 1].max() for mask, (x0, y0, x1, y1) in pairs]
+    # One transfer for all of them, because each would wait for the GPU.
+    return torch.stack(values).tolist() if values else []
 
 
 def _name_types(sample: Any) -> str:
@@ -349,8 +431,10 @@ def pack_samples(
 
     Raises:
         BadSampleError: A sample cannot be loaded.
+        ColabUtilsError: The dataset has written one image over another.
     """
     samples = []
+    marks = []
     batch: Any = ()
     if by_batch and not alone:
         # If this call fails, each sample is read alone, to find the sample that fails.
@@ -372,4 +456,15 @@ def pack_samples(
                     f"found {_name_types(sample)}. See torchvision's detection tutorial."
                 )
             samples.append(pack_target(*sample, index=index))
+            marks.append(_take_mark(samples[-1]))
+    if marks != [*map(_take_mark, samples)]:
+        raise ColabUtilsError(
+            "An image of your dataset changed while the next ones of its batch were loaded. Return "
+            "a copy of a buffer that is used again, such as image.clone()."
+        )
     return PackedSamples(samples)
+
+
+def _take_mark(sample: PackedSample) -> bytes:
+    """Return some pixels of an image, by which a later change of the image is seen."""
+    return sample.pixels[::16, ::16].tobytes()

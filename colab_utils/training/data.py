@@ -15,6 +15,7 @@ from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.opening import open_dataset
+from colab_utils.loading.samples import has_moved_names
 from colab_utils.places import Place, open_place
 
 
@@ -158,11 +159,12 @@ def _find_images(
     validation = None
     if val_shards:
         validation = ShardDataset(val_shards, contiguous_labels=True)
-        if validation.category_ids != dataset.category_ids:
+        is_moved = has_moved_names(validation.class_names, dataset.class_names)
+        if validation.category_ids != dataset.category_ids or is_moved:
             raise ColabUtilsError(
-                f"{val_shards} has other category ids than {place} "
-                f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
-                "Make both from annotations with the same categories."
+                f"{val_shards} has other category ids than {place}, or other ids for the same "
+                f"names ({len(validation.category_ids)} and {len(dataset.category_ids)} "
+                "categories). Make both from annotations with the same categories."
             )
     rows = np.flatnonzero(dataset.has_objects)
     if not len(rows):

@@ -23,6 +23,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.samples import has_moved_names
 from colab_utils.processes import ThreadPool, explain_shared_memory, fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import describe_detections, detect
@@ -138,10 +139,13 @@ def _check_classes(model: Any, dataset: Any) -> None:
     fits = known == classes or (known > classes and is_raw)
     # `load_trained_model` gives a model the category ids that it was trained on.
     trained = getattr(model, "category_ids", ids)
-    if not fits or not ids.items() <= trained.items():
+    names = getattr(model, "class_names", {})
+    is_known = ids.items() <= trained.items() and not has_moved_names(dataset.class_names, names)
+    if not fits or not is_known:
         raise ColabUtilsError(
             f"The dataset has other labels ({classes} in all) than the model has classes ({known} "
-            "in all). Open it with the contiguous_labels of the training dataset."
+            "in all), or other ids for the same names. Open it with the contiguous_labels of the "
+            "training dataset, and give the same categories to both."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 
@@ -421,6 +422,8 @@ def make_boxed_sample(change=None):
         lambda target: {"masks": target["masks"].flip(2)},
         # Masks were compared with the wrong value, and are empty.
         lambda target: {"masks": target["masks"] == 255},
+        # The background is 1, and the objects are 0.
+        lambda target: {"masks": 1 - target["masks"]},
     ],
 )
 def test_a_mask_beside_its_box_is_said(change):
@@ -445,3 +448,46 @@ def test_a_mask_beside_its_box_is_said(change):
 )
 def test_boxes_may_be_larger_than_masks_or_end_a_pixel_before_them(change):
     assert describe_misfit(make_boxed_sample(change)) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # A mirrored view has negative strides.
+        lambda array: array[..., ::-1].copy()[..., ::-1],
+        # Files of other programs may have the other order of bytes.
+        lambda array: array.astype(array.dtype.newbyteorder(">")),
+    ],
+)
+@pytest.mark.parametrize("key", ["boxes", "labels", "masks"])
+def test_arrays_are_taken_in_any_layout(key, change):
+    image, target = make_sample(1)
+    arrays = {key: change(target[key].numpy())}
+    assert_same((image, target), *unpack(pack_target(image, target | arrays)))
+
+
+def unpack(sample):
+    batch = collate_packed([sample])
+    return batch.to_images("cpu")[0], batch.to_targets("cpu")[0]
+
+
+def test_arrays_that_a_dataset_uses_again_are_copied():
+    image, target = make_sample(1)
+    sample = pack_target(image, {key: copy.copy(value) for key, value in target.items()})
+    expected = {key: table.copy() for key, table in sample.tables.items()}
+    for key in ("boxes", "labels", "masks", "area", "iscrowd"):
+        target[key].fill_(7)
+    for key, table in sample.tables.items():
+        assert (table == expected[key]).all()
+
+
+def test_an_image_id_of_more_than_64_bits_is_refused():
+    image, target = make_sample(1)
+    assert pack_target(image, target | {"image_id": 2**63 - 1}).tables["image_ids"] == 2**63 - 1
+    with pytest.raises(ColabUtilsError, match="not an integer of 64 bits"):
+        pack_target(image, target | {"image_id": 2**63})
+
+
+def test_an_image_without_pixels_is_refused():
+    with pytest.raises(ColabUtilsError, match=r"found uint8 \[3, 0, 31\]"):
+        pack_target(torch.zeros(3, 0, 31, dtype=torch.uint8), {})

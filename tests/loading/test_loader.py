@@ -1051,6 +1051,127 @@ def test_masks_beside_their_boxes_are_told_once(make):
     assert "the mask of this object lies in" in str(warning.message)
 
 
-def test_boxes_of_our_own_datasets_are_not_compared_again(tiny_shards):
+def forget_masks(image, target):
+    """Mirror an image and its boxes, and not its masks."""
+    image, mirrored = v2.RandomHorizontalFlip(1)(image, target)
+    return image, mirrored | {"masks": target["masks"]}
+
+
+class MirroredShards(ShardDataset):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image.flip(2), target | {"masks": target["masks"].flip(2)}
+
+
+def test_boxes_of_our_own_datasets_are_compared_only_if_a_user_may_have_changed_them(tiny_shards):
     assert not Fetcher(ShardDataset(tiny_shards))._compares_masks
+    assert Fetcher(ShardDataset(tiny_shards, transforms=forget_masks))._compares_masks
+    assert Fetcher(MirroredShards(tiny_shards))._compares_masks
     assert Fetcher(Numbers(3))._compares_masks
+
+
+@pytest.mark.parametrize("place", ["dataset", "transforms of the dataset", "device"])
+def test_masks_that_a_flip_forgets_are_told(place, tiny_shards, make):
+    options = {}
+    dataset = ShardDataset(tiny_shards)
+    if place == "dataset":
+        dataset = MirroredShards(tiny_shards)
+    elif place == "device":
+        options = {"transforms": forget_masks}
+    else:
+        dataset.transforms = forget_masks
+    message = "the mask of this object lies in"
+    if place == "device":
+        message = "after your transforms, an object whose mask has no pixel in its box"
+    with pytest.warns(ColabUtilsWarning, match=message):
+        list(make(dataset, batch_size=2, workers=0, **options))
+
+
+def drop(key):
+    return lambda image, target: (image, target | {key: target[key][1:]})
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        (lambda image, target: (image[:, ::2, ::2], target), "uint8"),
+        (lambda image, target: (image.numpy(), target), "ndarray"),
+        (lambda image, target: (image[None], target), "uint8"),
+        (lambda image, target: (image, {"boxes": target["boxes"]}), "uint8 .*, nothing, float32"),
+        (drop("boxes"), "uint8"),
+        (drop("labels"), "uint8"),
+        (drop("masks"), "uint8"),
+    ],
+)
+def test_transforms_whose_parts_do_not_belong_together_are_refused(
+    transforms, message, tiny_shards, make
+):
+    on_worker = ShardDataset(tiny_shards, transforms=transforms)
+    message = f"do not belong together after your transforms: {message}"
+    with pytest.raises(ColabUtilsError, match=message):
+        list(make(on_worker, batch_size=2, workers=0))
+    with pytest.raises(ColabUtilsError, match=message):
+        list(make(ShardDataset(tiny_shards), batch_size=2, workers=0, transforms=transforms))
+
+
+def test_images_of_floats_up_to_255_are_told(tiny_shards, make):
+    dataset = ShardDataset(tiny_shards)
+    with pytest.warns(ColabUtilsWarning, match="floats up to 255"):
+        list(make(dataset, batch_size=2, workers=0, transforms=v2.ToDtype(torch.float32)))
+
+
+class OneBuffer(Numbers):
+    """Write each image into the same memory."""
+
+    def __getitem__(self, index):
+        _, target = super().__getitem__(index)
+        masks = torch.ones(len(target["masks"]), 64, 64, dtype=torch.uint8)
+        self.pixels.fill_(index)
+        return self.pixels, target | {"masks": masks}
+
+    pixels = torch.zeros(3, 64, 64, dtype=torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:Image .* has the box")
+def test_an_image_that_the_next_one_overwrites_is_told(make):
+    assert len(list(make(OneBuffer(6), batch_size=1, workers=0))) == 6
+    for workers in (0, 1):
+        with pytest.raises(ColabUtilsError, match="Return a copy of a buffer"):
+            list(make(OneBuffer(6), batch_size=2, workers=workers))
+
+
+def test_transforms_that_return_one_buffer_are_told(tiny_shards, make):
+    pixels = torch.zeros(1000, 1000, 3, dtype=torch.uint8)
+
+    def reuse(image, target):
+        height, width = image.shape[1:]
+        part = pixels[:height, :width].permute(2, 0, 1)
+        return part.copy_(image), target
+
+    dataset = ShardDataset(tiny_shards)
+    options = {"workers": 0, "transforms": reuse, "image_dtype": torch.uint8}
+    assert len(list(make(dataset, batch_size=1, **options))) == len(dataset)
+    with pytest.raises(ColabUtilsError, match="the same memory for two samples"):
+        list(make(dataset, batch_size=2, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 4),
+        ("dataset", [1]),
+        ("sampler", [1]),
+        ("drop_last", True),
+        ("shuffle", False),
+        ("seed", 1),
+        ("workers", 2),
+        ("transforms", None),
+        ("collate_fn", list),
+    ],
+)
+def test_an_argument_that_a_loader_would_not_see_cannot_be_changed(name, value, make):
+    loader = make(Numbers(6), batch_size=2, workers=0)
+    with pytest.raises(ColabUtilsError, match=f"{name} of a loader cannot be changed"):
+        setattr(loader, name, value)
+    loader.name = "train"
+    assert len(list(loader)) == 3

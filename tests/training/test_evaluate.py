@@ -226,6 +226,12 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
     trained.category_ids = {label: 20 * label for label in raw}
     with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
         evaluate(trained, dataset)
+    trained.category_ids = dataset.category_ids
+    assert evaluate(trained, dataset) == "evaluated"
+    # The same ids stand for other classes.
+    trained.class_names = dict(enumerate(reversed(dataset.class_names.values()), 1))
+    with pytest.raises(ColabUtilsError, match="other ids for the same names"):
+        evaluate(trained, dataset)
     with pytest.raises(ColabUtilsError, match="A dataset of type list cannot be evaluated"):
         evaluate(model, [])
 

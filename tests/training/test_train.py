@@ -1154,17 +1154,23 @@ def test_checkpoint_of_other_settings_is_refused(undisturbed, tiny_shards, optio
 
 @pytest.fixture(scope="module")
 def other_shards(tmp_path_factory) -> dict[str, Path]:
-    """Shards of another dataset, of one without objects, and of one with other categories."""
+    """Shards of another dataset, of one without objects, and of two with other categories."""
     folder = tmp_path_factory.mktemp("other")
     made = make_dataset(
         folder / "dataset", n=3, width=96, height=96, objects=(1, 2), seed=5, workers=1
     )
     content = json.loads(made.annotations.read_text())
     shifted = [{**category, "id": category["id"] + 1} for category in content["categories"]]
+    names = [category["name"] for category in content["categories"]]
+    renamed = [
+        {**category, "name": name}
+        for category, name in zip(content["categories"], reversed(names), strict=True)
+    ]
     variants = {
         "other": content,
         "no objects": {**content, "annotations": []},
         "other categories": {**content, "categories": content["categories"] + shifted[-1:]},
+        "other names": {**content, "categories": renamed},
     }
     shards = {}
     for name, variant in variants.items():
@@ -1193,8 +1199,10 @@ def test_dataset_without_objects_is_refused(other_shards, tmp_path):
 def test_validation_with_other_categories_is_refused_before_training(
     tiny_shards, other_shards, tmp_path
 ):
-    with pytest.raises(ColabUtilsError, match=r"other category ids .*7 and 6 categories"):
+    with pytest.raises(ColabUtilsError, match=r"other category ids than .*7 and 6 categories"):
         train(tiny_shards, tmp_path, val_shards=other_shards["other categories"], **TINY)
+    with pytest.raises(ColabUtilsError, match=r"other ids for the same names .*6 and 6"):
+        train(tiny_shards, tmp_path, val_shards=other_shards["other names"], **TINY)
     assert list_names(tmp_path) == []
 
 
