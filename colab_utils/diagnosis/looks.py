@@ -54,16 +54,19 @@ class Looks:
         """
         place = self.look_at_loop(phase, thread)
         self._places.setdefault(phase, Counter())[place] += 1
-        pids = self._monitor.list_samples()
-        counts = [count_runnable(pid) for pid in pids]
-        self._runnable_workers += sum(count > 0 for count in counts)
-        self._runnable_threads += sum(counts)
+        samples = self._monitor.list_samples()
+        if samples:
+            # Threads are counted in one worker a look: the one whose sample is the n-th oldest.
+            count = count_runnable([*samples][self._places[phase].total() % len(samples)])
+            self._runnable_workers += count > 0
+            self._runnable_threads += count
         if phase == "wait":
+            pids = [pid for pid, sample in samples.items() if sample < 0]
             workers = [self._monitor.inspect_worker(pid) for pid in pids]
             self._outside_count += any(
                 worker.sample is None and not worker.idle for worker in workers
             )
-        if place == SAMPLE and not pids:
+        if place == SAMPLE and not samples:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
         # A worker that is starting may be importing modules, which is not the loading of a sample.
@@ -102,17 +105,17 @@ class Looks:
 
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
         """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`."""
-        activity = self._monitor.inspect_thread(thread)
-        stack = "\n".join(activity.stack)
+        lines, sample = self._monitor.read_stack(thread)
+        stack = "\n".join(lines)
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
         if any(name in stack for name in _QUEUES):
             # Unpickling is written in C, so the innermost line of Python is the call of it.
-            takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
+            takes_in = "/multiprocessing/queues.py:" in lines[0]
             takes_in |= any(name in stack for name in _TAKES_IN)
             return HANDOFF if takes_in else WORKERS
-        if activity.sample is not None or _FETCH in stack:
+        if sample is not None or _FETCH in stack:
             return SAMPLE
-        line = activity.stack[0] if activity.stack else ""
+        line = lines[0] if lines else ""
         folder, _, file = line.rpartition("/")
         return f"{PurePath(folder).name}/{file}" if line else "its own program"

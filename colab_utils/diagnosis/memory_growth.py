@@ -14,10 +14,11 @@ from colab_utils.processes import list_processes
 
 # Two readings are this many seconds apart, or this share of the time since the log began, whichever
 # is longer.
-_PAUSE_S = 0.25
-_PAUSE_SHARE = 1 / 12
-# The time between two readings is at least this many times the CPU time of a reading.
-_PAUSE_TIMES = 25
+_PAUSE_S = 0.5
+_PAUSE_SHARE = 1 / 4
+# All readings may take this many CPU seconds, and this share of the time since the log began.
+_FREE_S = 0.1
+_CPU_SHARE = 1 / 400
 _LEAST_READINGS = 5
 # A slope counts if it is more than this many standard errors above 0.
 _SURE = 3
@@ -71,8 +72,9 @@ class Growth:
 
 
 class MemoryLog:
-    """Readings of the memory of this process and its children: at first every quarter of a second,
-    later less often.
+    """Readings of the memory of this process and its children: at first twice a second, later
+    less often. Linux goes through all pages of a process for a reading, so large processes are read
+    less often.
 
     Attributes:
         readings: All readings so far.
@@ -91,6 +93,7 @@ class MemoryLog:
         self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
+        self._spent_s = 0.0
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
@@ -101,8 +104,10 @@ class MemoryLog:
         own_bytes = _measure_own()
         own_bytes[os.getpid()] -= self.known_bytes
         self.readings.append(Reading(batches, own_bytes))
-        least_s = _PAUSE_TIMES * (thread_time() - cpu_began_s)
-        self._due_s = now_s + max(_PAUSE_S, least_s, (now_s - self._began_s) * _PAUSE_SHARE)
+        self._spent_s += thread_time() - cpu_began_s
+        pause_s = max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
+        affordable_s = self._began_s + (self._spent_s - _FREE_S) / _CPU_SHARE
+        self._due_s = max(now_s + pause_s, affordable_s)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:

@@ -168,7 +168,8 @@ class WorkerMonitor:
         """Return a dict from the pid of each worker to the sample that it is at, or -1. The sample
         that was begun first comes first.
         """
-        rows = np.sort(self._rows[self._rows["pid"] > 0], order="since_ns")
+        rows = self._rows[self._rows["pid"] > 0]
+        rows = rows[np.argsort(rows["since_ns"])]
         return dict(zip(rows["pid"].tolist(), rows["sample"].tolist(), strict=True))
 
     def read_times(self) -> SampleTimes:
@@ -201,11 +202,12 @@ class WorkerMonitor:
 
     def inspect_worker(self, pid: int) -> Activity:
         """Return what a worker does in its main thread."""
-        sample = self.list_samples().get(pid, -1)
+        row = self._rows[pid % _ROWS]
+        sample = int(row["sample"]) if row["pid"] == pid else -1
         call, path = read_call(pid, pid)
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
-        has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
+        has_worked = bool(row["sums"][0] > 0)
         waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
         idle = sample < 0 and has_worked and waits_for_pipe
         known = sample if sample >= 0 else None
@@ -213,6 +215,16 @@ class WorkerMonitor:
 
     def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""
+        task = thread.native_id or 0
+        call, path = read_call(os.getpid(), task)
+        use = measure_use(f"/proc/self/task/{task}")
+        stack, sample = self.read_stack(thread)
+        return Activity(stack, call, path, sample, False, *use)
+
+    def read_stack(self, thread: threading.Thread) -> tuple[tuple[str, ...], int | None]:
+        """Return the lines of Python that another thread of this process runs, the innermost first,
+        and the index of the sample that it loads.
+        """
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
@@ -220,10 +232,7 @@ class WorkerMonitor:
             if inner.f_code.co_filename.startswith(_HERE):
                 break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
-        task = thread.native_id or 0
-        call, path = read_call(os.getpid(), task)
-        use = measure_use(f"/proc/self/task/{task}")
-        return Activity(tuple(lines), call, path, self._find_sample(frame), False, *use)
+        return tuple(lines), self._find_sample(frame)
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """Return the index that was passed to a method of the dataset that loads samples.

@@ -4,7 +4,6 @@ import os
 import platform
 import re
 from contextlib import suppress
-from pathlib import Path
 from threading import get_native_id
 
 import psutil
@@ -162,7 +161,9 @@ def _read_path(pid: int, address: int) -> str:
 
 def _read(path: str) -> str:
     """Return the text of a file; "" where it cannot be read."""
+    # A look reads many files, so each is opened without a buffer or a decoder.
     try:
-        return Path(path).read_text(errors="replace")
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
