@@ -3,7 +3,6 @@
 import os
 import threading
 from collections import Counter
-from pathlib import PurePath
 
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
@@ -71,7 +70,7 @@ class Looks:
             return
         # A worker that is starting may be importing modules, which is not the loading of a sample.
         if self._monitor.sees_samples or not starts:
-            self.waits.update(self._monitor.list_waits())
+            self.waits.update(self._monitor.list_waits(samples))
 
     @property
     def has_threads(self) -> bool:
@@ -117,5 +116,4 @@ class Looks:
         if sample is not None or _FETCH in stack:
             return SAMPLE
         line = lines[0] if lines else ""
-        folder, _, file = line.rpartition("/")
-        return f"{PurePath(folder).name}/{file}" if line else "its own program"
+        return "/".join(line.split("/")[-2:]) or "its own program"

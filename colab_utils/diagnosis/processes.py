@@ -10,7 +10,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from time import monotonic_ns, process_time
@@ -182,11 +182,11 @@ class WorkerMonitor:
         """Return whether any sample was seen."""
         return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
 
-    def list_waits(self) -> list[str]:
+    def list_waits(self, samples: Mapping[int, int]) -> list[str]:
         """Return what each worker that is at a sample waits for, in the words of `find_wait`. If
-        samples are not seen, return it for each worker that does not wait for work.
+        samples are not seen, return it for each worker that does not wait for work. ``samples`` is
+        as in `list_samples`.
         """
-        samples = self.list_samples()
         pids = [pid for pid, sample in samples.items() if sample >= 0]
         if not pids and not self.sees_samples:
             workers = [*samples] or list_other_workers()

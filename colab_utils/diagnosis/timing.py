@@ -336,7 +336,10 @@ def count_images(batch: Any) -> int:
         if is_sample or getattr(batch[0], "ndim", 0) == 3:
             return len(batch)
     for column in columns:
-        if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0:
+        # The shape of a tensor is read faster than its length.
+        if getattr(column, "ndim", 0) > 0:
+            return int(column.shape[0])
+        if hasattr(column, "__len__") and not hasattr(column, "ndim"):
             return len(column)
     return 1
 
