@@ -17,7 +17,7 @@ from colab_utils.processes import list_processes
 _PAUSE_S = 0.5
 _PAUSE_SHARE = 1 / 4
 # All readings may take this many CPU seconds, and this share of the time since the log began.
-_FREE_S = 0.1
+_FREE_S = 0.2
 _CPU_SHARE = 1 / 400
 _LEAST_READINGS = 5
 # A slope counts if it is more than this many standard errors above 0.
