@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
@@ -40,11 +40,10 @@ class Looks:
     def __init__(self, monitor: WorkerMonitor) -> None:
         self._monitor = monitor
         self.waits = Counter[str]()
-        self._places: dict[str, Counter[str]] = {}
+        self._places = defaultdict[str, Counter[str]](Counter)
         self._outside_count = 0
-        # Summed over all looks: workers that could run, and threads that could run in them.
-        self._runnable_workers = 0
-        self._runnable_threads = 0
+        # Summed over all looks at a worker that could run: its threads that could run, less two.
+        self._extra_threads = 0
 
     def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
         """Look once at the thread that runs the loop, and at the workers.
@@ -52,18 +51,18 @@ class Looks:
         ``phase`` is what the loop does now. ``starts`` says that workers may still be starting.
         """
         place = self.look_at_loop(phase, thread)
-        self._places.setdefault(phase, Counter())[place] += 1
+        self._places[phase][place] += 1
         samples = self._monitor.list_samples()
         if samples:
             # Threads are counted in one worker a look: the one whose sample is the n-th oldest.
-            count = count_runnable([*samples][self._places[phase].total() % len(samples)])
-            self._runnable_workers += count > 0
-            self._runnable_threads += count
+            turn = self._places[phase].total() % len(samples)
+            count = count_runnable([*samples][turn])
+            if count:
+                self._extra_threads += count - _MANY_THREADS
         if phase == "wait":
-            pids = [pid for pid, sample in samples.items() if sample < 0]
-            workers = [self._monitor.inspect_worker(pid) for pid in pids]
             self._outside_count += any(
-                worker.sample is None and not worker.idle for worker in workers
+                sample < 0 and not self._monitor.inspect_worker(pid).idle
+                for pid, sample in samples.items()
             )
         if place == SAMPLE and not samples:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
@@ -75,19 +74,19 @@ class Looks:
     @property
     def has_threads(self) -> bool:
         """Return whether a worker that could run had more than two threads to run, on average."""
-        return self._runnable_threads > _MANY_THREADS * self._runnable_workers
+        return self._extra_threads > 0
 
     @property
     def works_outside(self) -> bool:
         """Return whether, in most looks at a wait, a worker was busy but loaded no sample."""
-        count = self._places.get("wait", Counter()).total()
+        count = self._places["wait"].total()
         return count >= _LEAST_LOOKS and 2 * self._outside_count > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return the place where the loop was in at least half of the looks at a phase, and how
         many looks these were, in words. Both are "" if there is no such place.
         """
-        for place, _ in self._places.get(phase, Counter()).most_common(1):
+        for place, _ in self._places[phase].most_common(1):
             share, looks = self.measure_place(phase, place)
             if share >= 0.5:
                 return place, looks
@@ -97,14 +96,15 @@ class Looks:
         """Return the share of the looks at a phase in which the loop was at a place, and how many
         looks these were, in words. They are 0 and "" if there were too few looks.
         """
-        places = self._places.get(phase, Counter())
+        places = self._places[phase]
         if places.total() < _LEAST_LOOKS:
             return 0.0, ""
         return places[place] / places.total(), f"in {places[place]} of {places.total()} looks"
 
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
         """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`."""
-        lines, sample = self._monitor.read_stack(thread)
+        activity = self._monitor.read_stack(thread)
+        lines = activity.stack
         stack = "\n".join(lines)
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
@@ -113,7 +113,6 @@ class Looks:
             takes_in = "/multiprocessing/queues.py:" in lines[0]
             takes_in |= any(name in stack for name in _TAKES_IN)
             return HANDOFF if takes_in else WORKERS
-        if sample is not None or _FETCH in stack:
+        if activity.sample is not None or _FETCH in stack:
             return SAMPLE
-        line = lines[0] if lines else ""
-        return "/".join(line.split("/")[-2:]) or "its own program"
+        return "/".join(lines[0].split("/")[-2:]) if lines else "its own program"

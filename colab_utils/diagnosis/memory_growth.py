@@ -12,10 +12,10 @@ from colab_utils.diagnosis.system_calls import measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
-# Two readings are this many seconds apart, or this share of the time since the log began, whichever
-# is longer.
+# Two readings are at least this many seconds apart, and the time since the log began grows by at
+# least this factor.
 _PAUSE_S = 0.5
-_PAUSE_SHARE = 1 / 4
+_LATER = 1.25
 # All readings may take this many CPU seconds, and this share of the time since the log began.
 _FREE_S = 0.2
 _CPU_SHARE = 1 / 400
@@ -92,22 +92,23 @@ class MemoryLog:
         self.readings: list[Reading] = []
         self.known_bytes = 0
         self._began_s = perf_counter()
-        self._due_s = self._began_s
-        self._spent_s = 0.0
+        # When the next reading is due, in seconds after the beginning, and the CPU seconds of
+        # readings beyond those that are free.
+        self._due_s = 0.0
+        self._spent_s = -_FREE_S
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
-        now_s = perf_counter()
-        if now_s < self._due_s:
+        age_s = perf_counter() - self._began_s
+        if age_s < self._due_s:
             return
         cpu_began_s = thread_time()
         own_bytes = _measure_own()
         own_bytes[os.getpid()] -= self.known_bytes
         self.readings.append(Reading(batches, own_bytes))
         self._spent_s += thread_time() - cpu_began_s
-        pause_s = max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
-        affordable_s = self._began_s + (self._spent_s - _FREE_S) / _CPU_SHARE
-        self._due_s = max(now_s + pause_s, affordable_s)
+        paid_s = self._spent_s / _CPU_SHARE
+        self._due_s = max(age_s + _PAUSE_S, age_s * _LATER, paid_s)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:

@@ -168,8 +168,7 @@ class WorkerMonitor:
         """Return a dict from the pid of each worker to the sample that it is at, or -1. The sample
         that was begun first comes first.
         """
-        rows = self._rows[self._rows["pid"] > 0]
-        rows = rows[np.argsort(rows["since_ns"])]
+        rows = np.sort(self._rows[self._rows["pid"] > 0], order="since_ns")
         return dict(zip(rows["pid"].tolist(), rows["sample"].tolist(), strict=True))
 
     def read_times(self) -> SampleTimes:
@@ -218,13 +217,11 @@ class WorkerMonitor:
         task = thread.native_id or 0
         call, path = read_call(os.getpid(), task)
         use = measure_use(f"/proc/self/task/{task}")
-        stack, sample = self.read_stack(thread)
-        return Activity(stack, call, path, sample, False, *use)
+        seen = self.read_stack(thread)
+        return Activity(seen.stack, call, path, seen.sample, False, *use)
 
-    def read_stack(self, thread: threading.Thread) -> tuple[tuple[str, ...], int | None]:
-        """Return the lines of Python that another thread of this process runs, the innermost first,
-        and the index of the sample that it loads.
-        """
+    def read_stack(self, thread: threading.Thread) -> Activity:
+        """Return what another thread of this process does, as far as Python knows."""
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
@@ -232,7 +229,7 @@ class WorkerMonitor:
             if inner.f_code.co_filename.startswith(_HERE):
                 break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
-        return tuple(lines), self._find_sample(frame)
+        return Activity(tuple(lines), sample=self._find_sample(frame))
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """Return the index that was passed to a method of the dataset that loads samples.

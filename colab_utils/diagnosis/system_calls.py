@@ -82,8 +82,8 @@ def count_runnable(pid: int) -> int:
     """
     with suppress(OSError):
         tasks = os.listdir(f"/proc/{pid}/task")
-        states = [_read(f"/proc/{pid}/task/{task}/stat").rpartition(")")[2] for task in tasks]
-        return sum(state.startswith(" R") for state in states)
+        states = [_read(f"/proc/{pid}/task/{task}/stat").rpartition(")")[2][:2] for task in tasks]
+        return states.count(" R")
     return 0
 
 
@@ -123,8 +123,7 @@ def find_wait(pid: int, task: int) -> str:
     kind = classify_call(*read_call(pid, task))
     if kind != "thread":
         return kind
-    threads = map(int, os.listdir(f"/proc/{pid}/task"))
-    others = [other for other in threads if other not in (task, get_native_id())]
+    others = {*map(int, os.listdir(f"/proc/{pid}/task"))} - {task, get_native_id()}
     kinds = [classify_call(*read_call(pid, other)) for other in others]
     for helping in ("", "read", "lock", "sleep", "process"):
         if helping in kinds:

@@ -337,9 +337,10 @@ def count_images(batch: Any) -> int:
             return len(batch)
     for column in columns:
         # The shape of a tensor is read faster than its length.
-        if getattr(column, "ndim", 0) > 0:
-            return int(column.shape[0])
-        if hasattr(column, "__len__") and not hasattr(column, "ndim"):
+        shape = getattr(column, "shape", None)
+        if shape:
+            return int(shape[0])
+        if shape is None and hasattr(column, "__len__"):
             return len(column)
     return 1
 
