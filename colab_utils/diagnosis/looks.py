@@ -55,8 +55,7 @@ class Looks:
         samples = self._monitor.list_samples()
         if samples:
             # Threads are counted in one worker a look: the one whose sample is the n-th oldest.
-            turn = self._places[phase].total() % len(samples)
-            count = count_runnable([*samples][turn])
+            count = count_runnable([*samples][self._places[phase].total() % len(samples)])
             if count:
                 self._extra_threads += count - _MANY_THREADS
         if phase == "wait":
@@ -104,15 +103,15 @@ class Looks:
     def look_at_loop(self, phase: str, thread: threading.Thread) -> str:
         """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`."""
         activity = self._monitor.read_stack(thread)
-        lines = activity.stack
-        stack = "\n".join(lines)
+        stack = "\n".join(activity.stack)
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER
         if any(name in stack for name in _QUEUES):
             # Unpickling is written in C, so the innermost line of Python is the call of it.
-            takes_in = "/multiprocessing/queues.py:" in lines[0]
+            takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
             takes_in |= any(name in stack for name in _TAKES_IN)
             return HANDOFF if takes_in else WORKERS
         if activity.sample is not None or _FETCH in stack:
             return SAMPLE
-        return "/".join(lines[0].split("/")[-2:]) if lines else "its own program"
+        line = "".join(activity.stack[:1])
+        return "/".join(line.split("/")[-2:]) or "its own program"

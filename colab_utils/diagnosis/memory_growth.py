@@ -107,8 +107,7 @@ class MemoryLog:
         own_bytes[os.getpid()] -= self.known_bytes
         self.readings.append(Reading(batches, own_bytes))
         self._spent_s += thread_time() - cpu_began_s
-        paid_s = self._spent_s / _CPU_SHARE
-        self._due_s = max(age_s + _PAUSE_S, age_s * _LATER, paid_s)
+        self._due_s = max(age_s + _PAUSE_S, age_s * _LATER, self._spent_s / _CPU_SHARE)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:

@@ -201,12 +201,11 @@ class WorkerMonitor:
 
     def inspect_worker(self, pid: int) -> Activity:
         """Return what a worker does in its main thread."""
-        row = self._rows[pid % _ROWS]
-        sample = int(row["sample"]) if row["pid"] == pid else -1
+        sample = self.list_samples().get(pid, -1)
         call, path = read_call(pid, pid)
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
-        has_worked = bool(row["sums"][0] > 0)
+        has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
         waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
         idle = sample < 0 and has_worked and waits_for_pipe
         known = sample if sample >= 0 else None

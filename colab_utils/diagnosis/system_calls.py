@@ -4,6 +4,7 @@ import os
 import platform
 import re
 from contextlib import suppress
+from pathlib import Path
 from threading import get_native_id
 
 import psutil
@@ -124,7 +125,7 @@ def find_wait(pid: int, task: int) -> str:
     if kind != "thread":
         return kind
     others = {*map(int, os.listdir(f"/proc/{pid}/task"))} - {task, get_native_id()}
-    kinds = [classify_call(*read_call(pid, other)) for other in others]
+    kinds = {classify_call(*read_call(pid, other)) for other in others}
     for helping in ("", "read", "lock", "sleep", "process"):
         if helping in kinds:
             return helping
@@ -160,9 +161,7 @@ def _read_path(pid: int, address: int) -> str:
 
 def _read(path: str) -> str:
     """Return the text of a file; "" where it cannot be read."""
-    # A look reads many files, so each is opened without a buffer or a decoder.
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read().decode(errors="replace")
+        return Path(path).read_bytes().decode(errors="replace")
     except OSError:
         return ""

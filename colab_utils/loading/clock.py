@@ -14,9 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Batches are measured so many at a time, which takes less time than one after each step.
-_MOST_PENDING = 64
-
 
 class LoopClock:
     """A clock that notes when each batch is requested, when it arrives, when its step ends, and
@@ -50,7 +47,7 @@ class LoopClock:
         self.ends_s = 0.0
         # The current batch: when it was requested, when it arrived, and when its step ended.
         self._moments: list[_Moment] = []
-        # These batches are over for the loop, but not measured: the GPU may not have finished them.
+        # These batches are over for the loop, but the GPU may not have finished them.
         self._pending: deque[list[_Moment]] = deque()
         # All earlier batches: the seconds of wait, step and rest, one batch after the other.
         self._parts = array("d")
@@ -104,7 +101,6 @@ class LoopClock:
         # If the last request returned no batch, the pass ended at that request.
         left = _note_moment() if len(self._moments) > 1 else self._moments[0]
         self._end_batch(left)
-        self._settle()
         if self.firsts:
             self._left = self._left or left
 
@@ -126,8 +122,7 @@ class LoopClock:
     def _end_batch(self, left: "_Moment") -> None:
         if len(self._moments) > 1:
             self._pending.append([*self._moments, left])
-            if len(self._pending) >= _MOST_PENDING:
-                self._settle()
+            self._settle()
         self._moments = []
 
     def _settle(self) -> None:
