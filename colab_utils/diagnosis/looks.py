@@ -2,8 +2,7 @@
 
 import os
 import threading
-from collections import Counter
-from pathlib import PurePath
+from collections import Counter, defaultdict
 
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
@@ -46,12 +45,11 @@ class Looks:
     def __init__(self, monitor: WorkerMonitor) -> None:
         self._monitor = monitor
         self.waits = Counter[str]()
-        self._places: dict[str, Counter[str]] = {}
+        self._places = defaultdict[str, Counter[str]](Counter)
         # Looks at a wait in which a busy worker loaded a sample (True), or did not (False).
         self._workers_at = Counter[bool]()
-        # Summed over all looks: workers that could run, and threads that could run in them.
-        self._runnable_workers = 0
-        self._runnable_threads = 0
+        # Summed over all looks at a worker that could run: its threads that could run, less two.
+        self._extra_threads = 0
 
     def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
         """Look once at the thread that runs the loop, and at the workers.
@@ -59,39 +57,43 @@ class Looks:
         ``phase`` is what the loop does now. ``starts`` says that workers may still be starting.
         """
         place = self.look_at_loop(phase, thread)
-        self._places.setdefault(phase, Counter())[place] += 1
-        pids = self._monitor.list_samples()
-        counts = [count_runnable(pid) for pid in pids]
-        self._runnable_workers += sum(count > 0 for count in counts)
-        self._runnable_threads += sum(counts)
+        self._places[phase][place] += 1
+        samples = self._monitor.list_samples()
+        if samples:
+            # Threads are counted in one worker a look: the one whose sample is the n-th oldest.
+            count = count_runnable([*samples][self._places[phase].total() % len(samples)])
+            if count:
+                self._extra_threads += count - _MANY_THREADS
         if phase == "wait":
-            workers = [self._monitor.inspect_worker(pid) for pid in pids]
-            samples = {worker.sample is not None for worker in workers if not worker.idle}
-            self._workers_at.update(samples)
-        if place == SAMPLE and not pids:
+            self._workers_at[True] += any(sample >= 0 for sample in samples.values())
+            self._workers_at[False] += any(
+                sample < 0 and not self._monitor.inspect_worker(pid).idle
+                for pid, sample in samples.items()
+            )
+        if place == SAMPLE and not samples:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
         # A worker that is starting may be importing modules, which is not the loading of a sample.
         if self._monitor.sees_samples or not starts:
-            self.waits.update(self._monitor.list_waits())
+            self.waits.update(self._monitor.list_waits(samples))
 
     @property
     def has_threads(self) -> bool:
         """Return whether a worker that could run had more than two threads to run, on average."""
-        return self._runnable_threads > _MANY_THREADS * self._runnable_workers
+        return self._extra_threads > 0
 
     def is_usual(self, *, in_sample: bool) -> bool:
         """Return whether, in most looks at a wait, a worker was busy and loaded a sample, or was
         busy and did not.
         """
-        count = self._places.get("wait", Counter()).total()
+        count = self._places["wait"].total()
         return count >= _LEAST_LOOKS and 2 * self._workers_at[in_sample] > count
 
     def find_place(self, phase: str) -> tuple[str, str]:
         """Return the place where the loop was in at least half of the looks at a phase, and how
         many looks these were, in words. Both are "" if there is no such place.
         """
-        for place, _ in self._places.get(phase, Counter()).most_common(1):
+        for place, _ in self._places[phase].most_common(1):
             share, looks = self.measure_place(phase, place)
             if share >= 0.5:
                 return place, looks
@@ -110,7 +112,7 @@ class Looks:
         """Return the share of the looks at a phase in which the loop was at a place, and how many
         looks these were, in words. They are 0 and "" if there were too few looks.
         """
-        places = self._places.get(phase, Counter())
+        places = self._places[phase]
         count = places[place]
         total = places.total()
         is_start = phase == "start" and count == total
@@ -122,7 +124,7 @@ class Looks:
         """Return the innermost line of Python that a thread runs, or a name such as `WORKERS`; ""
         if that says nothing.
         """
-        activity = self._monitor.inspect_thread(thread)
+        activity = self._monitor.read_stack(thread)
         stack = "\n".join(activity.stack)
         if phase == "wait" and _PROFILER in stack:
             return ""
@@ -135,6 +137,5 @@ class Looks:
             return HANDOFF if takes_in else WORKERS
         if activity.sample is not None or _FETCH in stack:
             return SAMPLE
-        line = activity.stack[0] if activity.stack else ""
-        folder, _, file = line.rpartition("/")
-        return f"{PurePath(folder).name}/{file}" if line else "its own program"
+        line = "".join(activity.stack[:1])
+        return "/".join(line.split("/")[-2:]) or "its own program"

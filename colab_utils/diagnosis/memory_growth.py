@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colab_utils.diagnosis.system_calls import measure_memory_part
+from colab_utils.diagnosis.system_calls import measure_machine_part, measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
@@ -18,6 +18,10 @@ _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
 # The time between two readings is at least this many times the CPU time of a reading.
 _PAUSE_TIMES = 25
+# For a reading, Linux goes through all pages of each process. So the last reading is repeated while
+# the memory of the machine grows by less than this, up to so many times.
+_NEW_BYTES = 4_000_000
+_MOST_REPEATS = 4
 _LEAST_READINGS = 5
 # A slope counts if it is more than this many standard errors above 0.
 _SURE = 3
@@ -91,6 +95,9 @@ class MemoryLog:
         self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
+        # The memory of the machine at the last reading that was no repeat.
+        self._machine_bytes = 0
+        self._repeats_left = 0
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
@@ -98,11 +105,24 @@ class MemoryLog:
         if now_s < self._due_s:
             return
         cpu_began_s = thread_time()
-        own_bytes = _measure_own()
-        own_bytes[os.getpid()] -= self.known_bytes
-        self.readings.append(Reading(batches, own_bytes))
+        self.readings.append(Reading(batches, self._measure_own()))
         least_s = _PAUSE_TIMES * (thread_time() - cpu_began_s)
         self._due_s = now_s + max(_PAUSE_S, least_s, (now_s - self._began_s) * _PAUSE_SHARE)
+
+    def _measure_own(self) -> Mapping[int, int]:
+        """Return the own bytes of each process, or those of the last reading if memory has hardly
+        grown since.
+        """
+        machine_bytes = measure_machine_part()
+        is_new = machine_bytes > self._machine_bytes + _NEW_BYTES
+        if self._repeats_left and not is_new:
+            self._repeats_left -= 1
+            return self.readings[-1].own_bytes
+        own_bytes = _measure_own()
+        own_bytes[os.getpid()] -= self.known_bytes
+        self._machine_bytes = machine_bytes
+        self._repeats_left = _MOST_REPEATS
+        return own_bytes
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:

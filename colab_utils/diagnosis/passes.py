@@ -204,11 +204,12 @@ class Pass:
 
     def _act(self, asked_s: float, stall: Stall) -> None:
         """Report a stall if its verdict is new. Give up the wait if stalls are to be raised."""
-        is_new = stall.verdict not in self._verdicts and self._find_reason(asked_s) is None
+        goes_on = self._find_reason(asked_s) is None
+        is_new = stall.verdict not in self._verdicts and goes_on
         if is_new:
             self._verdicts.add(stall.verdict)
             self._record.stalls.append(stall)
-        if self._raises and self._find_reason(asked_s) is None:
+        if self._raises and goes_on:
             self._given_up = (asked_s, stall)
         if self._can_interrupt:
             signal.pthread_kill(self._thread.ident or 0, INTERRUPT)

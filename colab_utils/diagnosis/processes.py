@@ -10,7 +10,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from time import monotonic_ns, process_time
@@ -184,11 +184,11 @@ class WorkerMonitor:
         """Return whether any sample was seen."""
         return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
 
-    def list_waits(self) -> list[str]:
+    def list_waits(self, samples: Mapping[int, int]) -> list[str]:
         """Return what each worker that is at a sample waits for, in the words of `find_wait`. If
-        samples are not seen, return it for each worker that does not wait for work.
+        samples are not seen, return it for each worker that does not wait for work. ``samples`` is
+        as in `list_samples`.
         """
-        samples = self.list_samples()
         pids = [pid for pid, sample in samples.items() if sample >= 0]
         if not pids and not self.sees_samples:
             workers = [*samples] or list_other_workers()
@@ -216,6 +216,14 @@ class WorkerMonitor:
 
     def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""
+        task = thread.native_id or 0
+        call, path = read_call(os.getpid(), task)
+        use = measure_use(f"/proc/self/task/{task}")
+        seen = self.read_stack(thread)
+        return Activity(seen.stack, call, path, seen.sample, False, *use)
+
+    def read_stack(self, thread: threading.Thread) -> Activity:
+        """Return what another thread of this process does, as far as Python knows."""
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
@@ -223,10 +231,7 @@ class WorkerMonitor:
             if inner.f_code.co_filename.startswith(_HERE):
                 break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
-        task = thread.native_id or 0
-        call, path = read_call(os.getpid(), task)
-        use = measure_use(f"/proc/self/task/{task}")
-        return Activity(tuple(lines), call, path, self._find_sample(frame), False, *use)
+        return Activity(tuple(lines), sample=self._find_sample(frame))
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """Return the index that was passed to a method of the dataset that loads samples.

@@ -74,6 +74,14 @@ def measure_memory_part(pid: int) -> int:
     return 1024 * int(part[1]) if part else 0
 
 
+def measure_machine_part() -> int:
+    """Return the bytes of all processes of the machine that belong to no file; 0 if Linux does not
+    say. A page that several processes share counts once.
+    """
+    part = re.search(r"^AnonPages: +(\d+) kB", _read("/proc/meminfo"), re.M)
+    return 1024 * int(part[1]) if part else 0
+
+
 def count_runnable(pid: int) -> int:
     """Return how many threads of a process run, or could run but have no core.
 
@@ -83,8 +91,8 @@ def count_runnable(pid: int) -> int:
     """
     with suppress(OSError):
         tasks = os.listdir(f"/proc/{pid}/task")
-        states = [_read(f"/proc/{pid}/task/{task}/stat").rpartition(")")[2] for task in tasks]
-        return sum(state.startswith(" R") for state in states)
+        states = [_read(f"/proc/{pid}/task/{task}/stat").rpartition(")")[2][:2] for task in tasks]
+        return states.count(" R")
     return 0
 
 
@@ -127,9 +135,8 @@ def find_wait(pid: int, task: int) -> str:
     kind = classify_call(*read_call(pid, task))
     if kind != "thread":
         return kind
-    threads = map(int, os.listdir(f"/proc/{pid}/task"))
-    others = [other for other in threads if other not in (task, get_native_id())]
-    kinds = [classify_call(*read_call(pid, other)) for other in others]
+    others = {*map(int, os.listdir(f"/proc/{pid}/task"))} - {task, get_native_id()}
+    kinds = {classify_call(*read_call(pid, other)) for other in others}
     for helping in ("", "read", "lock", "sleep", "process"):
         if helping in kinds:
             return helping
@@ -166,6 +173,6 @@ def _read_path(pid: int, address: int) -> str:
 def _read(path: str) -> str:
     """Return the text of a file; "" where it cannot be read."""
     try:
-        return Path(path).read_text(errors="replace")
+        return Path(path).read_bytes().decode(errors="replace")
     except OSError:
         return ""
