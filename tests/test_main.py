@@ -647,7 +647,7 @@ def test_check_and_its_repair_never_go_round_for_a_leak(run, world):
     (world / "val.json").write_text(json.dumps(val))
     start = ("check", "--images", world / "images", "--val-annotations", world / "val.json")
     status, _, err = run(*start, "--annotations", world / "coco.json")
-    assert_one_error(status, err, contains="--repair with --val-annotations leaves it out")
+    assert_one_error(status, err, contains="--repair with --val-annotations leaves the image out")
     options = ("--annotations", world / "coco.json", "--repair", world / "whole.json")
     status, out, _ = run(*start, *options)
     assert status == 0

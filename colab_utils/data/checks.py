@@ -41,11 +41,11 @@ from colab_utils.units import format_count
 _EXAMPLES = 5
 # Number of images that the report lists as the worst.
 _WORST = 10
-# Number of images that a process takes at a time. It is large, because each such part is slow at
-# the start, with few streams, and at the end, when only its slowest file is left.
+# Number of images that a process takes at a time. The number is large, because each such part is
+# slow twice: it starts with few streams, and at its end only its slowest file is left.
 _PART_IMAGES = 4000
-# The outlines may have been drawn on smaller images if a dataset has at least `_FEW_OBJECTS`
-# objects, and none reaches beyond `_CORNER`, a share of the image's width and height.
+# If a dataset has at least `_FEW_OBJECTS` objects, and all of them end before this share of their
+# images' widths and heights (`_CORNER`), then the outlines may have been drawn on smaller images.
 _FEW_OBJECTS = 8
 _CORNER = 0.5
 # The worst images are those with the highest scores. A serious defect adds this much to the score
@@ -79,7 +79,7 @@ class DatasetReport:
     images: int
     annotations: int
     ok: bool
-    """Whether all problems are notes, so that every image can be used."""
+    """Whether every image can be used: no problem is more than a note."""
     problems: tuple[Problem, ...]
     statistics: DatasetStatistics
     worst: dict[int, tuple[str, ...]]

@@ -57,7 +57,7 @@ class CocoDataset:
     image_ids: NDArray[np.int64]
     """int64 [I]: image ids, in the order of the file."""
     sizes: NDArray[np.int32]
-    """int32 [I, 2]: height and width in pixels; 0 where the file gives none."""
+    """int32 [I, 2]: height and width in pixels; 0 if the file gives none."""
     names: bytes
     """All values of ``file_name``, one after another, in UTF-8."""
     name_ends: NDArray[np.int64]
@@ -65,8 +65,8 @@ class CocoDataset:
     first: NDArray[np.int64]
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
     ids: NDArray[np.int64]
-    """int64 [A]: annotation ids. An id that is missing or no number is replaced by the annotation's
-    row in the file, counted from 1.
+    """int64 [A]: annotation ids. If an id is missing, or is not a number, the annotation's row in
+    the file takes its place. Rows are counted from 1.
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
@@ -79,7 +79,9 @@ class CocoDataset:
     is meant.
     """
     repeated_ids: NDArray[np.int64]
-    """Ids that an earlier image has, too. An id of three images is thus listed twice."""
+    """The id of each image whose id an earlier image has, too. If three images share an id, it is
+    listed twice.
+    """
     unknown_images: NDArray[np.int64]
     """Ids of the annotations whose image is unknown."""
     unknown_categories: NDArray[np.int64]
@@ -135,7 +137,7 @@ class CocoDataset:
         return int(self.is_crowd.sum())
 
     def count_objects(self) -> NDArray[np.int64]:
-        """Return the number of annotations of each image that are no crowds, int64 [I]."""
+        """Count the annotations of each image, without crowds: int64 [I]."""
         ends = np.append(0, np.cumsum(~self.is_crowd))
         return np.diff(ends[self.first])
 
@@ -197,7 +199,8 @@ class CocoDataset:
 
         It has arrays of its own, so it is small to send to another process.
         """
-        # A check selects thousands of small parts, so no line may go through the whole dataset.
+        # A check selects thousands of small parts, so no line of this code may go through the whole
+        # dataset.
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
         name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
@@ -226,7 +229,7 @@ def join_parts(
 ) -> tuple[bytes, NDArray[np.int64]]:
     """Join some parts of a text; return the joined text, and where its parts start and end.
 
-    Part i starts at element i of the array, and ends at element i + 1.
+    Element i of the array says where part i starts, and element i + 1 says where it ends.
     """
     parts = [content[start:end] for start, end in spans.tolist()]
     lengths = spans[:, 1] - spans[:, 0]
@@ -236,9 +239,9 @@ def join_parts(
 def read_coco(annotations: str | Place | CocoDataset) -> CocoDataset:
     """Read a COCO instance JSON.
 
-    Segmentations may be polygons, uncompressed or compressed RLE. Category ids may have gaps. Some
-    tools deviate from the format, and their files are read, too: with numbers in quotes, with ids
-    of annotations and images that are no numbers, or with LVIS's ``coco_url`` in place of
+    Segmentations may be polygons, uncompressed RLE or compressed RLE. Category ids may have gaps.
+    Files of tools that deviate from the format are read, too: numbers may be in quotes, the ids of
+    annotations and images may be text, and LVIS's ``coco_url`` may take the place of
     ``file_name``. A missing box or area is computed from the mask, as pycocotools does. A faulty
     annotation raises no error here: see `CocoDataset.annotations`.
 
@@ -324,7 +327,7 @@ def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
 def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
     """Warn if an image has several entries with different objects.
 
-    ``dataset`` holds the images of `find_repeated_names` alone.
+    ``dataset`` holds only the images that `find_repeated_names` found.
     """
     divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
@@ -361,7 +364,9 @@ def warn_of_place(images: str | Place, dataset: CocoDataset) -> None:
 
 
 def list_repeated_names(dataset: CocoDataset) -> Iterator[tuple[str, bool]]:
-    """Yield each file name that repeats an earlier one, and whether both have equal objects."""
+    """Yield each file name that an earlier image has, too, and whether both images have equal
+    objects.
+    """
     first: dict[str, int] = {}
     for i in range(len(dataset)):
         name = dataset.file_name(i)
@@ -448,7 +453,7 @@ def _find_shared_names(
 
 
 class Strangers:
-    """Find the image of each annotation, and collect annotations without known image or category.
+    """Find the image of each annotation; collect annotations whose image or category is unknown.
 
     Attributes:
         unknown_images: Ids of annotations whose image is unknown.
@@ -466,9 +471,9 @@ class Strangers:
         self.unknown_categories: list[int] = []
 
     def find_images(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the index of each row's image, -1 if it is unknown.
+        """Return the index of each row's image, or -1 if the image is unknown.
 
-        If several images have the same id, the first one is returned.
+        If several images have the same id, the row belongs to the first one.
         """
         order = np.searchsorted(self._ids, rows["image_id"])
         order = np.minimum(order, len(self._ids) - 1)

@@ -126,7 +126,7 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
     mark = window.read_mark("{[")
     if mark == "[":
         cure = "Name the instances file: a list holds results, or one part of a dataset."
-        raise _expect(path, "a list", cure)
+        raise _expect(path, "it is a list", cure)
     if window.peek() == "}":
         mark = window.read_mark("}")
     while mark != "}":
@@ -136,7 +136,7 @@ def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[s
         window.read_mark(":")
         # If a name occurs twice, other readers of JSON silently keep only its last value.
         if key in sections:
-            raise _expect(path, f"{key} twice", "Make it one list.")
+            raise _expect(path, f"it has {key} twice", "Make one list of both.")
         if key in _SECTIONS:
             sections.add(key)
             _read_list(window, key, path, columns)
@@ -222,7 +222,8 @@ class Columns:
         name = escape(str(named))
         if self.category_names.setdefault(number, name) != name:
             raise ValueError(
-                f"the name {name!r}, after one with the name {self.category_names[number]!r}"
+                f"the name {name!r}, but an earlier entry of this id has the name "
+                f"{self.category_names[number]!r}"
             )
 
     def _add_image(self, image: dict[str, Any]) -> None:

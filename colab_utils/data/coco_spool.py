@@ -69,7 +69,7 @@ class _Spool:
             start = self._file.seek(0, os.SEEK_END)
             self._file.write(rows.tobytes())
             self._file.write(texts)
-            # A forked process would write what is still in the buffer a second time.
+            # Without this, a forked process would write the buffer's content once more.
             self._file.flush()
         self.blocks.append(_Block(start, len(rows)))
 
@@ -90,8 +90,8 @@ class _Spool:
 class SpooledCoco:
     """Hold the images of a COCO dataset; its annotations lie in a temporary file.
 
-    Make one with `spool_coco`. It cannot be sent to another process. The datasets that `select` and
-    `cut` return can.
+    Make one with `spool_coco`. It cannot be sent to another process, but the datasets from `select`
+    and `cut` can be sent.
     """
 
     images: CocoDataset
@@ -140,7 +140,10 @@ class SpooledCoco:
 def _order_texts(
     rows: NDArray[Any], places: NDArray[np.int32], texts: bytes
 ) -> tuple[NDArray[Any], bytes]:
-    """Return the rows, with the places of their images in the part, and their texts in order."""
+    """Return the rows, and their texts in the order of the rows.
+
+    Each row's ``image_id`` becomes the place of its image in the part.
+    """
     spans = np.stack([rows["text_start"], rows["text_end"]], axis=1)
     ordered_texts, ends = join_parts(texts, spans)
     rows["text_end"] = ends[1:]
@@ -151,7 +154,7 @@ def _order_texts(
 def _join_blocks(
     images: CocoDataset, spool: _Spool, bounds: list[NDArray[np.int64]]
 ) -> CocoDataset:
-    """Return the dataset of a part's images, with its rows and texts from all blocks.
+    """Return the dataset of one part: its images, and its rows and texts from all blocks.
 
     ``bounds`` holds, for each block, the rows at which the part starts and ends.
     """

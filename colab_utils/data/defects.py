@@ -29,10 +29,10 @@ EFFECTS = {
         "objects of one entry become background in the other: --repair joins the entries"
     ),
     "many crowds": (
-        "objects become background: if they are CVAT's brush masks, --repair with --crowds objects"
+        "objects become background: for CVAT's brush masks, use --repair with --crowds objects"
     ),
     "crowd without area": (
-        "object becomes background: --repair with --crowds objects, as crowds of COCO have an area"
+        "object becomes background: real crowds have an area, so use --repair with --crowds objects"
     ),
     "normalised polygon": "object is trained without a pixel",
     "empty mask": "object is trained without a pixel",
@@ -42,7 +42,7 @@ EFFECTS = {
         "object is trained with a wrong mask: write all outlines as COCO has them"
     ),
     "image in validation, too": (
-        "average precision comes out too high: --repair with --val-annotations leaves it out"
+        "average precision comes out too high: --repair with --val-annotations leaves the image out"
     ),
     "box without area": "note: left out of training",
     "empty annotation": "note: left out of training",
@@ -51,10 +51,10 @@ EFFECTS = {
     "polygon beyond the image": "note: cut at the image's edge",
     "polygon within another": "note: filled, because only RLE can have holes",
     "loose box": "note: check that boxes are x, y, width, height, and fit their outlines",
-    "area and mask disagree": "note: check that no hole is filled, and no mask is another's",
+    "area and mask disagree": "note: check that no hole is filled, and no mask is another object's",
     "objects in one corner": "note: check that outlines were not drawn on smaller images",
-    "image with alpha": "note: transparent pixels have the colours that lie below",
-    "name of several categories": "note: check that it is what you mean",
+    "image with alpha": "note: transparent pixels get the colours that the file has for them",
+    "name of several categories": "note: check that they are meant to be different categories",
     "EXIF rotation, unclear": "note: check that masks lie on their objects",
     "area 0": "note: average precision counts it as a small object",
     "repeated annotation": "note: counts twice",
@@ -102,7 +102,7 @@ def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float)
     if faults.total() > allowed:
         raise ColabUtilsError(
             f"Bad objects so far: {faults.total():,}, and at most {allowed:,} of {total:,} may "
-            f"be ({describe_faults(faults)}). Repair the annotations with "
+            f"be bad ({describe_faults(faults)}). Repair the annotations with "
             "`check --repair OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
         )
 
@@ -111,5 +111,5 @@ def warn_of_faults(source: object, counts: Mapping[str, int]) -> None:
     """Warn if objects of a dataset have serious defects."""
     faults = pick_serious(counts)
     if faults:
-        text = f"{source} has bad objects, see check: {describe_faults(faults)}"
+        text = f"{source} has bad objects: {describe_faults(faults)}. Run `check` to see which."
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)

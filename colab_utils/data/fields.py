@@ -12,10 +12,10 @@ from colab_utils.files import hash_bytes
 # Integers must be smaller than this to fit into int64.
 _TOO_LARGE = 2**63
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
-"""The exceptions that reading a faulty entry raises."""
+"""The exceptions that a faulty entry raises when it is read."""
 _LARGEST_NUMBER = 1e15
-# Text that counts as an integer id. Python would also read "1e3" as 1000 and "1_0" as 10, but these
-# may be the ids of other images.
+# Text that counts as an integer id. Python would also read "1e3" as 1000 and "1_0" as 10, but 1000
+# and 10 may be the ids of other images.
 _WHOLE_NUMBER = re.compile(r"\s*-?\d{1,18}(\.0*)?\s*")
 
 
@@ -25,8 +25,8 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
     Numbers may be written as text. The value is None if an id, a box or an area is missing.
 
     Raises:
-        ValueError: if COCO has something else in this field. TypeError, OverflowError and
-            RecursionError mean the same.
+        ValueError: if the value is not of the kind that COCO has in this field. TypeError,
+            OverflowError and RecursionError mean the same.
 
     Example:
         >>> read_field({"bbox": ["0", 1, 2.5, "3"]}, "bbox"), read_field({}, "iscrowd")

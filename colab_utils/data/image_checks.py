@@ -42,7 +42,7 @@ class Header(NamedTuple):
     defects: list[Defect]
     """Kind and text of each defect. If the file is unusable, the first defect says why."""
     size: tuple[int, int] = (0, 0)
-    """Height and width as stored, in pixels; 0 where the file is unusable."""
+    """Height and width as stored, in pixels; 0 if the file is unusable."""
     orientation: int = 1
     """EXIF orientation, 1 to 8."""
     bytes: int = 0
@@ -113,8 +113,8 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     if is_deep:
         notes.append(("16-bit image", opened.mode))
     width, height = opened.size
-    # Only decoding shows whether a 16-bit image is too dark, and whether a file that does not end
-    # with its mark is cut short. Other data may lie behind the mark.
+    # Only decoding shows whether a 16-bit image is too dark. It also shows whether a file without
+    # its mark at the end is cut short, or only has other data behind the mark.
     if deep or is_deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
         to_rgb(open_image(data))
     # This raises an error for pixels that do not fit into 8 bits.
@@ -203,10 +203,10 @@ def has_many_crowds(dataset: CocoDataset) -> bool:
 
 
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
-    """Compare the size in the annotations with the image's: as stored, and as turned by EXIF.
+    """Compare the size in the annotations with the image's size as stored, and as turned by EXIF.
 
-    Return a defect if the annotations have neither of the two, or if it is unclear which one they
-    mean.
+    Return a defect if the annotations have neither of these two sizes, or if it is unclear which of
+    them they mean.
     """
     tag = header.orientation
     height, width = header.size

@@ -21,13 +21,14 @@ def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> t
 
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
     If the folder is a URL, no file is looked for, because each attempt would take a request. The
-    file is then named by the ``file_name`` without the parts of a web address, such as ``?`` and a
-    key. If this name leads out of the folder, its base name is used.
+    file is then taken to lie at its ``file_name`` below the folder, without what a web address adds
+    to a name, such as ``?`` and a key. If this name leads out of the folder, only its base name is
+    used.
 
     Args:
         folder: the image folder.
         name: the ``file_name``, as the annotations give it.
-        shared_names: base names that several images have. No file is looked for by one of them.
+        shared_names: base names that several images have. No file is looked for under such a name.
 
     Raises:
         ColabUtilsError: if the name leads out of the folder, and the folder holds no file or
@@ -60,10 +61,10 @@ def _find_local(folder: str | Path, name: str, shared_names: frozenset[str]) -> 
         return Path(folder, relative), True
     if path is not None:
         return path, False
-    number = "no" if relative == "" else "more than one image or"
+    number = "no file there has" if relative == "" else "several images or files have"
     raise ColabUtilsError(
-        f"The file_name {name!r:.80} leads out of {folder}, which holds "
-        f"{number} file of that name. Put the images there."
+        f"The file_name {name!r:.80} leads out of {folder}, and {number} its base name. Put the "
+        "image into that folder, and write its path in the folder as file_name."
     )
 
 
@@ -89,8 +90,8 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(folder)) and not _is_shortcut(folder, real):
         raise ColabUtilsError(
-            f"The link {path} leads out of {folder}, to {real}, which is not "
-            f"opened. Name {real.parent} as the image folder (IMAGES), or copy the images there."
+            f"The link {path} leads out of {folder}, to {real}, which is not opened. Name "
+            f"{real.parent} as the image folder (IMAGES), or copy the images into {folder}."
         )
     return path
 

@@ -1,4 +1,4 @@
-"""Convert a folder of masks as image files into COCO instance JSON."""
+"""Convert a folder of masks, which are image files, into COCO instance JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,8 @@ from colab_utils.units import format_count
 # saved as JPEG.
 _MOST_OBJECTS = 5000
 # Values that mark pixels without a label: 255 in Pascal VOC and DAVIS, 65535 in masks of 16 bits,
-# and 0xE0E0C0 in Pascal VOC saved as colours. Each value has the largest object id that a mask may
-# have beside it; with a larger id, the value counts as an object.
+# and 0xE0E0C0 in Pascal VOC saved as colours. The dict gives, for each such value, the largest id
+# that the objects beside it may have. If an object has a larger id, the value is an object, too.
 _VOIDS = {255: 127, 65535: 32767, 0xE0E0C0: 0xFFFFFF}
 # Cityscapes multiplies the number of an object's class by this. Its classes have numbers up to
 # `_MOST_CLASSES`.
@@ -65,8 +65,8 @@ def convert_masks(
         category: the name of the category of all objects.
         background: the value or values that are background. (0, 255) leaves out the pixels without
             a label in Pascal VOC and DAVIS. 255 is for black objects on white. The default None
-            takes 0, and refuses a mask if it has a value for pixels without a label, soft edges, or
-            the same object in most of its corners.
+            takes 0. It refuses a mask if objects seem to have soft edges, if a value seems to be
+            for pixels without a label or for regions, or if one object is in most corners.
         threshold: all values above this one, 0 to 255, are one object. Use it for masks with soft
             edges and for JPEGs. By default, each value is one object.
 
@@ -108,8 +108,8 @@ def convert_masks(
             texts.append(json.dumps(ids | annotation).encode())
     if not texts:
         raise ColabUtilsError(
-            f"The masks of {masks} hold only background. Black and "
-            "transparent pixels are background: give background=VALUE if another value is."
+            f"The masks of {masks} hold only background. By default, black and transparent pixels "
+            "are background. If another value is the background, give background=VALUE."
         )
     with explain_write(output.parent):
         write_coco(output, rows, texts, [{"id": 1, "name": category}])
@@ -155,9 +155,10 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     end = ends[0] if ends else ""
     alone = {stem + end for stem in pictures} ^ set(drawn)
     raise ColabUtilsError(
-        "Each image needs a mask of its name, with one ending for all masks. "
-        f"{len(alone)} files have no partner, such as {min(alone)}. Rename them. If each mask file "
-        "is one object, see the recipe in docs/FORMATS.md."
+        "Each image needs a mask of the same name. If all masks have the same ending after the "
+        f"name, such as _mask, that is fine. {len(alone)} files have no partner, such as "
+        f"{min(alone)}. Rename them. If each mask file is one object, see the recipe in "
+        "docs/FORMATS.md."
     )
 
 
@@ -223,9 +224,9 @@ def _require_background(values: NDArray[np.int64], mask: Path) -> None:
     value = max(corners, key=corners.count)
     if value >= 0 and corners.count(value) >= 3:
         raise ColabUtilsError(
-            f"The mask {mask} may have no background of 0: the value {value} is in its corners "
-            f"and in {np.mean(values == value):.0%} of its pixels. Give background={value} if all "
-            "masks have that background, or background=0 if it is an object."
+            f"The mask {mask} seems to have another background than 0: the value {value} is in its "
+            f"corners and in {np.mean(values == value):.0%} of its pixels. Give background={value} "
+            f"if {value} is the background of all masks, or background=0 if it is an object."
         )
 
 
@@ -239,7 +240,7 @@ def _require_instances(objects: list[int], mask: Path) -> None:
     if regions and numbered and max(*regions, *numbered) <= _MOST_CLASSES:
         raise ColabUtilsError(
             f"The mask {mask} has {len(regions):,} values below {_CITYSCAPES:,} beside larger "
-            "ones, as Cityscapes has for regions. Give "
+            "ones. In Cityscapes, such small values are regions, for example roads. Give "
             f"background=range({_CITYSCAPES}) to leave them out, or background=0 if they are "
             "objects."
         )
@@ -268,9 +269,9 @@ def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Pat
         touched = np.isin(others, neighbours[neighbours[:, 4] == void]).sum()
         if touched and max(others) <= largest:
             raise ColabUtilsError(
-                f"The mask {mask} has the value {void} beside {touched:,} others, "
-                f"as for pixels without a label. Give background=(0, {void}) to leave it out, "
-                "or background=0 if it is an object."
+                f"The mask {mask} has the value {void} beside {touched:,} others. Some datasets "
+                f"have {void} for pixels without a label. Give background=(0, {void}) to leave it "
+                "out, or background=0 if it is an object."
             )
 
 
@@ -290,7 +291,7 @@ def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mas
     if mixed_pixels[is_edge].sum() >= _EDGE_PIXELS and 2 * edges >= objects:
         raise ColabUtilsError(
             f"In the mask {mask}, {edges:,} of {objects:,} values "
-            "are the soft edges of others. Export masks without smoothing. Or give threshold=127 "
+            "are only soft edges of objects. Export masks without smoothing. Or give threshold=127 "
             "if each mask is one object, or background=0 if each value is one object."
         )
 

@@ -25,7 +25,7 @@ _MERGED_PARTS = 50
 # Bits that a run of compressed RLE may have. pycocotools uses integers of 32 bits.
 _MOST_BITS = 30
 # A character of compressed RLE holds six bits: five of the run, and one that says whether more
-# follow.
+# characters of the run follow.
 _FIRST_CODE = 48
 _RUN_BITS = 5
 _MORE_FOLLOWS = 32
@@ -129,9 +129,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     if not isinstance(counts, list | str | bytes):
         raise ColabUtilsError("the RLE has no counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
-        raise ColabUtilsError(
-            f"expected RLE of size [{height}, {width}], the image's, found {size}"
-        )
+        raise ColabUtilsError(f"expected RLE of the image's size [{height}, {width}], found {size}")
     if isinstance(counts, str):
         counts = counts.encode("ascii", "xmlcharrefreplace")
     runs: list[Any] = []

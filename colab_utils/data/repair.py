@@ -1,6 +1,6 @@
 """Repair the annotations of a dataset, in a copy of its JSON.
 
-A value is mended where the right one is known. Otherwise the object is left out together with its
+A value is mended if the right value is known. Otherwise the object is left out together with its
 image.
 """
 
@@ -70,10 +70,10 @@ def repair_annotations(
     - Sizes and names of images, from the files.
     - Width and height, if nearly all images have them swapped.
 
-    What cannot be mended is left out. If an object has no area, only the object is left out. Any
-    other object is left out together with its image. Otherwise the model would learn that the
-    object is background. For each image, the copy has only id, name and size. Repairing a repaired
-    file changes nothing.
+    What cannot be mended is left out. If such an object has no area, only the object is left out.
+    If it has an area, its image is left out, too. Otherwise the model would learn that the object
+    is background. For each image, the copy has only id, name and size. Repairing a repaired file
+    changes nothing.
 
     Args:
         images: the image folder; its path, or a URL that fsspec knows.
@@ -248,8 +248,8 @@ class _MendedImage:
             self.changes.append("outline written as COCO has it")
         self._mend_box(values, rle)
         area = values["area"]
-        # A crowd whose ``area`` is 0 may be an object, and only the user knows (`crowds`). The 0
-        # stays, so that a check still finds such a crowd.
+        # A crowd whose ``area`` is 0 may be an object. Only the user knows, and says so by `crowds`
+        # (an argument). The 0 stays, so that a check still finds such a crowd.
         is_unclear = values["iscrowd"] and area == 0
         if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
             values["area"] = float(pixels)
@@ -265,7 +265,7 @@ class _MendedImage:
             self.annotations[key] = entry | values
 
     def _mend_box(self, values: dict[str, Any], rle: dict[str, Any]) -> None:
-        """Take the box from the mask if both disagree.
+        """Take the box from the mask if box and mask disagree.
 
         Raises:
             ColabUtilsError: if the mask is wrong, not the box.
@@ -279,8 +279,8 @@ class _MendedImage:
                 raise ColabUtilsError(
                     f"Outlines of {escape(self.entry['file_name'])} are not as COCO has them: one "
                     f"of them {reading}. Others may be wrong, too, even if no check finds them. "
-                    "Export all outlines again, x before y or RLE column by column, then repair "
-                    "the new file."
+                    "Export all outlines again (polygons with x before y, RLE with runs along "
+                    "columns), then repair the new file."
                 )
         values["bbox"], _ = measure_mask(rle)
         self.changes.append("box from the mask")

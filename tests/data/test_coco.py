@@ -436,7 +436,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (b"hello", "text that is not JSON at character 0"),
         (b"{}", "no list of images and annotations and categories"),
         # Detection results are a list.
-        (b"[]", "does not hold COCO instances: a list"),
+        (b"[]", "does not hold COCO instances: it is a list"),
         (b'"text"', "text that is not JSON"),
         (b"{" + WHOLE, "text that is not JSON"),
         (WHOLE + b"}", "text that is not JSON"),
@@ -473,7 +473,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(categories=[5]), "'categories' (id 5)"),
         (
             make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]),
-            "the name 'b', after one with the name 'a'",
+            "the name 'b', but an earlier entry of this id has the name 'a'",
         ),
     ],
 )
@@ -744,16 +744,16 @@ def test_images_are_found_by_their_base_names(tmp_path, name, files, expected, b
 @pytest.mark.parametrize(
     ("names", "files", "why"),
     [
-        (["/d/x.jpg"], ["a/x.jpg", "b/x.jpg"], "more than one image or file of that name"),
+        (["/d/x.jpg"], ["a/x.jpg", "b/x.jpg"], "several images or files have its base name"),
         # The file belongs to only one of the two images.
-        (["/d/1/x.jpg", "/d/2/x.jpg"], ["x.jpg"], "more than one image"),
-        (["/d/x.jpg", "a/x.jpg"], ["a/x.jpg"], "more than one image"),
-        (["/d/x.jpg"], ["y.jpg"], "no file of that name"),
-        (["https://example.org/"], ["y.jpg"], "no file of that name"),
+        (["/d/1/x.jpg", "/d/2/x.jpg"], ["x.jpg"], "several images"),
+        (["/d/x.jpg", "a/x.jpg"], ["a/x.jpg"], "several images"),
+        (["/d/x.jpg"], ["y.jpg"], "no file there has its base name"),
+        (["https://example.org/"], ["y.jpg"], "no file there has its base name"),
     ],
 )
 def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files, why):
-    with pytest.raises(ColabUtilsError, match=f"leads out of .*, which holds {why}"):
+    with pytest.raises(ColabUtilsError, match=f"leads out of .*, and {why}"):
         find(tmp_path, names, files=files)
 
 
@@ -778,7 +778,7 @@ def test_no_link_is_followed_to_an_image(tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a").symlink_to(tmp_path / "secret")
     (tmp_path / "images" / "x.jpg").symlink_to(tmp_path / "secret" / "x.jpg")
-    with pytest.raises(ColabUtilsError, match="no file of that name"):
+    with pytest.raises(ColabUtilsError, match="no file there has its base name"):
         find(tmp_path, ["/d/x.jpg"], files=[])
     with pytest.raises(ColabUtilsError, match="which is not opened"):
         find(tmp_path, ["a/x.jpg"], files=[])

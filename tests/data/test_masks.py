@@ -241,7 +241,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         ([[0, 0, 9e6, 9e6, 0, 1]], "reaches to pixel 9e+06"),
         ("text", "the text 'text'"),
         ({"size": [6, 8]}, "has no counts"),
-        ({"counts": [48]}, "size [6, 8], the image's, found None"),
+        ({"counts": [48]}, "the image's size [6, 8], found None"),
         ({"size": 5, "counts": [48]}, "found 5"),
         # The size has the width first.
         ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),

@@ -344,7 +344,7 @@ def turn_box(annotation):
 def test_loose_files_say_what_check_calls_serious(export, spoil, kind):
     spoil(export.objects[0])
     assert export.check() == {kind: 1}
-    with pytest.warns(match=f"coco.json has bad objects, see check: 1 x {kind}: object is trained"):
+    with pytest.warns(match=f"coco.json has bad objects: 1 x {kind}: object is trained"):
         CocoFolder(export.images, export.annotations)
 
 

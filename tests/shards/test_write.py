@@ -394,7 +394,10 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
     [
         ({"segmentation": []}, "the annotation has no mask: polygons or RLE"),
         ({"segmentation": [[1, 2, 3, 4]]}, "one of 4 numbers"),
-        ({"segmentation": {"size": [4, 4], "counts": [16]}}, "expected RLE of size [128, 160]"),
+        (
+            {"segmentation": {"size": [4, 4], "counts": [16]}},
+            "expected RLE of the image's size [128, 160]",
+        ),
         ({"segmentation": {"size": [128, 160], "counts": "zz"}}, "the RLE is damaged"),
         ({"bbox": [float("nan"), 1, 2, 3]}, "finite numbers"),
     ],

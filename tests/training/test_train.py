@@ -1529,7 +1529,7 @@ def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
     annotations.write_text(json.dumps(coco))
     shards = tmp_path / "shards"
     write_shards(dataset.images, annotations, shards=shards, workers=1, max_bad=1)
-    text = r"shards has bad objects, see check: 1 x mask and box disagree: object is trained"
+    text = r"shards has bad objects: 1 x mask and box disagree: object is trained"
     with pytest.warns(ColabUtilsWarning, match=text):
         train(shards, tmp_path / "run", steps=1, **TINY)
     with pytest.warns(ColabUtilsWarning, match=text):
