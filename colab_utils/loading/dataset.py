@@ -272,7 +272,7 @@ def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> Iterator
     """Yield the arrays of all shards. Several shards are read at the same time."""
     load = partial(load_shard, folder, retries=retries)
     with closing(Reader(load, place=folder, retries=retries)) as reader:
-        for reading in reader.ask(index.shards):
+        for reading in reader.read_all(index.shards):
             yield reading.take()
 
 
@@ -334,9 +334,13 @@ class ShardDataset(CocoSamples):
         if columns is not None and not has_files(index, folder):
             columns = None
         shards = _load_shards(folder, index, retries)
-        files = ShardFiles(folder)
         self._open(
-            files, index, shards, transforms, contiguous_labels=contiguous_labels, columns=columns
+            ShardFiles(folder),
+            index,
+            shards,
+            transforms,
+            contiguous_labels=contiguous_labels,
+            columns=columns,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,14 +5,14 @@ maps the file into memory, so that all ranks and workers of a machine share one 
 index holds its checksum, which is compared when a dataset opens.
 
 The file is written for large folders on this machine's own disk. A file on Drive cannot be mapped
-safely, because the process ends if Drive fails.
+safely, because the process ends if Drive fails. It is replaced, never changed, for the same reason.
 """
 
+import mmap
 import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ Columns = dict[str, NDArray[Any]]
 # The tables of fewer images are read in less than a second.
 _LEAST_IMAGES = 100_000
 
-_NUMBER: tuple[type[np.generic], tuple[int, ...]] = (np.int64, ())
-
 
 def open_columns(images: int, objects: int, path: Path | None = None, mode: Any = "r") -> Columns:
     """Return tables with one row for each image, or for each object.
@@ -54,8 +52,9 @@ def open_columns(images: int, objects: int, path: Path | None = None, mode: Any 
         >>> open_columns(2, 5)["boxes"].shape
         (5, 4)
     """
-    image_tables = {**IMAGE_TABLES, "shard_of": _NUMBER, "first": _NUMBER, "bit_starts": _NUMBER}
-    object_tables = {"mask_bytes": _NUMBER, **OBJECT_TABLES}
+    number = IMAGE_TABLES["counts"]
+    image_tables = {**IMAGE_TABLES, "shard_of": number, "first": number, "bit_starts": number}
+    object_tables = {"mask_bytes": number, **OBJECT_TABLES}
     tables = {}
     offset = 0
     for rows, kinds in ((images, image_tables), (objects, object_tables)):
@@ -166,5 +165,5 @@ def release_pages(tables: Columns) -> None:
     """
     for table in tables.values():
         pages = getattr(table.base, "base", None)
-        if isinstance(pages, mmap):
-            pages.madvise(MADV_DONTNEED)
+        if isinstance(pages, mmap.mmap):
+            pages.madvise(mmap.MADV_DONTNEED)
