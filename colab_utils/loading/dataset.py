@@ -374,10 +374,10 @@ class ShardDataset(CocoSamples):
         # were made again. Any number means that they are read from the file.
         self._bits: list[Any] = [0] * len(index.shards)
         if columns is None:
-            columns = open_columns(index.images, index.most_objects)
+            columns = open_columns(index.images, index.annotations)
             self._bits = join_shards(columns, shards)
         self._use_columns(columns)
-        self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
+        self.left_out = index.annotations - self.objects
 
     def _use_columns(self, tables: Columns) -> None:
         self._tables = tables
@@ -438,11 +438,11 @@ class ShardDataset(CocoSamples):
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
         first = self._tables["first"][rows]
         objects = np.repeat(first, tables["counts"]) + number_within(tables["counts"])
-        for name in ("boxes", "areas", "crops", "mask_bytes"):
+        for name in ("boxes", "labels", "areas", "crops", "mask_bytes"):
             tables[name] = self._tables[name][objects]
-        tables["labels"] = self._map_labels(self._tables["labels"][objects])
+        tables["labels"] = self._map_labels(tables["labels"])
         tables["iscrowd"] = np.zeros(len(objects), np.int64)
-        release_pages(self._tables)
+        release_pages(self._tables["boxes"])
         return tables
 
     def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:

@@ -332,11 +332,11 @@ class WritingShards(ArrivingShards):
         self._tables["sizes"][rows] = 1
         if index is not None:
             arrays = load_shard(self.folder, index.shards[0], retries=Retries())
-            first = int(self.counts[: rows[0]].sum())
+            first = self.counts[: rows[0]].sum()
             is_usable = np.isin(self.image_ids[rows], arrays.image_ids)
             for row, image in zip(rows[~is_usable].tolist(), index.skipped, strict=True):
                 self._reasons[row] = f"{image.file_name}: {image.reason}"
-            fill_tables(self._tables, rows[is_usable], arrays, number=number, first=first)
+            fill_tables(self._tables, rows[is_usable], arrays, number, first)
             self._bits[number] = arrays.bits
         elif path.exists():
             raise ColabUtilsError(

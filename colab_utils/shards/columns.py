@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,12 @@ Columns = dict[str, NDArray[Any]]
 # memory than from a mapped file.
 _LEAST_IMAGES = 250_000
 
+# Bytes of the rows of an image, and of an object.
+_IMAGE_BYTES = 104
+_OBJECT_BYTES = 52
 
-def open_columns(images: int, objects: int, path: Path | None = None, mode: Any = "r") -> Columns:
+
+def open_columns(images: int, objects: int, content: NDArray[np.uint8] | None = None) -> Columns:
     """Return tables with one row for each image, or for each object.
 
     They are those of `ShardArrays` and five more. ``shard_of`` is the number of each image's shard.
@@ -45,9 +48,8 @@ def open_columns(images: int, objects: int, path: Path | None = None, mode: Any 
 
     Args:
         images: the number of images.
-        objects: the largest number of objects.
-        path: a file that is mapped into memory. None makes tables of zeros in memory.
-        mode: "r+" writes to the file.
+        objects: the largest number of objects, which may be that of all annotations.
+        content: the content of the file, mapped into memory. None makes tables of zeros.
 
     Example:
         >>> open_columns(2, 5)["boxes"].shape
@@ -60,12 +62,11 @@ def open_columns(images: int, objects: int, path: Path | None = None, mode: Any 
     offset = 0
     for rows, kinds in ((images, image_tables), (objects, object_tables)):
         for name, (kind, row) in kinds.items():
-            shape = (rows, *row)
-            if path is None:
-                tables[name] = np.zeros(shape, kind)
-            else:
-                tables[name] = np.asarray(np.memmap(path, kind, mode, offset, shape))
-            offset += tables[name].nbytes
+            table = np.zeros((rows, *row), kind)
+            if content is not None:
+                table = np.ndarray(table.shape, kind, content, offset)
+            tables[name] = table
+            offset += table.nbytes
     return tables
 
 
@@ -76,14 +77,14 @@ def join_shards(tables: Columns, shards: Iterable[ShardArrays]) -> list[Any]:
     bits: list[Any] = []
     for shard in shards:
         end = row + len(shard.counts)
-        fill_tables(tables, slice(row, end), shard, number=len(bits), first=first)
+        fill_tables(tables, slice(row, end), shard, len(bits), first)
         bits.append(shard.bits)
         row = end
         first += len(shard.labels)
     return bits
 
 
-def fill_tables(tables: Columns, rows: Any, shard: ShardArrays, *, number: int, first: int) -> None:
+def fill_tables(tables: Columns, rows: Any, shard: ShardArrays, number: int, first: int) -> None:
     """Fill some rows of tables from the arrays of a shard.
 
     Args:
@@ -94,12 +95,13 @@ def fill_tables(tables: Columns, rows: Any, shard: ShardArrays, *, number: int, 
         first: the row of the shard's first object.
     """
     starts = np.cumsum(shard.counts) - shard.counts
-    bits_start = shard.bits if isinstance(shard.bits, int) else 0
     for name in IMAGE_TABLES:
         tables[name][rows] = getattr(shard, name)
     tables["shard_of"][rows] = number
     tables["first"][rows] = first + starts
-    tables["bit_starts"][rows] = bits_start + shard.mask_ends[starts]
+    tables["bit_starts"][rows] = shard.mask_ends[starts]
+    if isinstance(shard.bits, int):
+        tables["bit_starts"][rows] += shard.bits
     objects = slice(first, first + len(shard.labels))
     for name in OBJECT_TABLES:
         tables[name][objects] = getattr(shard, name)
@@ -122,19 +124,17 @@ def keep_columns(folder: Place, index: ShardIndex) -> ShardIndex:
     path: Any = folder / COLUMNS_NAME
     temporary = name_temporary(path)
     try:
+        size = index.images * _IMAGE_BYTES + index.annotations * _OBJECT_BYTES
+        # A write to a mapped page ends the process if the disk is full. So the space is taken now.
         with open(temporary, "wb") as file:
-            tables = open_columns(index.images, index.most_objects, temporary, "r+")
-            # A write to a mapped page ends the process if the disk is full. So the space is taken
-            # now.
-            os.posix_fallocate(file.fileno(), 0, temporary.stat().st_size)
-        join_shards(
-            tables, (load_arrays(folder / shard.arrays_name, shard) for shard in index.shards)
-        )
-        columns = hash_file(temporary)
+            os.posix_fallocate(file.fileno(), 0, size)
+        content = np.memmap(temporary, np.uint8, "r+")
+        shards = (load_arrays(folder / shard.arrays_name, shard) for shard in index.shards)
+        join_shards(open_columns(index.images, index.annotations, content), shards)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    return replace(index, columns=columns)
+    return replace(index, columns=hash_file(path))
 
 
 def map_columns(folder: Place, index: ShardIndex) -> Columns | None:
@@ -154,17 +154,17 @@ def map_columns(folder: Place, index: ShardIndex) -> Columns | None:
             stacklevel=3,
         )
         return None
-    path: Any = folder / COLUMNS_NAME
-    return open_columns(index.images, index.most_objects, path)
+    content = np.memmap(str(folder / COLUMNS_NAME), np.uint8, "r")
+    return open_columns(index.images, index.annotations, content)
 
 
-def release_pages(tables: Columns) -> None:
-    """Give back the memory of all pages of mapped tables that this process has read.
+def release_pages(table: Any) -> None:
+    """Give back the memory of all pages that this process has read of the file of a mapped table.
 
     The system keeps them for all processes while it has room. Without this, the memory of a worker
     would seem to grow during an epoch.
     """
-    for table in tables.values():
-        pages = getattr(table.base, "base", None)
-        if isinstance(pages, mmap.mmap):
-            pages.madvise(mmap.MADV_DONTNEED)
+    while isinstance(table, np.ndarray):
+        table = table.base
+    if isinstance(table, mmap.mmap):
+        table.madvise(mmap.MADV_DONTNEED)

@@ -90,9 +90,9 @@ class ShardIndex:
         return sum(shard.images for shard in self.shards)
 
     @property
-    def most_objects(self) -> int:
-        """Return a number that is larger than that of the objects to train on."""
-        return 1 + sum(shard.annotations for shard in self.shards)
+    def annotations(self) -> int:
+        """Return the number of annotations in all shards, including those left out of training."""
+        return sum(shard.annotations for shard in self.shards)
 
     @property
     def bytes(self) -> int:
