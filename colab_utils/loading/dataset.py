@@ -10,7 +10,8 @@ no area, are left out, as in torchvision's ``references/detection``.
 import io
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -53,8 +54,16 @@ from colab_utils.loading.targets import (
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
-from colab_utils.shards.arrays import IMAGE_TABLES, ShardArrays, convert_boxes, make_tables
+from colab_utils.shards.arrays import ShardArrays, convert_boxes
+from colab_utils.shards.columns import (
+    Columns,
+    join_shards,
+    map_columns,
+    open_columns,
+    release_pages,
+)
 from colab_utils.shards.index import ShardIndex, read_index
+from colab_utils.shards.jobs import has_files
 from colab_utils.streams import is_remote, require_streams
 from colab_utils.units import format_count
 
@@ -210,13 +219,12 @@ class CocoFolder(CocoSamples):
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
-def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> list[ShardArrays]:
-    """Return the arrays of all shards. Several shards are read at the same time."""
+def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> Iterator[ShardArrays]:
+    """Yield the arrays of all shards. Several shards are read at the same time."""
     load = partial(load_shard, folder, retries=retries)
-    reader = Reader(load, place=folder, retries=retries)
-    shards = [reading.take() for reading in reader.ask(index.shards)]
-    reader.close()
-    return shards
+    with closing(Reader(load, place=folder, retries=retries)) as reader:
+        for reading in reader.read_all(index.shards):
+            yield reading.take()
 
 
 class ShardDataset(CocoSamples):
@@ -273,9 +281,17 @@ class ShardDataset(CocoSamples):
         folder = open_place(folder)
         retries = Retries()
         index = read_index(folder, retries)
+        columns = map_columns(folder, index)
+        if columns is not None and not has_files(index, folder):
+            columns = None
         shards = _load_shards(folder, index, retries)
         self._open(
-            ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels
+            ShardFiles(folder),
+            index,
+            shards,
+            transforms,
+            contiguous_labels=contiguous_labels,
+            columns=columns,
         )
         if is_remote(folder):
             self.streams = "auto"
@@ -288,10 +304,11 @@ class ShardDataset(CocoSamples):
         self,
         files: ShardFiles,
         index: ShardIndex,
-        shards: list[ShardArrays],
+        shards: Iterable[ShardArrays],
         transforms: Transforms | None,
         *,
         contiguous_labels: bool,
+        columns: Columns | None = None,
     ) -> None:
         # The copy that brings the shards during training; None if there is no such copy.
         self.arrival: Arrival | None = None
@@ -302,49 +319,27 @@ class ShardDataset(CocoSamples):
         self.fingerprint = index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
         self.is_decoded = index.recipe["storage"] == "pixels"
-        if not shards:
+        if not index.shards:
             raise ColabUtilsError(
                 f"The index in {self.folder} names no shards. Run preprocess again."
             )
+        # One entry for each shard: the bits of its masks, if its arrays file was damaged and they
+        # were made again. Any number means that they are read from the file.
+        self._bits: list[Any] = [0] * len(index.shards)
+        if columns is None:
+            columns = open_columns(index.images, index.annotations)
+            self._bits = join_shards(columns, shards)
+        self._use_columns(columns)
+        self.left_out = index.annotations - self.objects
 
-        images = [len(shard.image_ids) for shard in shards]
-        self._make_tables(images, np.concatenate([shard.counts for shard in shards]))
-        for number, shard in enumerate(shards):
-            self._fill_tables(number, np.flatnonzero(self.shard_of == number), shard)
-        self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
-
-    def _make_tables(self, images: list[int], counts: NDArray[np.int64]) -> None:
-        """Make empty tables.
-
-        ``images`` is the number of images in each shard, ``counts`` the number of objects in each
-        image.
-        """
-        self.shard_of = np.repeat(np.arange(len(images)), images)
-        self._set_counts(counts)
-        self._tables = make_tables(len(counts), self.objects)
-        self._tables["mask_bytes"] = np.zeros(self.objects, np.int64)
-        self.image_ids = self._tables["image_ids"]
-        self.sizes = self._tables["sizes"]
-        self._image_spans = self._tables["image_spans"]
-        self._record_spans = self._tables["record_spans"]
-        self._first = np.cumsum(counts) - counts
-        # `_bit_starts` says where the bits of each image start among the bits of its shard. `_bits`
-        # has one entry for each shard: the offset of its bits in its arrays file, or the bits
-        # themselves if the file was damaged and they were made again.
-        self._bit_starts = np.zeros(len(counts), np.int64)
-        self._bits: list[Any] = [None] * len(images)
-
-    def _fill_tables(self, number: int, rows: NDArray[np.int64], shard: ShardArrays) -> None:
-        """Copy a shard's arrays into the rows of its images."""
-        objects = np.repeat(self._first[rows], shard.counts) + number_within(shard.counts)
-        for name in IMAGE_TABLES:
-            self._tables[name][rows] = getattr(shard, name)
-        for name in ("boxes", "areas", "crops"):
-            self._tables[name][objects] = getattr(shard, name)
-        self._tables["labels"][objects] = self._map_labels(shard.labels)
-        self._tables["mask_bytes"][objects] = np.diff(shard.mask_ends)
-        self._bit_starts[rows] = shard.mask_ends[np.cumsum(shard.counts) - shard.counts]
-        self._bits[number] = shard.bits
+    def _use_columns(self, tables: Columns) -> None:
+        self._tables = tables
+        self.image_ids = tables["image_ids"]
+        self.sizes = tables["sizes"]
+        self.shard_of = tables["shard_of"]
+        self._image_spans = tables["image_spans"]
+        self._record_spans = tables["record_spans"]
+        self._set_counts(tables["counts"])
 
     def __str__(self) -> str:
         return (
@@ -394,10 +389,13 @@ class ShardDataset(CocoSamples):
         """
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
-        objects = np.repeat(self._first[rows], tables["counts"]) + number_within(tables["counts"])
+        first = self._tables["first"][rows]
+        objects = np.repeat(first, tables["counts"]) + number_within(tables["counts"])
         for name in ("boxes", "labels", "areas", "crops", "mask_bytes"):
             tables[name] = self._tables[name][objects]
+        tables["labels"] = self._map_labels(tables["labels"])
         tables["iscrowd"] = np.zeros(len(objects), np.int64)
+        release_pages(self._tables["boxes"])
         return tables
 
     def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -418,14 +416,14 @@ class ShardDataset(CocoSamples):
         if not bits.size:
             return
         shard = int(self.shard_of[index])
-        start = int(self._bit_starts[index])
+        start = int(self._tables["bit_starts"][index])
         held = self._bits[shard]
         if not isinstance(held, int):
             np.copyto(bits, held[start : start + bits.size])
         elif self._is_ahead(index, _MASKS):
             np.copyto(bits, np.frombuffer(self._take(index, _MASKS), np.uint8))
         else:
-            self._files.read_into(shard, self.index.shards[shard].arrays_name, held + start, bits)
+            self._files.read_into(shard, self.index.shards[shard].arrays_name, start, bits)
         self._compare(index, 1, bits)
 
     def _make_reader(self, streams: int | str) -> Reader:
@@ -448,7 +446,7 @@ class ShardDataset(CocoSamples):
             self._read_tar(index, start, data)
             return data
         shard = int(self.shard_of[index])
-        start = self._bits[shard] + int(self._bit_starts[index])
+        start = int(self._tables["bit_starts"][index])
         data = bytearray(int(self.describe([index])["mask_bytes"].sum()))
         self._files.read_into(shard, self.index.shards[shard].arrays_name, start, data)
         return data

@@ -33,6 +33,7 @@ from colab_utils.machine import count_cores
 from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.shards.arrays import convert_boxes
+from colab_utils.shards.columns import fill_tables, keep_columns, open_columns
 from colab_utils.shards.copy import COPY_STREAMS, Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.job_plan import make_plan
@@ -152,7 +153,7 @@ class Writing(Arrival):
 
     def _finish(self) -> None:
         index = join_index(self._plan, self._done)
-        write_index(self.target, index)
+        write_index(self.target, keep_columns(self.target, index))
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
@@ -252,9 +253,13 @@ class WritingShards(ArrivingShards):
         # A shard holds no more objects than its annotations list.
         parts = [job.dataset for job in writing.jobs]
         counts = np.concatenate([part.count_objects() for part in parts])
-        self._make_tables([len(part) for part in parts], counts)
+        tables = open_columns(len(counts), int(counts.sum()))
+        tables["shard_of"][:] = np.repeat(np.arange(len(parts)), [*map(len, parts)])
+        self._use_columns(tables)
+        self._set_counts(counts)
+        # None says that a shard is not opened yet.
+        self._bits = [None] * len(parts)
         self.left_out = dataset.crowds
-        self._tables["counts"][:] = 0
         self.image_ids = np.concatenate([part.image_ids for part in parts])
         # The order of an epoch depends on `image_ids` and `sizes`. So both stay as they are when a
         # shard is opened.
@@ -327,10 +332,12 @@ class WritingShards(ArrivingShards):
         self._tables["sizes"][rows] = 1
         if index is not None:
             arrays = load_shard(self.folder, index.shards[0], retries=Retries())
+            first = self.counts[: rows[0]].sum()
             is_usable = np.isin(self.image_ids[rows], arrays.image_ids)
             for row, image in zip(rows[~is_usable].tolist(), index.skipped, strict=True):
                 self._reasons[row] = f"{image.file_name}: {image.reason}"
-            self._fill_tables(number, rows[is_usable], arrays)
+            fill_tables(self._tables, rows[is_usable], arrays, number, first)
+            self._bits[number] = arrays.bits
         elif path.exists():
             raise ColabUtilsError(
                 f"{path} is damaged, though it was just written. Run the same again: it is written "

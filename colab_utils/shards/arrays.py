@@ -86,34 +86,20 @@ IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
 }
 """The dtype of each table of images, and the shape of a row."""
 
-# The same for the tables of objects.
-_OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "boxes": (np.float32, (4,)),
     "labels": (np.int64, ()),
-    "areas": (np.float32, ()),
     "crops": (np.int32, (4,)),
+    "areas": (np.float32, ()),
 }
-
-
-def make_tables(images: int, objects: int) -> dict[str, NDArray[Any]]:
-    """Return tables of zeros by name, with one row for each image or for each object.
-
-    Example:
-        >>> make_tables(2, 5)["boxes"].shape
-        (5, 4)
-    """
-    tables: dict[str, NDArray[Any]] = {}
-    for rows, kinds in ((images, IMAGE_TABLES), (objects, _OBJECT_TABLES)):
-        for name, (kind, shape) in kinds.items():
-            tables[name] = np.zeros((rows, *shape), kind)
-    return tables
+"""The same for the tables of objects."""
 
 
 class ArraysBuilder:
     """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[Any]] = {name: [] for name in IMAGE_TABLES | _OBJECT_TABLES}
+        self._rows: dict[str, list[Any]] = {name: [] for name in IMAGE_TABLES | OBJECT_TABLES}
         self._mask_lengths: list[int] = []
         self._bits = [np.zeros(0, np.uint8)]
 
@@ -159,7 +145,7 @@ class ArraysBuilder:
     def build(self) -> ShardArrays:
         """Return the arrays of all records added so far."""
         tables = {}
-        for name, (kind, shape) in (IMAGE_TABLES | _OBJECT_TABLES).items():
+        for name, (kind, shape) in (IMAGE_TABLES | OBJECT_TABLES).items():
             tables[name] = np.array(self._rows[name], kind).reshape(-1, *shape)
         mask_ends = np.cumsum([0, *self._mask_lengths], dtype=np.int64)
         return ShardArrays(**tables, mask_ends=mask_ends, bits=np.concatenate(self._bits))

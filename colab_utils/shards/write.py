@@ -25,6 +25,7 @@ from colab_utils.machine import require_space
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_number
+from colab_utils.shards.columns import keep_columns
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
 from colab_utils.shards.job_plan import (
     JobPlan,
@@ -449,7 +450,7 @@ def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
 def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
     """Write the index of a folder whose shards are all written, and remove its plan."""
     patience = Retries()
-    index = join_index(plan, done)
+    index = patience.write(folder, keep_columns, folder, join_index(plan, done))
     patience.write(folder, write_index, folder, index)
     keep_source(folder, index, open_place(plan.image_folder), plan.source, plan.planned_ns)
     patience.write(folder, remove_plan, folder)

@@ -28,8 +28,8 @@ def make_record(*, looks=None, places=None, inside=0, threads=10, **settings):
     """
     record = LoopRecord([])
     record.looks._workers_at[True] = inside
-    record.looks._runnable_workers = 10
-    record.looks._runnable_threads = threads
+    # In ten looks, a worker had so many threads to run.
+    record.looks._extra_threads = threads - 20
     record.looks.waits.update(looks or {})
     for phase, counts in (places or {}).items():
         record.looks._places[phase] = Counter(counts)
@@ -64,7 +64,11 @@ def test_a_loop_that_never_waits_has_no_cause():
     ("loop", "id", "words"),
     [
         ({"between": spread(0.06)}, "between", r"busy for 60 ms .*optimizer.step"),
-        ({"between": spread(0.8, every=10)}, "periodic", r"About every 10 batches .* busy 0.8 s"),
+        (
+            {"between": spread(0.8, every=10)},
+            "periodic",
+            r"every 10 batches.* busy for 0.8 s",
+        ),
         (
             {
                 "waits": spread(1.0, every=25),
