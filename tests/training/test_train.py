@@ -468,7 +468,9 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
 ):
     folder = CheckpointFolder(tmp_path / "run")
     refusal.times[name] = None
-    lies = rf"{name} is not in {folder.run}, and lies in .*colab_utils-checkpoints-\d+/(\w+) of"
+    lies = (
+        rf"{name} is not in {folder.run}\. It lies only in .*colab_utils-checkpoints-\d+/(\w+) of"
+    )
     with pytest.raises(DriveLostError, match=lies) as caught:
         train(
             tiny_shards,
@@ -509,7 +511,7 @@ def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
     goes_on = [text for text in texts if "training goes on" in text]
     assert goes_on
     assert not any(name in text for text in goes_on for name in (NEWEST, BEST))
-    tried = [text for text in texts if text.endswith("it is tried again now")]
+    tried = [text for text in texts if text.endswith("Another try is made now")]
     assert len(tried) == 2
     assert len(texts) == len(goes_on) + len(tried)
 
@@ -622,7 +624,7 @@ def test_a_run_of_torn_checkpoints_trains_nothing(tiny_shards, run):
     names = list_names(run)
     for name in names:
         os.truncate(run / name, 10_000)
-    with pytest.raises(ColabUtilsError, match=r"no checkpoint is complete: .*resume='never'"):
+    with pytest.raises(ColabUtilsError, match=r"every checkpoint is torn .*resume='never'"):
         train(
             tiny_shards,
             run,
