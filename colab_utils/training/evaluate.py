@@ -115,7 +115,7 @@ def evaluate(
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
     raise EvaluationProcessError(
-        "The process of the evaluation was killed twice, as happens where memory is full. Evaluate "
+        "The process that draws masks was killed twice, probably because memory is full. Evaluate "
         "on fewer images."
     )
 
@@ -140,8 +140,9 @@ def _check_classes(model: Any, dataset: Any) -> None:
     trained = getattr(model, "category_ids", ids)
     if not fits or not ids.items() <= trained.items():
         raise ColabUtilsError(
-            f"The dataset has other labels ({classes} in all) than the model has classes ({known} "
-            "in all). Open it with the contiguous_labels of the training dataset."
+            f"The labels of the dataset ({classes} in all) do not match the classes of the model "
+            f"({known} in all). Open the dataset with the contiguous_labels of the training "
+            "dataset."
         )
 
 
