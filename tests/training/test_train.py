@@ -828,7 +828,9 @@ def test_a_best_checkpoint_of_another_version_is_refused(two_steps, tiny_shards,
     state = torch.load(tmp_path / "best-00000003.pt", weights_only=True)
     changed = {name: value for name, value in (state["ap"] | change).items() if value is not ...}
     CheckpointFolder(tmp_path).save({**state, "ap": changed}, step=3, which="best")
-    with pytest.raises(ColabUtilsError, match=r"best-.*no checkpoint of this version of colab_utils"):
+    with pytest.raises(
+        ColabUtilsError, match=r"best-.*no checkpoint of this version of colab_utils"
+    ):
         train(tiny_shards, tmp_path, **{**settings, "steps": 4})
 
 
