@@ -275,7 +275,7 @@ def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]
     if trained != name:
         raise ColabUtilsError(
             f"The run in {run} has weights of the model {trained}, and not of {name}. Pass "
-            f"{trained} as the name of the model."
+            "the name of the run's model."
         )
     return model, state["class_names"]
 
