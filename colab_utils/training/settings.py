@@ -45,8 +45,8 @@ class AskedSettings:
         names = get_args(Augment)
         if self.augment is not None and self.augment not in (*names, OWN_TRANSFORMS):
             raise ColabUtilsError(
-                f"augment must be one of {names}, or transforms of your own; it is {self.augment!r}. "
-                "Pass another value."
+                f"augment must be one of {names}, or transforms of your own; it is "
+                f"{self.augment!r}. Pass another value."
             )
         if self.norms is not None:
             require_choice("norms", self.norms, get_args(Norms))
