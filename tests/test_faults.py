@@ -474,7 +474,9 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
     assert re.search(r"note: Drive does not answer: checkpoint checkpoint-\d+\.pt waits in", shown)
     errors = [line for line in shown.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, shown
-    assert f"checkpoint-{STEPS:08}.pt is not in {world.drive / 'run'}, and lies in " in errors[0]
+    assert (
+        f"checkpoint-{STEPS:08}.pt is not in {world.drive / 'run'}. It lies only in " in errors[0]
+    )
     assert f"drive.mount('{world.mount.folder}', force_remount=True), then run" in errors[0]
     world.mount.fail()
     assert not (world.backing / "run" / f"checkpoint-{STEPS:08}.pt").exists()

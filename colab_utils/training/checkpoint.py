@@ -19,7 +19,7 @@ TORN = "is torn (cut short or damaged)"
 # A seal begins with this text, where the number is the version of the format. The checksum follows.
 _SEAL = b"colab_utils 2 "
 _MOST_BYTES = 1e10
-_CURE = "Move this file away: the one before it is loaded then."
+_CURE = "Move this file away: the previous checkpoint is loaded then."
 
 
 class TornError(ColabUtilsError):
@@ -70,14 +70,15 @@ def _check_seal(path: Place, content: bytes) -> bytes:
         return content
     seal = content[-length:]
     if not seal.startswith(_SEAL):
-        # Not torn, but refused: a file with a seal of another version, and a complete zip without a
-        # seal. One of our files that is cut short is no complete zip.
+        # A file that is complete, but has the seal of another version or none, is not torn. Another
+        # version or program wrote it. A file of ours that is cut short is no complete zip.
         with suppress(zipfile.BadZipFile):
             is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
             if is_zip or seal.startswith(_SEAL[:-2]):
                 raise _refuse(path)
     raise TornError(
-        f"{path} {TORN}. Move it away, and run the same command again: the one before it is taken."
+        f"{path} {TORN}. Move it away, and run the same command again: the previous checkpoint is "
+        "used then."
     )
 
 
@@ -91,7 +92,7 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
         ...     {}["plan"]
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: ... is no checkpoint as this version of colab_utils ...
+        colab_utils.errors.ColabUtilsError: ... is no checkpoint of this version of colab_utils: ...
     """
     try:
         yield
@@ -138,16 +139,16 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
 
 def _refuse(path: str | Place) -> ColabUtilsError:
     return ColabUtilsError(
-        f"{path} is no checkpoint as this version of colab_utils writes it: it was changed or "
-        f"renamed, or is of another program or version. {_CURE} Or update colab_utils."
+        f"{path} is no checkpoint of this version of colab_utils: it was changed or renamed, or "
+        f"another program or version wrote it. {_CURE} Or update colab_utils."
     )
 
 
 def load_content(path: Place, content: bytes) -> dict[str, Any]:
     """Return the state that a file holds.
 
-    The seal of ``content`` is right, so the file is not torn, and keeps its name even if it cannot
-    be loaded.
+    `read_sealed` has checked the seal of ``content``, so the file is not torn. Even if it cannot be
+    loaded, it is not renamed.
     """
     try:
         state: dict[str, Any] = torch.load(
@@ -156,7 +157,7 @@ def load_content(path: Place, content: bytes) -> dict[str, Any]:
     except Exception as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ColabUtilsError(
-            f"{path} cannot be loaded, though the file is complete: {first_line} Free memory and "
+            f"{path} cannot be loaded, though the file is complete ({first_line}). Free memory and "
             f"start again. Or: {_CURE}"
         ) from error
     if f"{state['step']:08d}" != Path(path.name).stem.rpartition("-")[2]:

@@ -42,8 +42,8 @@ Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 _PREFIXES = {"newest": "checkpoint", "best": "best"}
 _OTHERS_KEPT = {"newest": 1, "best": 0}
-# The name of a file in the run's folder, which holds random bytes. If the folder is deleted and
-# made anew, it gets other bytes.
+# A file of this name in the run's folder holds random bytes. If the folder is deleted and made
+# anew, the file holds other bytes.
 _IDENTITY_NAME = "run-id"
 # Error numbers of a full disk, a used-up quota, and a disk that became read-only.
 _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -165,10 +165,10 @@ class CheckpointFolder:
                 self._write(waiting, which, *parts)
             except FullDiskError as full:
                 raise self._refuse_write(path, full.__cause__) from full
-            outlook = "it is tried again now" if is_last else "training goes on"
+            outlook = "Another try is made now" if is_last else "It is sent later; training goes on"
             text = (
-                f"{self._name_trouble(error)}: checkpoint {path.name} waits in {waiting.parent} "
-                f"until it does; {outlook}"
+                f"{self._name_trouble(error)}: checkpoint {path.name} waits in {waiting.parent}. "
+                f"{outlook}"
             )
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
             path = waiting
@@ -209,9 +209,9 @@ class CheckpointFolder:
             elif isinstance(self.run, UrlPath):
                 cure = "Look at the server and your credentials"
             raise DriveLostError(
-                f"{self._name_trouble(error)}: checkpoint {path.name} is not in {self.run}, and "
-                f"lies in {waiting.parent} of this machine alone. {cure}, then run the same "
-                "command on this machine, which sends it; or keep a copy of that folder elsewhere."
+                f"{self._name_trouble(error)}: checkpoint {path.name} is not in {self.run}. It "
+                f"lies only in {waiting.parent} of this machine. {cure}, then run the same command "
+                "on this machine: it sends the checkpoint. Or copy that folder to another place."
             ) from error
         return path
 
@@ -257,9 +257,9 @@ class CheckpointFolder:
         if torn and which == "newest":
             names = ", ".join(path.name for path in torn)
             raise ColabUtilsError(
-                f"In the run {self.run} no checkpoint is complete: {names} {TORN}. Train with "
-                "resume='never' to move what is there to a folder of its own and to begin anew, or "
-                "choose another run folder."
+                f"In the run {self.run} every checkpoint {TORN}: {names}. Train with "
+                "resume='never' to move them to a folder of their own and to begin anew, or choose "
+                "another run folder."
             )
         _set_aside(torn, repair=repair)
         return None
@@ -334,8 +334,8 @@ def _find_own_folder() -> Path:
     is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
     if not is_own or facts.st_mode & 0o077:
         raise ColabUtilsError(
-            f"{folder}, where checkpoints wait while Drive does not answer, is no folder of yours "
-            "alone. Remove it, or set TMPDIR to a folder that only you may write to."
+            f"{folder} must be a folder that only you can use: checkpoints wait in it while Drive "
+            "does not answer. Remove it, or set TMPDIR to a folder that only you may write to."
         )
     return folder
 
@@ -343,13 +343,13 @@ def _find_own_folder() -> Path:
 def _set_aside(torn: Iterable[Place], *, repair: bool) -> None:
     """Warn of torn checkpoints. With ``repair``, rename them, too."""
     for path in torn:
-        text = f"{path} {TORN}: the one before it is taken"
+        text = f"{path} {TORN}: it is skipped, and an older one is used if there is one"
         if repair:
             # The folder may be read-only.
             with suppress(OSError, ColabUtilsError):
                 aside = _find_free_name(path.parent, f"{path.name}.torn-")
                 _move(path, aside)
-                text += f", and this one was renamed to {aside.name}"
+                text += f". The torn file was renamed to {aside.name}"
         warnings.warn(text, ColabUtilsWarning, stacklevel=4)
 
 

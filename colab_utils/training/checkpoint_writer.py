@@ -13,8 +13,8 @@ from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 from colab_utils.training.checkpoint_folder import CheckpointFolder, Which
 
-# A checkpoint is due this many seconds after the last one: in the middle of an epoch, and at its
-# end.
+# Seconds from one checkpoint until the next is due. The first number is for the middle of an epoch,
+# the second for its end.
 _PAUSES_S = (60.0, 10.0)
 
 

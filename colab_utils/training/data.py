@@ -40,9 +40,9 @@ class OpenData:
     def match_state(self, state: dict[str, Any], order: str | None) -> dict[str, Any]:
         """Fit a loader's state from a checkpoint to the images of this session, and return it.
 
-        If the images differ, the epoch begins anew, with a warning. They differ if another number
-        of loose files can be used, if they lie in another order, or if the run read shards that
-        are gone.
+        If the images differ, the epoch begins anew, with a warning. They differ if the number of
+        usable loose files has changed, if the order of the images has changed, or if the run read
+        shards that are gone.
 
         Args:
             state: The state of the loader.
@@ -52,14 +52,14 @@ class OpenData:
         difference = ""
         if self.is_loose and state["images"] != len(self.rows):
             difference = (
-                f"the run was begun with {state['images']} images, and there are {len(self.rows)} "
-                "now, as others turned out bad or are not in shards yet"
+                f"the run was begun with {state['images']} images, and now there are "
+                f"{len(self.rows)}, because bad images are found only while shards are made"
             )
         elif order not in (None, self.order) or (state["joined"] and not has_shards):
-            difference = "The images lie in another order than those that the run was begun with"
+            difference = "the images lie in another order than when the run was begun"
         if not difference:
             return state
-        warnings.warn(f"{difference}: its epoch begins anew", ColabUtilsWarning, stacklevel=3)
+        warnings.warn(f"{difference}: the epoch begins anew", ColabUtilsWarning, stacklevel=3)
         anew: dict[str, Any] = {"images": len(self.rows), "batch": 0}
         for name in ("joined", "left", "moved", "earlier"):
             anew[name] = []
@@ -107,8 +107,8 @@ class DataSource:
             is_sound = is_sound and self.limit_gb is None
         if not is_sound:
             raise ColabUtilsError(
-                "The data of a run are either shards, or images and annotations with the folders "
-                "drive and ssd for their shards. Name one of the two; limit_gb is of shards alone."
+                "A run needs either shards, or images with annotations and ssd: pass one of the "
+                "two. Optional: ssd and limit_gb for shards, drive for images."
             )
 
     def open(self, seed: int) -> ShardDataset | CocoFolder:

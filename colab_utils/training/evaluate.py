@@ -116,7 +116,7 @@ def evaluate(
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
     raise EvaluationProcessError(
-        "The process of the evaluation was killed twice, as happens where memory is full. Evaluate "
+        "The process that draws masks was killed twice, probably because memory is full. Evaluate "
         "on fewer images."
     )
 
@@ -143,9 +143,9 @@ def _check_classes(model: Any, dataset: Any) -> None:
     is_known = ids.items() <= trained.items() and not has_moved_names(dataset.class_names, names)
     if not fits or not is_known:
         raise ColabUtilsError(
-            f"The dataset has other labels ({classes} in all) than the model has classes ({known} "
-            "in all), or other ids for the same names. Open it with the contiguous_labels of the "
-            "training dataset, and give the same categories to both."
+            f"The labels of the dataset ({classes} in all) do not match the classes of the model "
+            f"({known} in all), or the same names have other ids. Open the dataset with the "
+            "contiguous_labels of the training dataset, and give the same categories to both."
         )
 
 

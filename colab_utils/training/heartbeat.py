@@ -1,4 +1,4 @@
-"""The heartbeat of processes that train together. By it, each process notices which are lost."""
+"""The heartbeat of processes that train together: it shows each process which others are lost."""
 
 import math
 import os

@@ -224,7 +224,7 @@ def _compare_in_parts(
 
 
 def _take_rows(parts: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows of each image's tensor that ``rows`` lists for it."""
+    """Return, for each image, those rows of its tensor in ``parts`` that ``rows`` lists."""
     return [part[row] for part, row in zip(parts, rows, strict=True)]
 
 

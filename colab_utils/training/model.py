@@ -274,8 +274,8 @@ def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]
     trained = state["plan"]["model"]
     if trained != name:
         raise ColabUtilsError(
-            f"The run in {run} is of the model {trained}, and not of {name}. Pass the run's own "
-            "name."
+            f"The run in {run} has weights of the model {trained}, and not of {name}. Pass "
+            "the name of the run's model."
         )
     return model, state["class_names"]
 

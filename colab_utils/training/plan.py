@@ -64,7 +64,9 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         together = f" by {self.ranks} processes" if self.ranks > 1 else ""
-        skipped = f", {self.skipped_images} without objects left out" if self.skipped_images else ""
+        skipped = (
+            f", {self.skipped_images} more left out (no objects)" if self.skipped_images else ""
+        )
         if self.skipped_objects:
             every = self.objects + self.skipped_objects
             skipped += (

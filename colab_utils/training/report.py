@@ -31,8 +31,8 @@ def average_losses(losses: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of the log: what happened since the line before. The time of its rates is that of the
-    wall clock, so it includes evaluation, logs and checkpoints.
+    """A line of the log: what happened since the line before. Its rates count all of the time, also
+    that of evaluation, logs and checkpoints.
     """
 
     step: int

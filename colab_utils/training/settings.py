@@ -45,7 +45,7 @@ class AskedSettings:
         names = get_args(Augment)
         if self.augment is not None and self.augment not in (*names, OWN_TRANSFORMS):
             raise ColabUtilsError(
-                f"augment must be one of {', '.join(names)} or transforms of your own; it is "
+                f"augment must be one of {names}, or transforms of your own; it is "
                 f"{self.augment!r}. Pass another value."
             )
         if self.norms is not None:
@@ -90,7 +90,7 @@ def read_settings(plan: Mapping[str, Any]) -> AskedSettings:
     try:
         stored.check()
     except ColabUtilsError as error:
-        # The message asks the user to pass another value, but this one is the checkpoint's.
+        # The message asks the user to pass another value, but this value is in the checkpoint.
         raise ValueError(str(error)) from error
     return stored
 

@@ -56,8 +56,8 @@ class SkippedSteps:
         self._told = self.count
         steps = "1 step was" if self.count == 1 else f"{self.count} steps were"
         text = (
-            f"{steps} skipped, because a loss or a gradient was not finite: "
-            f"{self._first}{', is the first' if self.count > 1 else ''}. "
+            f"{steps} skipped, because a loss or a gradient was not finite. "
+            f"{'The first' if self.count > 1 else 'It'} was {self._first}. "
             "The weights are as they were before. Look at these images. If more steps are "
             "skipped, pass a lower learning_rate"
         )
@@ -72,7 +72,10 @@ class SkippedSteps:
         """
         limit = _MOST_WITH_SCALE if self._has_scale else _MOST_IN_A_ROW
         if self.in_a_row >= limit:
-            return f"none in the last {self.in_a_row} steps, from {self._first_in_a_row}, on"
+            return (
+                f"none in the last {self.in_a_row} steps. "
+                f"The first of these was {self._first_in_a_row}"
+            )
         if is_last and self.count and 2 * self.count >= trained:
-            return f"none in {self.count} of {trained} steps, first in {self._first}"
+            return f"none in {self.count} of {trained} steps. The first of these was {self._first}"
         return ""

@@ -25,13 +25,13 @@ from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.schedule import make_optimizer
 
 Images = PackedBatch | list[Tensor] | None
-"""A packed batch, or images as torchvision takes them. None if this process has no image of it."""
+"""A packed batch, or images as torchvision takes them. None if this process has none of them."""
 Targets = list[dict[str, Tensor]] | None
 """Targets as torchvision takes them. None with a packed batch, which has its own targets."""
 MOST_PARTS = 8
 """The most parts that a batch is cut into. It is halved at most three times."""
-# Gradients are clipped to this norm. Theirs is usually far smaller, except in the first steps from
-# random weights.
+# Gradients are clipped to this norm. Their own norm is usually far smaller, except in the first
+# steps from random weights.
 _MAX_GRADIENT_NORM = 10.0
 # What torch, cuBLAS and cuDNN say when memory runs out.
 _OUT_OF_MEMORY = re.compile(
@@ -60,8 +60,8 @@ class TrainingStep:
 
     Raises:
         ColabUtilsError: The model does not fit into the GPU's memory. A call raises it, too, if a
-            batch does not fit in parts of one image, or in eight parts. With several processes, a
-            call raises it at once, because ``parts`` stays the same there.
+            batch does not fit in parts of one image, or in eight parts. With several processes,
+            ``parts`` stays the same, so a call raises it as soon as a batch does not fit.
 
     Example:
         >>> from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
@@ -91,9 +91,9 @@ class TrainingStep:
             if not _is_out_of_memory(error):
                 raise
             raise ColabUtilsError(
-                "The model does not fit into the GPU's memory, as something else holds it. Restart "
-                "the session (Runtime > Restart session), or end the other process that nvidia-smi "
-                "lists."
+                "The model does not fit into the GPU's memory, because something else fills that "
+                "memory. Restart the session (Runtime > Restart session), or end the other process "
+                "that nvidia-smi lists."
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
@@ -167,8 +167,8 @@ class TrainingStep:
             )
         self.parts *= 2
         text = (
-            f"a batch of {count} images does not fit into the GPU's memory: each is trained in "
-            f"{self.parts} parts from now on. The effective batch size stays the same."
+            f"a batch of {count} images does not fit into the GPU's memory: each batch is trained "
+            f"in {self.parts} parts from now on. The effective batch size stays the same."
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
@@ -205,7 +205,7 @@ class TrainingStep:
                     if count:
                         share = min(size, count - first) / (total or count)
                     # torch averages the gradients over the processes. The sum is needed, so each
-                    # process multiplies its loss by their number.
+                    # process multiplies its loss by the number of processes.
                     self.scaler.scale(loss * share * self.ranks.count).backward()
                 loss_sum += loss.detach() * share
         except RuntimeError as error:
@@ -253,7 +253,7 @@ class TrainingStep:
             del optimizer.found_inf
 
     def free_memory(self) -> None:
-        """Free what a step left that ran out of memory: gradients, graph, and torch's cache."""
+        """Free what a failed step still holds: its gradients, its graph, and torch's cache."""
         self.optimizer.zero_grad()
         # After a failed backward pass, autograd keeps its graph until the next backward pass (seen
         # with torch 2.15 on a CPU).
@@ -266,7 +266,7 @@ class TrainingStep:
 
         Raises:
             ColabUtilsError: A weight is not finite.
-            LookupError, RuntimeError, TypeError, ValueError: It is no state of this model and
+            LookupError, RuntimeError, TypeError, ValueError: ``state`` is not of this model and
                 optimiser.
         """
         load_weights(self.model, choose_weights(state), state["path"])
@@ -305,7 +305,8 @@ class _SummedLosses(nn.Module):
         self.model = model
 
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
-        # A process without an image of the batch sends zeros, as the others wait for its gradients.
+        # The others wait for the gradients of this process. If it has no image of the batch, it
+        # sends zeros.
         if images is None:
             sums = [p.sum() for p in self.model.parameters() if p.requires_grad]
             return torch.stack(sums).sum() * 0

@@ -12,8 +12,8 @@ from colab_utils.errors import ColabUtilsError
 def use_cpu() -> Iterator[None]:
     """Use the CPU as torch's default device, whatever ``torch.set_default_device`` has set."""
     cpu = torch.device("cpu")
-    # A default that is set makes each of torch's functions a little slower. It is set only if the
-    # default is not the CPU already.
+    # Setting a default device makes each of torch's functions a little slower. So none is set if
+    # the CPU is the default already.
     with nullcontext() if torch.get_default_device() == cpu else cpu:
         yield
 

@@ -177,7 +177,7 @@ def train(
     require_choice("resume", resume, ("auto", "never"))
     require_count("seed", seed, minimum=0, maximum=_LARGEST_SEED)
     if run is None:
-        raise ColabUtilsError("A run needs a folder for its checkpoints. Name it: run.")
+        raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
     source = DataSource(shards, images, annotations, drive, ssd or local, limit_gb)
     _check_paths(source, val_shards, run, weights)
     with ExitStack() as stack:
@@ -287,7 +287,7 @@ def _end_before_training(text: str) -> None:
 
 
 def _warn_of_faults(data: OpenData) -> None:
-    """Warn of objects in shards that are trained wrongly.
+    """Warn of shards with bad objects, from which a model learns wrongly.
 
     A dataset of loose files gives this warning itself when it is opened.
     """
@@ -356,8 +356,8 @@ def _choose_settings(
         settings = choose_settings(asked, read_settings(state["plan"]), on_gpu=on_gpu)
         if settings.augment == OWN_TRANSFORMS and transforms is None:
             raise ColabUtilsError(
-                f"The run of {state['path']} was begun with transforms, and none are given. Pass "
-                "them again as augment."
+                f"The run of {state['path']} was begun with transforms, and this call has none. "
+                "Pass them again as augment."
             )
         _check_checkpoint(state, settings, data, device=device, seed=seed)
     return settings
@@ -415,7 +415,7 @@ def _warn_if_finished(plan: TrainingPlan, path: str) -> None:
     if plan.first_step >= plan.steps:
         text = (
             f"the run of {path} is finished: all of its {plan.steps} steps are done, "
-            "and none is trained. Pass more steps or epochs (STEPS), "
+            "so nothing is trained. Pass more steps or epochs (STEPS), "
             "another run folder (RUN_NAME), or resume='never' to start anew."
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)

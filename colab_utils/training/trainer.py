@@ -198,8 +198,8 @@ class Trainer:
         except AssertionError as error:
             # torchvision asserts that every box has an area.
             raise ColabUtilsError(
-                f"The boxes that came from your transforms cannot be trained on: {error} End them "
-                "with v2.SanitizeBoundingBoxes()."
+                f"The boxes that came from your transforms cannot be trained on: {error} End your "
+                "transforms with v2.SanitizeBoundingBoxes()."
             ) from error
         self.clock.end_step()
         is_skipped = self.step.is_skipped.to(loss.dtype)
@@ -290,7 +290,7 @@ class Trainer:
         """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
         if self.done == self._saved_step:
             return
-        # This raises an error for a loss that is not finite, before it is saved as progress.
+        # If a loss is not finite, this raises an error, so that its step is not saved as progress.
         self._fetch_losses()
         # If the last step was skipped, the weights may give no finite loss any more. They must not
         # replace those of the last checkpoint.
@@ -312,8 +312,8 @@ class Trainer:
     def _save_last(self) -> None:
         """Save the last state, and send the checkpoints that wait on this machine to Drive.
 
-        If Drive does not take them, a warning says where they lie. An error in its place would
-        hide the one that ended training, or prevent the last evaluation.
+        If Drive does not take them, a warning says where they lie. An error instead of the warning
+        would hide the error that ended training, or prevent the last evaluation.
         """
         try:
             # In the middle of a step some weights are new and others old: that is no state to save.

@@ -340,9 +340,9 @@ def test_groups_of_a_host_that_are_no_range_are_refused(shards, tmp_path, groups
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"groups": None}, "8 groups, and the loader deals them to 0"),
-        ({"groups": 4}, "8 groups, and the loader deals them to 4"),
-        ({"seed": 3}, "or with another seed"),
+        ({"groups": None}, "to 8 and to 0 groups"),
+        ({"groups": 4}, "to 8 and to 4 groups"),
+        ({"seed": 3}, "the seeds differ"),
         ({}, r"copies the groups range\(1, 8, 2\)\. Open it with groups=range\(0, 8\)"),
     ],
 )

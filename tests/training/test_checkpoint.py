@@ -122,7 +122,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(
     folder = CheckpointFolder(tmp_path)
     # The same call says the same again.
     for _ in range(2):
-        with pytest.raises(ColabUtilsError, match=r"00002\.pt.* torn .*resume='never'") as error:
+        with pytest.raises(ColabUtilsError, match=r"is torn .*00002\.pt.*resume='never'") as error:
             folder.read(repair=repair)
         assert "\n" not in str(error.value)
         assert list_names(tmp_path) == before
@@ -222,7 +222,7 @@ def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, mo
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
     folder = CheckpointFolder(mount.folder / "run")
     mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="it is tried again now$"):
+    with pytest.warns(ColabUtilsWarning, match="Another try is made now$"):
         folder.save(make_state(), step=20, is_last=True)
     mount.fail()
     assert folder.save(make_state(), step=30) == folder.newest
@@ -242,7 +242,8 @@ def test_what_waits_is_sent_when_it_is_asked_for(mount, monkeypatch):
     with pytest.warns(ColabUtilsWarning, match="waits"):
         folder.save(make_state(5), step=5, which="best")
     with pytest.raises(
-        DriveLostError, match=rf"00030\.pt is not in {folder.run}, and lies in {folder.waiting}"
+        DriveLostError,
+        match=rf"00030\.pt is not in {folder.run}\. It lies only in {folder.waiting}",
     ) as error:
         folder.send_waiting()
     cure = f"drive.mount('{mount.folder}', force_remount=True), then run the same command"
@@ -311,7 +312,9 @@ def give_away(path: Path) -> None:
 def test_a_folder_of_somebody_else_is_no_place_to_wait(tmp_path: Path, monkeypatch, take):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     take(tmp_path / f"colab_utils-checkpoints-{os.getuid()}")
-    with pytest.raises(ColabUtilsError, match=r"is no folder of yours alone\. Remove it, or set"):
+    with pytest.raises(
+        ColabUtilsError, match=r"must be a folder that only you can use: .* Remove it, or set"
+    ):
         CheckpointFolder(tmp_path / "run").read(repair=True)
 
 
@@ -395,7 +398,7 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
 def test_a_file_of_another_program_is_left_alone(tmp_path: Path):
     torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(
-        ColabUtilsError, match=r"of another program or version\. Move this file away"
+        ColabUtilsError, match=r"another program or version wrote it\. Move this file away"
     ):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
@@ -445,7 +448,8 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path):
     path = CheckpointFolder(tmp_path).save(make_state(), step=5)
     path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
     with pytest.raises(
-        ColabUtilsError, match=r"as this version of colab_utils writes it: .* Or update colab_utils"
+        ColabUtilsError,
+        match=r"no checkpoint of this version of colab_utils: .* Or update colab_utils",
     ):
         CheckpointFolder(tmp_path).read(repair=True)
 
@@ -486,7 +490,9 @@ def test_reading_changes_no_file(tmp_path: Path):
     folder = CheckpointFolder(tmp_path)
     folder.save(make_state(1.0), step=10)
     (tmp_path / "checkpoint-00000020.pt").write_bytes(b"being written")
-    with pytest.warns(ColabUtilsWarning, match=r"00020.pt is torn .*: the one before it is taken$"):
+    with pytest.warns(
+        ColabUtilsWarning, match=r"00020.pt is torn .*: it is skipped, .* if there is one$"
+    ):
         state = folder.read()
     assert (state["step"], state["path"]) == (10, str(tmp_path / "checkpoint-00000010.pt"))
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
@@ -508,7 +514,7 @@ def test_loading_runs_no_code(tmp_path: Path):
             return os.mkdir, (str(tmp_path / "was-here"),)
 
     torch.save({"step": 5, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
-    with pytest.raises(ColabUtilsError, match="of another program"):
+    with pytest.raises(ColabUtilsError, match="another program or version wrote it"):
         CheckpointFolder(tmp_path).read(repair=True)
     # This file has the checksum of a real checkpoint.
     CheckpointFolder(tmp_path).save({"payload": Payload()}, step=5)
@@ -610,7 +616,7 @@ def test_a_zip_that_training_did_not_write_is_left_alone(tmp_path: Path, replace
     path = tmp_path / "checkpoint-00000010.pt"
     replace(path)
     content = path.read_bytes()
-    with pytest.raises(ColabUtilsError, match="of another program"):
+    with pytest.raises(ColabUtilsError, match="another program or version wrote it"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert path.read_bytes() == content
     assert list_names(tmp_path) == [path.name]

@@ -258,7 +258,7 @@ def test_a_named_batch_is_trained_in_more_and_more_parts(dataset, monkeypatch):
 def test_an_image_that_does_not_fit_alone_is_said(dataset, monkeypatch):
     with pytest.raises(
         ColabUtilsError,
-        match=r"One image with .* does not fit into the GPU's memory .* Free memory: min",
+        match=r"One image with .* does not fit into the GPU's memory .* To free memory, set min",
     ) as caught:
         plan(dataset, monkeypatch, limit=6_000_000, batch_size=1)
     assert "\n" not in str(caught.value)

@@ -72,7 +72,9 @@ def test_what_the_server_does_not_take_waits_here_and_is_sent_later(bucket, erro
     with pytest.warns(ColabUtilsWarning, match=r"00000020.pt waits in .* training goes on"):
         path = folder.save(make_state(20), step=20)
     assert path.parent == folder.waiting
-    with pytest.raises(DriveLostError, match=r"lies in .* Look at the server and your credential"):
+    with pytest.raises(
+        DriveLostError, match=r"lies only in .* Look at the server and your credential"
+    ):
         folder.send_waiting()
     FaultyFileSystem.fault = None
     # Another session of this machine sends what waits.

@@ -397,7 +397,7 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
     [
         (
             {"augment": "mosaic"},
-            "augment must be one of none, flip or transforms of your own; it is 'mosaic'",
+            r"augment must be one of \('none', 'flip'\), or transforms of your own; it is 'mosaic'",
         ),
         ({"learning_rate": -0.1}, "learning_rate over 0"),
         ({"min_size": 0}, "min_size between 1 and 10,000"),

@@ -65,7 +65,7 @@ BAD_VALUES = [
     (
         "augment",
         "mosaic",
-        "augment must be one of none, flip or transforms of your own; it is 'mosaic'",
+        r"augment must be one of \('none', 'flip'\), or transforms of your own; it is 'mosaic'",
     ),
     ("norms", "x", "norms must be one of frozen, trained; it is 'x'"),
     ("batch_size", 0, "expected batch_size between 1 and 2,147,483,647 .*found 0"),

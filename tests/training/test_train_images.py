@@ -76,7 +76,7 @@ def test_a_bad_image_is_left_out_and_the_run_goes_on_without_it(source, tmp_path
     assert [image.file_name for image in read_index(source["ssd"]).skipped] == [names[3]]
     shutil.rmtree(source["drive"])
     shutil.move(source["ssd"], source["drive"])
-    with pytest.warns(ColabUtilsWarning, match="there are 10 now, as others turned out bad"):
+    with pytest.warns(ColabUtilsWarning, match="now there are 10, because bad images are found"):
         report = train_tiny(source, tmp_path, steps=6)
     assert report.steps == 6
     assert report.plan.images == 10
@@ -91,7 +91,7 @@ def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
     assert report.plan.images == 11
     assert report.plan.objects == 30
     # Shards have another order than the annotations.
-    with pytest.warns(ColabUtilsWarning, match="its epoch begins anew"):
+    with pytest.warns(ColabUtilsWarning, match="the epoch begins anew"):
         assert train_tiny(source, tmp_path, epochs=2).steps == 8
 
 
@@ -106,7 +106,7 @@ def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
     ],
 )
 def test_data_is_named_once(source, tmp_path, change):
-    with pytest.raises(ColabUtilsError, match="The data of a run are either shards, or images"):
+    with pytest.raises(ColabUtilsError, match="A run needs either shards, or images"):
         train(run=tmp_path / "run", **(source | change))
     assert not (tmp_path / "run").exists()
 
@@ -149,4 +149,4 @@ def test_the_command_line_says_in_one_line_what_is_missing(source, tmp_path, cap
     words = ["train", "--images", str(source["images"]), "--run", str(tmp_path / "run")]
     assert main(words) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: The data of a run are either shards, or images")
+    assert line.startswith("error: A run needs either shards, or images")
