@@ -228,7 +228,7 @@ class Reader:
             self._threads = 0
 
     def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield names until `_FILES_A_STREAM` files are pending for each stream, but at least one."""
+        """Yield names until `_FILES_A_STREAM` files a stream are pending, but at least one name."""
         for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
             try:
                 yield next(source)
