@@ -530,7 +530,7 @@ def part_of_all(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[1]) > int(match[2]):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a part: name one of 1/N to N/N, such as 3/16"
+            f"'{text}' is not a part: name one of 1/N to N/N, such as 3/16"
         )
     return int(match[1]), int(match[2])
 
