@@ -28,7 +28,7 @@ from colab_utils.slow_drive import find_profile
 
 _JSON_START = b'{\n "command": '
 _SCRIPT = "colab-utils"
-_STEP = "training step, ms a batch of 4: emulated (100), or yours"
+_STEP = "milliseconds of your training step for a batch; the step is emulated (100)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -196,7 +196,7 @@ def _check(
 def _add_check_options(command: _Parser) -> None:
     _add_dataset(command, required=True)
     command.add_argument(
-        "--deep", action="store_true", help="decode each image, in place of its header"
+        "--deep", action="store_true", help="decode each whole image, not only its header"
     )
     _add_path(command, "--repair", "OUT.json", "write a repaired copy of the annotations")
     _add_path(
@@ -208,12 +208,17 @@ def _add_check_options(command: _Parser) -> None:
     command.add_argument(
         "--crowds",
         choices=("leave", "objects"),
-        help="with --repair: take crowds as objects, as CVAT's masks",
+        help="with --repair: make objects of crowds, such as CVAT's masks (leave)",
     )
     _add_place(
         command, "--val-images", "DIR", "image folder of the validation set (that of --images)"
     )
-    _add_place(command, "--val-annotations", "FILE", "its JSON: is a picture in both?")
+    _add_place(
+        command,
+        "--val-annotations",
+        "FILE",
+        "JSON of the validation set (finds images that are in both sets)",
+    )
 
 
 def _diagnose(
@@ -276,7 +281,7 @@ def _add_diagnose_options(command: _Parser) -> None:
         "--fail-below",
         metavar="RATIO",
         type=float,
-        help="exit status 3 if images/s fall below it: 0.9",
+        help="exit status 3 if images/s are below RATIO (such as 0.9) times the earlier ones",
     )
 
 
@@ -300,7 +305,7 @@ def _preprocess(
         return _name_skipped(parts.finish(shards, **max_bad))
     if not (images and annotations):
         raise ColabUtilsError(
-            "Neither --images and --annotations nor --finish are given. See --help."
+            "preprocess needs --images and --annotations, or --finish. See --help."
         )
     begun = find_recipe(shards) if storage == "auto" else None
     if begun:
@@ -322,8 +327,8 @@ def _preprocess(
     report = _name_skipped(parts.write_part(images, opened, part=part, **settings))
     number, count = part
     print(
-        f"note: part {number} of {count} is written. When all are, run it with --finish in place "
-        "of --part.",
+        f"note: part {number} of {count} is written. When all parts are written, run preprocess "
+        "with --finish in place of --part.",
         file=sys.stderr,
     )
     return report
@@ -347,12 +352,12 @@ def _add_preprocess_options(command: _Parser) -> None:
         "--part",
         metavar="I/N",
         type=part_of_all,
-        help="write part I of N alone: each machine another one, in any order, and again",
+        help="write only part I of N; machines write the parts in any order, and may repeat them",
     )
     modes.add_argument(
         "--finish",
         action="store_true",
-        help="write the index when all parts are written; names what is missing",
+        help="write the index if all parts are written; otherwise name the missing ones",
     )
     _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
     _add_count(
@@ -363,10 +368,10 @@ def _add_preprocess_options(command: _Parser) -> None:
     command.add_argument(
         "--storage",
         choices=("auto", "keep", "shrink", "pixels"),
-        help="shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any "
-        "is larger)",
+        help="shrink: make images smaller that are larger than training needs; keep: keep every "
+        "file's bytes; pixels: shrink, and store raw pixels (auto: shrink if any image is larger)",
     )
-    _add_number(command, "--shard-mb", "size of a shard to aim at, MB (128)")
+    _add_number(command, "--shard-mb", "approximate size of a shard, MB (128)")
     command.add_argument(
         "--max-bad",
         metavar="SHARE",
@@ -392,7 +397,7 @@ def _copy(shards: str, to: str, **options: Any) -> Any:
 def _add_copy_options(command: _Parser) -> None:
     _add_place(command, "--shards", "DIR", "folder of shards", required=True)
     _add_place(command, "--to", "DIR", "folder to copy to", required=True)
-    _add_number(command, "--limit-gb", "most to hold there, GB: the first shards that fit")
+    _add_number(command, "--limit-gb", "copy only the first shards that fit into X GB")
 
 
 def _train(run: str, **options: Any) -> Any:
@@ -412,7 +417,11 @@ def _add_train_options(command: _Parser) -> None:
         command, "--ssd", "DIR", "folder on the SSD: copy or write the shards there while it trains"
     )
     _add_path(command, "--local", "DIR", "another name of --ssd")
-    _add_number(command, "--limit-gb", "most to hold there, GB: shards take turns")
+    _add_number(
+        command,
+        "--limit-gb",
+        "hold at most X GB of shards in --ssd at a time, and read the others later",
+    )
     _add_place(command, "--val-shards", "DIR", "shards to evaluate on: box and mask AP")
     _add_count(command, "--steps", "train for N steps in all")
     _add_count(command, "--epochs", "or for N epochs in all (1)")
@@ -422,11 +431,11 @@ def _add_train_options(command: _Parser) -> None:
     _add_count(command, "--batch-size", "images in a batch (auto)", kind=number_or_auto)
     _add_count(command, "--min-size", "shorter side in training, px (800)")
     _add_count(command, "--max-size", "limit of the longer side, px (5/3 of --min-size)")
-    _add_number(command, "--learning-rate", "the highest (follows the batch size)")
+    _add_number(command, "--learning-rate", "highest learning rate (depends on the batch size)")
     command.add_argument(
         "--resume", choices=("auto", "never"), help="continue a run, or begin anew (auto)"
     )
-    _add_count(command, "--seed", "of the order and of random weights (0)")
+    _add_count(command, "--seed", "seed of the order and of random weights (0)")
     _add_count(
         command,
         "--checkpoint-steps",
@@ -460,9 +469,7 @@ def _compare(
             guesses.savefig(Path(report, "guesses.png"))
         return make_table(read_receipts(against))
     if not (images and annotations):
-        raise ColabUtilsError(
-            "Neither --images and --annotations nor --against are given. See --help."
-        )
+        raise ColabUtilsError("compare needs --images and --annotations, or --against. See --help.")
     check_receipt_folder(report)
     comparison = colab_utils.compare(
         images,
@@ -486,11 +493,11 @@ def _add_compare_options(command: _Parser) -> None:
     command.add_argument(
         "--drive-profile",
         metavar="NAME",
-        help="speed of Drive (that of a slowed folder, else typical)",
+        help="how slow Drive is (as the slowed folder of --images, else typical)",
     )
-    _add_count(command, "--repeats", "how often each is timed, in turns (3)")
+    _add_count(command, "--repeats", "how often each strategy is timed (3)")
     _add_number(
-        command, "--seconds", "that each runs cold, for its timeline (30)", dest="timeline_s"
+        command, "--seconds", "how long each strategy runs cold, in seconds (30)", dest="timeline_s"
     )
     _add_path(command, "--report", "DIR", "folder for the receipt", required=True)
     _add_path(
@@ -522,7 +529,9 @@ def part_of_all(text: str) -> tuple[int, int]:
     """Return the number of a part, and the number of all parts: (3, 16) for "3/16"."""
     match = re.fullmatch(r"(\d+)/([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[1]) > int(match[2]):
-        raise argparse.ArgumentTypeError(f"part {text} is none of 1/N to N/N: name one of them")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a part: name one of 1/N to N/N, such as 3/16"
+        )
     return int(match[1]), int(match[2])
 
 

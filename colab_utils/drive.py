@@ -100,8 +100,8 @@ def guard_drive(path: object) -> Iterator[None]:
             raise
         mount = find_mount(path) or COLAB_ROOT / "drive"
         raise DriveLostError(
-            f"{path} cannot be read: Drive got disconnected or refuses, because its quota is used "
-            f"up or the folder is too full (errno {error.errno}). Remount it with "
+            f"{path} cannot be read: Drive got disconnected, its quota is used up, or the folder "
+            f"is too full (errno {error.errno}). Remount Drive with "
             f"drive.mount('{mount}', force_remount=True), or restart the session. Then run the "
             "same again: what is done is safe."
         ) from error

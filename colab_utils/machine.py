@@ -97,7 +97,8 @@ def find_group_memory(root: Path = Path("/")) -> float:
     ):
         limit, used, stat = text.split(maxsplit=2)
         # The kernel can drop the cache, so it counts as free. In version 1 of control groups, the
-        # file holds two numbers: the group's own cache, and last, that of its subgroups, too.
+        # file holds two numbers: the cache of the group itself, then the cache of the group and its
+        # subgroups together.
         cache = re.findall(r"inactive_file (\d+)", stat)[-1]
         free = min(free, int(limit) - int(used) + int(cache))
     return free

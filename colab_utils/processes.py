@@ -178,7 +178,7 @@ def explain_shared_memory() -> Iterator[None]:
         reason = explain_os_error(error, "Make it writable.")
         raise ColabUtilsError(
             f"Locks for processes cannot be made in /dev/shm: {reason} In Docker, --shm-size makes "
-            "it larger."
+            "/dev/shm larger."
         ) from None
 
 
@@ -188,8 +188,9 @@ class _ForkPool(ProcessPoolExecutor):
         queue: Any = vars(self)["_call_queue"]
         try:
             with quiet_fork():
-                # The thread of the queue is started here, so that an error is seen. In the pool's
-                # manager thread, which would start it later, an error ends that thread silently.
+                # The thread of the queue is started here, so that an error is seen. Otherwise the
+                # pool's manager thread would start it later, and an error would end the manager
+                # thread silently.
                 queue._start_thread()
                 # With fork, all processes start at the first job. This one, `int()`, does nothing.
                 self.submit(int)
@@ -252,8 +253,9 @@ def fork_pool(
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     except KeyboardInterrupt:
-        # A Ctrl-C that came meanwhile is raised when the signal is free again. Nobody else has the
-        # pool, and Python complains if the pool's thread is still ending when the process ends.
+        # A Ctrl-C that came meanwhile is raised once the signal is no longer blocked. The caller
+        # does not have the pool yet, so it is shut down here. Python complains if the pool's thread
+        # is still ending when the process ends.
         pool.shutdown(cancel_futures=True)
         raise
     return pool

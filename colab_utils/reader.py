@@ -25,7 +25,7 @@ from colab_utils.streams import (
 )
 
 AHEAD_BYTES = 64_000_000
-"""Bytes that the files in flight, and those not taken yet, may hold together in a reader."""
+"""Most bytes that a reader holds in files that are being read or were not taken yet."""
 
 # Files that `read_all` asks for, per stream. Files are taken in order, so a slow file holds up
 # those behind it. With 16 files for each stream, the other streams run out of files only if one
@@ -79,9 +79,9 @@ class Reader:
         retries: the object with which ``read`` repeats failed reads, if it has one. The reader sets
             the ``on_failure`` of this object: with ``streams="auto"``, a failure of Drive makes the
             reader read fewer files at once.
-        most_bytes: how many bytes the files in flight and those not taken yet may hold together, by
-            default 64 MB. A single file may be larger. Content that is not ``bytes`` or
-            ``bytearray`` does not count.
+        most_bytes: the most bytes that the reader holds in files that are being read or were not
+            taken yet, by default 64 MB. A single file may be larger. Content that is not ``bytes``
+            or ``bytearray`` does not count.
 
     Attributes:
         tuner: the `StreamTuner` that chooses the number of streams; None if you gave the number.
@@ -144,7 +144,7 @@ class Reader:
         return self.tuner.best if self.tuner else None
 
     def ask(self, names: Iterable[Hashable]) -> list[Reading]:
-        """Return a reading for each name, at once. The files are read in the order of the names.
+        """Return a reading for each name without waiting. Files are read in the order of the names.
 
         Raises:
             ColabUtilsError: the system starts no thread.
@@ -228,9 +228,7 @@ class Reader:
             self._threads = 0
 
     def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield the names that bring the pending files to `_FILES_A_STREAM` for each stream, and at
-        least one name.
-        """
+        """Yield names until `_FILES_A_STREAM` files a stream are pending, but at least one name."""
         for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
             try:
                 yield next(source)

@@ -94,8 +94,8 @@ class StreamTuner:
     def best(self) -> StreamTrial | None:
         """Return the number of streams that was kept, and its speed.
 
-        It is None before the first window has ended. Each trial of a larger number that came later
-        was refused, or was faster by less than a tenth.
+        It is None before the first window has ended. All later trials of a larger number were
+        refused, or were faster by less than a tenth.
         """
         if not self.trials:
             return None

@@ -253,7 +253,7 @@ def ensure_dataset(
         pictures, text = _find_own(workspace, paths)
         note = "Your own dataset."
         if workspace.profile:
-            note += f" The scene slows down what is read of its images: {workspace.profile}."
+            note += f" The scene slows down the reads of its images: {workspace.profile}."
     else:
         folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
         pictures = folder / "images"

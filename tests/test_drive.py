@@ -99,7 +99,7 @@ class TestIsOnDrive:
         with mount_or_skip(tmp_path, tmp_path.parent / "mounted") as mount:
             assert is_on_drive(mount.folder / "photo.jpg")
             mount.fail(errors=9)
-            with pytest.raises(DriveLostError, match="refuses") as caught:
+            with pytest.raises(DriveLostError, match="quota is used up") as caught:
                 read_file(mount.folder / "photo.jpg")
             assert f"drive.mount('{mount.folder}', force_remount=True)" in str(caught.value)
         assert not is_on_drive(photo)

@@ -30,7 +30,7 @@ _GAIN = re.compile(
     r"the (.+)$"
 )
 _NO_GAIN = re.compile(
-    r"The step waits (\d+)% of the time with the (.+?)(?:: no way is (\d+)% faster)?$"
+    r"The step waits (\d+)% of the time with the (.+?)(?:: no other way is (\d+)% faster)?$"
 )
 _FIRST_SECONDS = re.compile(rf"Batches in the first {_NUMBER} seconds: (.+)$")
 _BATCHES_OF = re.compile(rf"{_NUMBER} with (.+?)(?=, [\d,]+ with |$)")

@@ -37,8 +37,8 @@ _MOST_BATCHES = 10_000
 # Number of images in an epoch that are compared with the reference.
 _CHECKED_IMAGES = 32
 # How much pixels may differ, in levels of 255: the mean, and the 99.9th percentile. An image that
-# keeps its size may differ as two JPEG decoders do on the same bytes. A shrunk image may differ
-# more, because it was resized and stored as JPEG at quality 95.
+# keeps its size may differ as much as the results of two JPEG decoders do. A shrunk image may
+# differ more, because it was resized and stored as JPEG at quality 95.
 _KEPT_LEVELS = (1.0, 16.0)
 _SHRUNK_LEVELS = (3.0, 48.0)
 # Of an image with more pixels, only every second (or third, and so on) row and column is compared.
@@ -143,7 +143,7 @@ class Comparison:
         """Return a sentence for each strategy but the first: how it compares with the one before.
 
         Two strategies count as equally fast if they differ by less than 5 %, or by less than the
-        repeats of one of them differ.
+        ``spread`` of one of them.
         """
         timed = [row for row in self.strategies if row.images_per_second is not None]
         return [_describe_step(before, after) for before, after in pairwise(timed)]

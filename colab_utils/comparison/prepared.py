@@ -68,8 +68,8 @@ class PreparedData:
         images: the image folder.
         annotations: COCO instance JSON.
         folder: the folder for the prepared data.
-        profile: how slow Drive is, in blocks of `slow_drive` and in the computed seconds of copies
-            from Drive. None slows nothing down.
+        profile: how slow Drive is. In a block of `slow_drive`, reads from Drive really take this
+            long. For copies from Drive, the time is only computed. None slows nothing down.
         count: number of images to take from the dataset, at most.
 
     Raises:
@@ -161,7 +161,7 @@ class PreparedData:
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            # An eighth of the images' bytes or less, for about 8 shards or more.
+            # A shard gets an eighth of the bytes or less, so that there are about 8 shards or more.
             shard_mb = max(0.01, min(4.0, source.bytes / 8e6))
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:

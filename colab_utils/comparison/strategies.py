@@ -194,7 +194,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     (
         "saved_tensors",
         ".pt files on Drive",
-        "Converted once: one .pt an image.",
+        "Each image is converted once, to a .pt file.",
         "tensors_on_drive",
         _by_workers,
     ),
@@ -229,7 +229,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     (
         "shards_on_drive",
         "shards on Drive",
-        "Workers read the images of a batch out of shards, all pieces at once.",
+        "Workers read all images of a batch from the shards at once.",
         "shards_on_drive",
         _by_workers,
     ),

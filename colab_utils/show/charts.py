@@ -42,8 +42,8 @@ def plot_first_seconds(
     Args:
         rows: Dict from the name of a row to the start and end of each of its steps, in seconds
             since the first batch was requested. The first row is on top.
-        seconds: Seconds to draw. None draws until the last step ends. The number beside a row says
-            for how much of the row's drawn time the step waited. Default: None.
+        seconds: Seconds to draw. None draws until the last step ends. The percentage beside a row
+            is the part of the row's drawn time in which the step waited. Default: None.
         title: Title of the chart. "" makes a title that says how long the step waits in the first
             row and in the last one. Default: "".
         unit: Text under the axis. It may also say that the step is emulated. Default: "seconds".
@@ -167,8 +167,8 @@ def plot_bars(
         unit=unit,
         height=height + 0.72 * len(values),
     )
-    # A bar as long as the axis has room for this many letters. Long names and notes take room from
-    # the axis.
+    # This many letters fit into a bar that fills the whole axis. Long names and notes make the axis
+    # shorter.
     note = max(map(len, notes.values()), default=0)
     letters = 80 - max(map(len, values)) - note // 3
     for row, (name, value) in enumerate(values.items()):

@@ -181,7 +181,7 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
 
 
 def _describe_hours(best: Content, rival: Content, spent: Mapping[str, str]) -> str:
-    """Return a title: when the best strategy has paid back, and the hours of it and its rival."""
+    """Return a title: when the best strategy has paid back, and how long it and its rival take."""
     rows = (best,) if best is rival else (best, rival)
     ends = ", ".join(f"{spent[row['name']]} with {row['title']}" for row in rows)
     pay_back = _describe_pay_back(best, rival)
@@ -226,7 +226,7 @@ def describe_gain(comparison: "Comparison | Content") -> str:
     else:
         finding += f" of the time with the {now['title']}"
         if now is not best:
-            finding += f": no way is {_find_noise(best, now):.0%} faster"
+            finding += f": no other way is {_find_noise(best, now):.0%} faster"
     return _warn_of_busy(content, finding)
 
 
@@ -251,9 +251,9 @@ def _find_noise(*rows: Content) -> float:
 def find_gain(content: Content) -> tuple[Content, Content]:
     """Return the first strategy that delivers the same samples, and the best one.
 
-    Strategies tie if they are faster than the first one and about as fast as the fastest. Of these,
-    `make_loader` is the best, or else the last one. If none is faster than the first one, the best
-    is the one with the most images per second.
+    Strategies tie if they are faster than the first one and about as fast as the fastest. If
+    `make_loader` is one of them, it is the best. Otherwise the last of them is the best. If no
+    strategy is faster than the first one, the best is the one with the most images per second.
     """
     rows = content["fair"]
     now = next(iter(rows.values()))

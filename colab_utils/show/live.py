@@ -153,7 +153,12 @@ def explore_simulation(
             ipywidgets.FloatLogSlider, load_s, "loading a batch, seconds", step=0.02, **decades
         ),
         "load_cv": make(
-            ipywidgets.FloatSlider, load_cv, "its spread", min=0, max=max(1.5, load_cv), step=0.01
+            ipywidgets.FloatSlider,
+            load_cv,
+            "spread of loading",
+            min=0,
+            max=max(1.5, load_cv),
+            step=0.01,
         ),
         "step_s": make(
             ipywidgets.FloatLogSlider,
@@ -163,7 +168,11 @@ def explore_simulation(
             **decades,
         ),
         "prefetch": make(
-            ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)
+            ipywidgets.IntSlider,
+            prefetch,
+            "batches ahead, each worker",
+            min=1,
+            max=max(prefetch, 8),
         ),
     }
     view = ipywidgets.HTML()

@@ -31,9 +31,9 @@ from colab_utils.places import Place, open_place
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 # Text on these colours is white. Text on the others is black.
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])
-# The names of this many objects of an image are written: those of the largest ones.
+# Only the largest objects of an image get their names written, and no more than this many.
 _NAMED = 5
-# Of the annotations of an image, `draw_annotations` draws this many: the largest ones.
+# `draw_annotations` draws only the largest annotations of an image, and no more than this many.
 _DRAWN = 100
 # An image of unknown height or width is drawn with this many pixels.
 _UNKNOWN_SIDE = 480
@@ -319,7 +319,7 @@ def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: in
     shown = []
     for n, label in enumerate(_to_array(objects["labels"]).tolist()):
         # Each object has its own colour, so that neighbours of the same class can be told apart.
-        # Only in a picture with predictions, all objects of a class have the same colour.
+        # A picture with predictions is different: there, all objects of a class have one colour.
         colour = PALETTE[n % len(PALETTE)]
         thick = 2.0
         if len(fits):

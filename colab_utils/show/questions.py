@@ -19,7 +19,8 @@ from colab_utils.units import format_count
 
 # A histogram has this many bars for each group.
 _BINS = 20
-# The groups of a histogram: from the key in the dict of an answer to the word in the legend.
+# The groups of a histogram. The key is a key in the dict of an answer, the value is the word in the
+# legend.
 _GROUPS = {
     "guess_before": "before",
     "guess": "after",
@@ -49,14 +50,14 @@ QUESTIONS = {
         "%",
     ),
     "times_8_workers": Question(
-        "How many times the images a second of the plain loop do 8 workers bring?", "times"
+        "How many times as fast as the plain loop does a loop with 8 workers train?", "times"
     ),
     "times_48_threads": Question(
-        "How many times as many files a second do 48 threads read as 8 threads?", "times"
+        "How many times as fast as 8 threads do 48 threads read files?", "times"
     ),
     "times_photos": Question(
-        "With photos of 12 megapixels, how many times the images a second do 24 threads bring, "
-        "beside 12?",
+        "With photos of 12 megapixels, how many times as fast as 12 threads do 24 threads load "
+        "them?",
         "times",
     ),
 }

@@ -104,7 +104,7 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
             "batch": f"{batch.number:,}",
             "wait s": round(batch.wait_s, 3),
             "step s": round(batch.step_s, 3),
-            "after it s": round(batch.between_s, 3),
+            "after step s": round(batch.between_s, 3),
             "samples seen": ", ".join(map(str, batch.samples)) or None,
         }
         for batch in summary.worst

@@ -725,7 +725,7 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
     assert torch.equal(copied[3][0], whole[0])
     assert copied.retries.count == 0
     fails = iter([errno.EIO] * 9)
-    with pytest.raises(DriveLostError, match="Drive got disconnected or refuses"):
+    with pytest.raises(DriveLostError, match="Drive got disconnected, its quota is used up"):
         folder[3]
 
 

@@ -87,7 +87,7 @@ def test_of_four_parts_at_once_one_is_killed_and_done_by_two(sixty, folder, tmp_
     for process in parts:
         errors = process.communicate()[1]
         assert process.returncode == 0, errors
-        assert "run it with --finish" in errors
+        assert "run preprocess with --finish" in errors
     assert main(["preprocess", "--shards", str(folder), "--finish"]) == 2
     missing = [number for number in range(15) if not (folder / f"shard-{number:06d}.tar").exists()]
     assert missing
@@ -373,7 +373,7 @@ def test_a_part_that_is_none(dataset, folder, capsys, text):
     with pytest.raises(SystemExit) as exit_info:
         main(["preprocess", *map(str, words), f"--part={text}"])
     assert exit_info.value.code == 2
-    assert "is none of 1/N to N/N" in capsys.readouterr().err
+    assert "name one of 1/N to N/N" in capsys.readouterr().err
     assert not folder.exists()
 
 
@@ -397,7 +397,7 @@ def test_parts_are_not_written_and_finished_at_once(folder, capsys):
 
 def test_preprocess_needs_images_unless_it_finishes(folder, capsys):
     assert main(["preprocess", "--shards", str(folder)]) == 2
-    assert "Neither --images and --annotations" in capsys.readouterr().err
+    assert "needs --images and --annotations, or --finish" in capsys.readouterr().err
 
 
 # These tests stop a run.

@@ -86,13 +86,13 @@ def test_other_strategies_are_named_by_what_they_are(make_timing, make_compariso
 def test_a_null_result_is_said(make_timing, make_comparison):
     equal = make_timing("shards_on_ssd", images_per_second=1.7)
     title = describe_gain(make_comparison(make_timing("sequential"), equal))
-    assert title == "The step waits 96% of the time with the plain loop: no way is 10% faster"
+    assert title == "The step waits 96% of the time with the plain loop: no other way is 10% faster"
 
 
 def test_a_gain_within_the_spread_of_the_repeats_is_none(make_timing, make_comparison):
     wide = make_timing("packed", images_per_second=2.0, repeats_images_per_second=(1.6, 2.0, 2.4))
     title = describe_gain(make_comparison(make_timing("sequential"), wide))
-    assert title == "The step waits 96% of the time with the plain loop: no way is 40% faster"
+    assert title == "The step waits 96% of the time with the plain loop: no other way is 40% faster"
 
 
 def test_where_the_way_that_ties_wins_nothing_the_fastest_is_named(make_timing, make_comparison):
