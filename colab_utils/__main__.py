@@ -116,7 +116,10 @@ def _check_json(target: str) -> None:
         return
     folder = Path(target).parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ColabUtilsError(f"The folder {folder} of --json does not exist. Make it first.")
+        raise ColabUtilsError(
+            f"The folder {folder} of --json does not exist or cannot be written to. Make it first, "
+            "or name another one."
+        )
     path = require_new(Path(target), _JSON_START)
     # Write a first file now: a name that is too long, or a full disk, must not end hours of work.
     with explain_write(folder):

@@ -264,7 +264,7 @@ def test_an_image_that_does_not_fit_alone_is_said(dataset, monkeypatch):
     assert "\n" not in str(caught.value)
     assert all(
         word in str(caught.value)
-        for word in (LIGHT_MODEL, "frozen stages", "half of the proposals")
+        for word in (LIGHT_MODEL, "freeze stages", "halve the number of proposals")
     )
 
 
