@@ -164,12 +164,21 @@ class Situation:
     @cached_property
     def repeat_ratio(self) -> float:
         """Return the rate of your loader when it is timed again as in a trial, divided by its first
-        rate, or the inverse if that is larger. No fix changes this: its files may be in the page
-        cache by now, other programs may have begun or ended, or there is noise.
+        rate. It is not 1 if the files are in the page cache by now, if other programs have begun or
+        ended, or because of noise.
         """
         again = _time(self, {}, self.make_placeholder(), _TRIAL_SHARE)
-        ratio = again / self.loop.images_per_second
-        return max(ratio, 1 / ratio)
+        return again / self.loop.images_per_second
+
+    def discount(self, rate: float) -> float:
+        """Return the rate of a fix without what your loader wins, too, when it is timed again. If
+        nothing is left of the gain, return the rate of your loader.
+        """
+        own_rate = self.loop.images_per_second
+        ratio = self.repeat_ratio
+        if rate <= _GAIN * own_rate * max(ratio, 1 / ratio):
+            return own_rate
+        return rate / ratio if ratio > _GAIN else rate
 
     def make_placeholder(self) -> EmulatedStep | None:
         """Return the step of a trial: an emulated one, because a trial must not train your model.
@@ -354,7 +363,7 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
             own_rate = now.loop.images_per_second
             # Data in another form or place is not in the page cache from before.
             if rate > _GAIN * own_rate and "dataset" not in options:
-                rate = max(own_rate, rate / now.repeat_ratio)
+                rate = now.discount(rate)
             gain = "wins nothing"
             if rate > _GAIN * own_rate:
                 gain = f"about {rate:.1f} images/s"
