@@ -268,9 +268,7 @@ class _Piece:
     got: int = 0
     """Bytes that were read so far."""
     is_lost: bool = False
-    """True from the first try on: if a second try comes, the first one failed, and the file is
-    opened anew.
-    """
+    """Whether a try was made before. If so, it failed, and the next try opens the file anew."""
 
 
 class DriveFile(io.IOBase):
@@ -283,8 +281,8 @@ class DriveFile(io.IOBase):
 
     Args:
         path: the file.
-        retries: if Drive fails, they open the file anew, and the read goes on where it stopped. By
-            default the first error is raised.
+        retries: how a read is tried again if Drive fails: the file is opened anew, and the read
+            goes on where it stopped. By default the first error is raised.
 
     Raises:
         ColabUtilsError: this is not Linux.
@@ -402,7 +400,8 @@ class OpenFiles:
     def close(self) -> None:
         """Drop all files: each is closed once nothing reads it.
 
-        The share of the dataset is counted anew: `get` then keeps so many files open at most.
+        The share of the dataset is computed anew. From then on, `get` keeps no more files open
+        than this share.
         """
         import resource
 

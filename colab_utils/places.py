@@ -1,8 +1,8 @@
 """Places where data lies: folders, and URLs that fsspec knows, such as buckets and web servers.
 
 fsspec reads and writes the files at URLs, and finds your credentials; its documentation says how to
-set them. This module adds errors that say what to do. It writes each file so that it appears only
-when it is complete.
+set them. This module adds errors that say what to do. A file that it writes appears only when the
+file is complete.
 """
 
 import errno
@@ -203,7 +203,7 @@ class UrlPath:
     def read_range(self, start: int, count: int) -> bytes:
         """Return ``count`` bytes of a file, beginning with byte ``start``.
 
-        At the end of the file there are fewer bytes, and none behind the end.
+        Fewer bytes are returned at the end of the file, and none behind the end.
         """
         with guard_server(self):
             system, path = self._locate()
@@ -224,7 +224,7 @@ class UrlPath:
         return self.server not in _WITHOUT_RANGES
 
     def open_stream(self, start: int = 0) -> Any:
-        """Open a file to read it to its end, in order. It is fsspec's, and has ``tell``.
+        """Open a file to read it in order. Return fsspec's file object, which has ``tell``.
 
         Only a web server begins with byte ``start``, and only if it sends parts of files. Other
         files are read from their first byte.
@@ -424,7 +424,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     text = os.fspath(path)
     if _CHAIN.match(text):
         raise ColabUtilsError(
-            f"{text} is a chain of URLs, which cannot be read. Name only the last place of it."
+            f"{text} is a chain of URLs, which cannot be read. Name only its last URL."
         )
     match = _URL.fullmatch(text)
     if match is None:
@@ -602,9 +602,11 @@ class UrlFile(io.RawIOBase):
         self._stream: Any = None
 
     def start_stream(self) -> None:
-        """Request a web server's file, and read on in the answer as long as it holds what is next.
+        """Request the file from a web server. The next reads take their bytes from the answer, as
+        long as each of them goes on behind the one before.
 
-        Then `find_size` and ``path.has_ranges`` are known. This request is not tried again.
+        After this call, `find_size` and ``path.has_ranges`` are known. If the request fails, it is
+        not tried again.
         """
         self._stream = self.path.open_stream()
         self._size = int(self._stream.r.headers.get("Content-Length", 0))
@@ -694,10 +696,10 @@ class UrlFile(io.RawIOBase):
         return self.path.read_range(start, count)
 
     def _read_stream(self, start: int, count: int) -> bytes:
-        """Read bytes from the answer to the last request, if it reaches them soon.
+        """Read bytes from the answer to the last request, if they lie close ahead in it.
 
-        Else the file is requested again: from ``start``, or as a whole if the server sends no
-        parts of files.
+        If they do not, the file is requested again: from ``start``, or as a whole if the server
+        sends no parts of files.
         """
         gap = -1 if self._stream is None else start - self._stream.tell()
         if gap < 0 or (gap > _SKIPPED_BYTES and self.path.has_ranges):

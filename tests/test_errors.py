@@ -173,6 +173,6 @@ def test_the_page_about_errors_quotes_messages_as_they_are_printed():
 
 def test_a_message_that_nothing_prints_is_not_found():
     assert find_source("The loss is not finite")
-    assert find_source("Bad images so far: ..., and at most ... of ... may be")
+    assert find_source("Bad images so far: ..., and at most ... of ... may be bad")
     assert find_source("The gain is not finite") is None
     assert find_source("expected at most ... bad apples of") is None

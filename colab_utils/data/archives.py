@@ -29,15 +29,15 @@ _CURE = "or name a folder on a bigger disk"
 # Exceptions of zipfile: among them RuntimeError for encrypted files, ValueError for names that are
 # not UTF-8, and OSError for damaged bzip2.
 _DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
-# Errors of the system with these numbers, or without one, come from a damaged zip. Others, such as
-# a full disk, do not.
+# An error with one of these numbers, or with no number, comes from a damaged zip. Others, such as
+# that of a full disk, do not.
 _DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
 # Encodings of names that are not marked as UTF-8: those of macOS, then of Windows in China, Japan,
 # Korea, Taiwan, Russia and the West. cp437, the default of zip, is tried before them.
 _CODE_PAGES = ("utf-8", "gb18030", "cp932", "cp949", "cp950", "cp866", "cp1251", "cp1252", "cp850")
 _IS_UTF8 = 0x800
-# A message lists at most so many names. To find the folder of the images, so many of their names
-# are looked for in the zip.
+# A message lists at most this many names. At most this many images are looked up in the zip, to
+# find the folder in which they lie.
 _NAMED = 9
 
 
@@ -55,15 +55,15 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     """Unpack a COCO export: its annotations, and the images that they name.
 
     A zip at a URL is read where it lies: only the files that are needed come, and the zip takes no
-    room on the disk. If its server sends no parts of files, the zip is downloaded first. After a
-    break it goes on after a wait, and each wait is longer than the last one.
+    room on the disk. If its server sends no parts of files, the zip is downloaded first. If the
+    connection breaks, the server is asked again after a wait. Each wait is longer than the last.
 
     Files that were unpacked before are kept, so after a failure the next call goes on. Every file
     is compared with its checksum in the zip.
 
     Args:
         source: the path of a zip, or its ``https://`` or ``http://`` URL.
-        folder: where to unpack the zip. It gets a folder of its own in there.
+        folder: the folder to unpack into. Each zip gets a folder of its own in it.
         annotations: the JSON's name in the zip. By default, the zip must have only one JSON.
 
     Returns:
@@ -106,8 +106,8 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
                 download.unlink(missing_ok=True)
                 raise ColabUtilsError(
                     f"{path} is not a whole zip of a COCO export: "
-                    f"{str(error) or type(error).__name__}. Open it on your computer, then export "
-                    "or copy it again."
+                    f"{str(error) or type(error).__name__}. If the zip opens on your computer, "
+                    "copy it again. If not, export it again."
                 ) from error
             write_file(done, json.dumps(names).encode())
             download.unlink(missing_ok=True)
@@ -140,8 +140,8 @@ def _unpack(file: Path | UrlFile, target: Path, annotations: str, source: str) -
 def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipInfo]:
     """Return the files in a zip by name, in the encoding that fits best.
 
-    ``bases`` are the base names that are looked for. In the best encoding, more of them are found
-    in the zip than in any other.
+    ``bases`` are the base names that are looked for. With the best encoding, more of them are found
+    in the zip than with any other.
     """
     listings = [_list_members(archive, source)]
     if all(map(str.isascii, listings[0])):
@@ -225,10 +225,11 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
 def _extract(archive: ZipFile, members: dict[str, ZipInfo], target: Path) -> None:
     """Unpack files of a zip into ``target``, except those that are complete there.
 
-    zipfile compares the checksums of files that it unpacks. `_is_there` compares those of others.
+    zipfile compares the checksums of the files that it unpacks. `_is_there` compares those of the
+    files that are there already.
     """
     missing = [name for name in members if not _is_there(target / name, members[name])]
-    # A server sends files in the order of the zip in one answer.
+    # A server can send the files in one answer if they are asked for in the order of the zip.
     missing.sort(key=lambda name: members[name].header_offset)
     require_space(target, sum(members[name].file_size for name in missing), _CURE)
     for name in show_progress("unpacking", missing, total=len(missing), unit="file"):
@@ -245,7 +246,10 @@ def _is_there(path: Path, info: ZipInfo) -> bool:
 
 
 def _open_url(path: UrlPath, download: Path) -> Path | UrlFile:
-    """Return a zip at a URL as it lies there, or a download if the server sends no parts of it.
+    """Open the zip at a URL, to be read there. If the server sends no parts of files, download it.
+
+    Returns:
+        The open file at the URL, or the path of the downloaded zip.
 
     Raises:
         ColabUtilsError: the server does not send the zip.

@@ -35,7 +35,7 @@ from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
 from colab_utils.shards.records import load_record
 
-# Number of bytes before the head, which hold its length and the checksum.
+# The head begins after this many bytes. They hold the length of the head, and the checksum.
 _START_BYTES = 16
 
 # A number of bytes that is enough for the header that ``numpy.save`` writes before a table.
@@ -160,8 +160,8 @@ def convert_boxes(
     Source: ``ConvertCocoPolysToMask`` in pytorch/vision ``references/detection/coco_utils.py``.
 
     Returns:
-        Two arrays: float32 [N, 4], corners x0, y0, x1, y1 in pixels, and bool [N], whether to keep
-        the box.
+        Two arrays: the corners x0, y0, x1, y1 of each box in pixels (float32 [N, 4]), and whether
+        to keep the box (bool [N]).
     """
     corners = np.array(boxes, np.float32).reshape(-1, 4)
     corners[:, 2:] += corners[:, :2]
@@ -294,6 +294,6 @@ def _explain_damage(path: Place) -> Iterator[None]:
         # Damaged bytes can raise errors of any type.
         reason = str(error) or type(error).__name__
         raise ColabUtilsError(
-            f"The arrays in {path} are damaged ({reason:.100}). Run verify on the shards. Copy the "
-            "files that it names again, or delete them and run preprocess again."
+            f"The arrays in {path} are damaged ({reason:.100}). Run verify on the shards. It names "
+            "the damaged files: copy these again, or delete them and run preprocess again."
         ) from None

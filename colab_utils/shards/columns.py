@@ -2,10 +2,11 @@
 
 The file ``index.columns`` has the tables one after another, as `open_columns` makes them. A dataset
 maps the file into memory, so that all ranks and workers of a machine share one copy of it. The
-index holds its checksum, which is compared when a dataset opens.
+index holds a checksum of the file, which is compared when a dataset opens.
 
 The file is written for large folders on this machine's own disk. A file on Drive cannot be mapped
-safely, because the process ends if Drive fails. It is replaced, never changed, for the same reason.
+safely, because the process ends if Drive fails. The file is never changed in place, because that
+could end a process that has mapped it: a new file takes its place.
 """
 
 import mmap
@@ -29,8 +30,8 @@ from colab_utils.streams import is_remote
 Columns = dict[str, NDArray[Any]]
 """Tables by name."""
 
-# The tables of fewer images are read in about a second. A batch is described a little faster from
-# memory than from a mapped file.
+# With fewer images, no file is written. Their tables are read in about a second, and are a little
+# faster to use in memory than in a mapped file.
 _LEAST_IMAGES = 250_000
 
 # Bytes of the rows of an image, and of an object.
@@ -41,14 +42,16 @@ _OBJECT_BYTES = 52
 def open_columns(images: int, objects: int, content: NDArray[np.uint8] | None = None) -> Columns:
     """Return tables with one row for each image, or for each object.
 
-    They are those of `ShardArrays` and five more. ``shard_of`` is the number of each image's shard.
-    ``first`` is the number of its first object. ``bit_starts`` is the offset of its masks' bits in
-    the arrays file of the shard, or among the bits themselves if they are in memory. ``mask_bytes``
-    is the number of bytes of each object's mask.
+    They are those of ``IMAGE_TABLES`` and ``OBJECT_TABLES``, and four more. ``shard_of`` is the
+    number of each image's shard. ``first`` is the number of the image's first object.
+    ``bit_starts`` is where the bits of the image's masks begin: their offset in the arrays file of
+    the shard, or in the shard's ``bits`` if these are in memory. ``mask_bytes`` is the number of
+    bytes of each object's mask.
 
     Args:
         images: the number of images.
-        objects: the largest number of objects, which may be that of all annotations.
+        objects: the number of rows for objects. It may be larger than the number of objects, such
+            as the number of all annotations.
         content: the content of the file, mapped into memory. None makes tables of zeros.
 
     Example:
@@ -109,8 +112,8 @@ def fill_tables(tables: Columns, rows: Any, shard: ShardArrays, number: int, fir
 
 
 def keep_columns(folder: Place, index: ShardIndex) -> ShardIndex:
-    """Write the columns of a folder whose shards are all there, if it is large and on this
-    machine's own disk.
+    """Write the columns of a folder whose shards are all there. Do this only if the folder is large
+    and on this machine's own disk.
 
     Returns:
         The index with the entry of the columns, or with none.
@@ -159,10 +162,10 @@ def map_columns(folder: Place, index: ShardIndex) -> Columns | None:
 
 
 def release_pages(table: Any) -> None:
-    """Give back the memory of all pages that this process has read of the file of a mapped table.
+    """Give back the pages that this process has read from a mapped table's file.
 
-    The system keeps them for all processes while it has room. Without this, the memory of a worker
-    would seem to grow during an epoch.
+    The system keeps the pages in memory for all processes while it has room. If a worker did not
+    give them back, its memory would seem to grow during an epoch.
     """
     while isinstance(table, np.ndarray):
         table = table.base

@@ -173,8 +173,8 @@ class Copying:
         source: the folder to copy from.
         target: the folder to copy into.
         retries: tries Drive again after errors. Its event ``stop`` ends the copy.
-        overwrite: whether a damaged file in ``target`` is replaced. If not, it raises an error,
-            because it may be a file of the user.
+        overwrite: whether a damaged file in ``target`` is replaced. If not, such a file raises an
+            error, because it may belong to the user.
     """
 
     def __init__(
@@ -439,7 +439,7 @@ def check_space(
         files: name, bytes and checksum of each file.
         cached: whether the files are read through Drive, whose cache is on this disk, too. The
             cache deletes files when the disk needs space, but not the files that are being read.
-            So the copy needs more space: for the four largest files once more, and
+            So the copy needs more space: that of its four largest files a second time, and
             ``ahead_bytes``.
         ahead_bytes: bytes of all parts of large files that are read at the same time.
 

@@ -30,7 +30,8 @@ _OURS = (
 )
 # In older versions, the names of half-written files had no machine.
 _PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8,24}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
-# Random marks, one for each folder that this process holds, as in the folder's lock file.
+# Random marks, one for each folder that this process has locked. The folder's lock file has the
+# same mark.
 _marks: set[str] = set()
 # A writer touches its lock file every _TOUCH_S seconds. After _SILENT_S seconds without a touch,
 # the writer counts as ended.
@@ -118,7 +119,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
                 remove_leftovers(folder)
                 path.unlink(missing_ok=True)
                 if is_new:
-                    # This fails where the folder is not empty.
+                    # This fails if the folder is not empty.
                     folder.rmdir()
 
 

@@ -133,8 +133,8 @@ def write_part(
         workers: number of processes; "auto" is one for each core.
         streams: number of files that each process reads at the same time; "auto" measures how many
             Drive can serve.
-        max_bad: how many images of this part may be bad, as a share of all images of the dataset.
-            The same share of all objects may be bad.
+        max_bad: a share, 0 to 1. In this part, as many images may be bad as this share of all
+            images of the dataset, and as many objects as this share of all objects.
         **settings: the other arguments of `plan_jobs`.
 
     Raises:
@@ -156,7 +156,7 @@ def write_part(
 def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     """Write the index of shards that several machines have written.
 
-    This does not wait for shards that are still being written. It may be called again.
+    `finish` does not wait for shards that are still being written. You may call it again.
 
     Args:
         shards: the folder of the shards.
@@ -183,7 +183,7 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
         raise ColabUtilsError(
             f"{len(missing):,} of {plan.count:,} shards are missing in {folder}: number "
             f"{', '.join(missing[:_NAMED])}. Run their parts, or all parts, again: finished shards "
-            "are left as they are. Then finish."
+            "are left as they are. Then call finish again (preprocess: --finish)."
         )
     done = [index for index in indexes if index is not None]
     check_bad(plan, done, max_bad)

@@ -115,9 +115,9 @@ def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
 
 
 def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCoco:
-    """Open the annotations, and check them for faults that would stay if bad images were left out.
+    """Open the annotations, and refuse faults that cannot be cured by leaving images out.
 
-    Annotations that are open already are returned as they are. If Drive fails, it is tried again.
+    Annotations that are open already are returned as they are. If Drive fails, they are read again.
 
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO, list no
@@ -267,7 +267,7 @@ def try_images(
         example = outcomes[0]
         raise ColabUtilsError(
             f"No image that was tried in {images} can be used; the first is {example.file_name}: "
-            f"{example.reason}. Name the right image folder, or see `check`."
+            f"{example.reason}. Name the right image folder, or run `check` to see what is wrong."
         )
     return costs
 

@@ -2,7 +2,7 @@
 reading the JSON and the bad images again.
 
 The notes lie in a file beside the index, not in the index, because they hold the times of files.
-A copy of the data has other times, but must give the same index. Where the notes are missing or
+A copy of the data has other times, but must give the same index. If the notes are missing or
 damaged, the data are read.
 """
 
@@ -44,7 +44,7 @@ class ShardSource:
 
 
 def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
-    """Read the notes on the shards of a folder; None where there are none.
+    """Read the notes on the shards of a folder; None if there are none.
 
     Args:
         folder: the folder of the shards.

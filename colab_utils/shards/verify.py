@@ -86,7 +86,7 @@ def find_fault(
                 if not has_size(path, size):
                     count = path.stat().st_size
                     return (
-                        f"{name} has {count:,} bytes where {size:,} were written: it was cut short "
+                        f"{name} has {count:,} bytes, but {size:,} were written: it was cut short "
                         "or changed"
                     )
             if hash_file(path, retries)[1] != checksum:

@@ -98,7 +98,7 @@ class ShardReport:
                 "out of training"
             )
         if self.faults:
-            text += f"; see check: {describe_faults(self.faults)}"
+            text += f"; defects: {describe_faults(self.faults)}. Run check to see which."
         return text
 
 
@@ -142,17 +142,17 @@ def write_shards(
             nothing. "pixels" shrinks, too, and stores raw pixels (``KEY.npy``, uint8 [H, W, 3]).
             Raw pixels need no decoding, but many times the space.
         workers: number of processes. Each holds one shard in memory. "auto" is one for each core.
-            With an executor, it is the number of the executor's workers, and four shards for each
-            of them are submitted at a time; with "auto", 256 shards.
+            With an executor, ``workers`` is the number of the executor's workers: four shards for
+            each of them are submitted at a time. "auto" then submits 256 shards at a time.
         streams: number of files that each process reads at the same time, ahead of the image that
             it works on. "auto" measures how many Drive can serve.
         executor: any ``concurrent.futures`` executor, such as that of a cluster. Its workers write
             the shards in place of processes on this machine. They must see the folders at the same
             paths.
         retries: how often a shard is handed to the executor again after its worker was lost.
-        max_bad: the share of bad images that is allowed, 0 to 1. The same share of bad objects is
-            allowed. Bad objects would be trained wrongly or not at all: one kind is a polygon that
-            has numbers from 0 to 1 in place of pixels. The run stops if there are more.
+        max_bad: a share, 0 to 1. The run stops if a larger share of the images is bad, or a larger
+            share of the objects. A bad object would be trained wrongly or not at all. An example is
+            a polygon that has numbers from 0 to 1 in place of pixels.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, too many images or objects are bad,
@@ -483,10 +483,10 @@ def check_bad(
         plan: the plan of all shards.
         done: the indexes of the finished shards.
         max_bad: the share of all images, and of all objects, that may be bad.
-        is_patient: whether missing images do not count yet.
+        is_patient: whether to leave out missing images, because Drive may show them later.
 
     Raises:
-        ColabUtilsError: if there are more.
+        ColabUtilsError: if more are bad.
     """
     skipped = _join_skipped(done)
     if is_patient:
@@ -501,9 +501,9 @@ def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> 
     if len(bad) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
         raise ColabUtilsError(
-            f"Bad images so far: {len(bad)}, and at most {allowed} of {total:,} may be "
+            f"Bad images so far: {len(bad):,}, and at most {allowed:,} of {total:,} may be bad "
             f"({examples}). Repair them, or their annotations with `check --repair OUT.json`, "
-            "or allow more with --max-bad SHARE."
+            "or allow more with max_bad (preprocess: --max-bad SHARE)."
         )
 
 
