@@ -133,7 +133,7 @@ def simulate(
     if not 0 < seconds <= slowest_s * _MAX_BATCHES:
         raise ColabUtilsError(
             f"Cannot simulate {seconds} s with a batch every {slowest_s} s: that is no batch, or "
-            f"more than {_MAX_BATCHES:,}. Give seconds, and load_s or step_s more than 0, or give "
+            f"more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than 0, or "
             "fewer seconds."
         )
 
