@@ -133,8 +133,8 @@ def simulate(
     if not 0 < seconds <= slowest_s * _MAX_BATCHES:
         raise ColabUtilsError(
             f"Cannot simulate {seconds} s with a batch every {slowest_s} s: that is no batch, or "
-            f"more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than 0, or "
-            "fewer seconds."
+            f"more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than 0, "
+            "or fewer seconds."
         )
 
     # A lane loads one batch after another. Without workers, the training process is the only lane.
