@@ -40,7 +40,7 @@ def find_causes(
     growing memory are listed whatever they cost.
 
     Args:
-        waits: Seconds for which each batch was waited for, float64 [batches].
+        waits: Seconds that the loop waited for each batch, float64 [batches].
         between: Seconds from the end of each step to the next request, float64 [batches].
         is_first: Whether each batch is the first one of a pass, bool [batches].
         loop_s: Seconds of the whole loop, without the time between passes.
@@ -64,8 +64,8 @@ def find_causes(
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
-    # If workers do not run several threads, cheaper loading also cures "contention". A cause in
-    # loading says what to make cheaper, so it is named before "contention".
+    # Cheaper loading also cures "contention", unless workers run many threads. A cause in loading
+    # says what to make cheaper, so such a cause is named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and not facts.looks.has_threads
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
@@ -98,14 +98,15 @@ def refine_causes(
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Return a cause that names the stage which takes longest, in place of a cause whose id is in
-    `_LOADING`. For "collate", only the stages "collate" and "hand-off" are compared.
+    """Replace a cause whose id is in `_LOADING` by a cause that names the stage that takes longest.
+    For "collate", only the stages "collate" and "hand-off" are compared.
 
     Return any other cause as it is.
     """
     if cause.id not in _LOADING:
         return cause
-    # To hand over a batch is no work of a sample, even if nothing else could be timed.
+    # The hand-off is no work of a sample. So the cause "work" never becomes "hand-off", even if no
+    # other stage could be timed.
     names = {stage.name for stage in stages} - {"hand-off"}
     if cause.id == "collate":
         names = {"collate", "hand-off"}
@@ -144,8 +145,9 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
 
 
 def _explain_cores(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop or its workers lack a core: other programs, or its own processes, have
-    them all. ``late`` are the waits without those for the first batches of passes.
+    """Explain that the loop or its workers lack a core, because other programs or the loop's own
+    processes keep all cores busy. ``late`` are the waits without those for the first batches of
+    passes.
     """
     cores = count_cores()
     share = facts.use.queued_s / loop_s
@@ -184,8 +186,8 @@ def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:
 
 
 def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
-    """Return the share of a loop's time in which it had no core, because its own processes had them
-    all; 0 if other programs had them.
+    """Return the share of a loop's time in which the loop had no core, because its own processes
+    had all cores. Return 0 if other programs had the cores.
     """
     if _has_busy_machine(loop_s, facts):
         return 0.0

@@ -12,11 +12,11 @@ CURES = {
     "other_programs": "End the other programs, or measure again when they are done: more workers "
     "would not help.",
     "alone": "Use worker processes (num_workers): they load while this process trains.",
-    "lock": "More workers would not help: hold the lock for less, or give each worker a file or a "
-    "connection of its own.",
+    "lock": "More workers would not help: hold the lock for a shorter time, or give each worker a "
+    "file or a connection of its own.",
     "other_process": "Ask the other process for less, or keep its answers in each worker or in a "
-    "file. If each sample starts a program, make that cheaper. If one process answers all workers, "
-    "more workers would not help.",
+    "file. If each sample starts a program, make this program faster. If one process answers all "
+    "workers, more workers would not help.",
     "turns": "Workers take turns at one queue or connection: make the process at its other end "
     "faster, or give each worker a connection of its own.",
     "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
@@ -33,17 +33,17 @@ CURES = {
     "main_process": "Make that line cheaper, or do its work once, before the loop.",
     "idle": "Look at what this process does before it takes a batch: more workers would not help.",
     "restarts": "Make the loader once, with persistent_workers=True.",
-    "starts": "Workers stay already, and have nothing ready when a pass begins: make passes "
-    "longer, or use make_loader, whose workers go on to the next pass.",
+    "starts": "Workers already stay between passes, but have no batch ready when a pass begins: "
+    "make passes longer, or use make_loader, whose workers go on to the next pass.",
     "too_many_workers": "Use fewer workers: num_workers={cores}. Make a sample cheaper: more "
     "workers only take turns.",
     "slow_sample": "Look at sample {sample}: make it smaller, store it on the local disk, or leave "
     "it out.",
     "other_loader": "Look at that loader: watch(it) says why it is late.",
-    "periodic": "If it writes checkpoints, write them in a thread or less often; if it evaluates, "
-    "evaluate less often.",
+    "periodic": "If this process writes checkpoints, write them in a thread or less often; if it "
+    "evaluates, evaluate less often.",
     "between": "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
-    "move it to a thread.",
+    "in a thread.",
     "contention": "Make loading cheaper, or do its work once, offline.",
     "threads": "Use fewer threads in each worker, torch.set_num_threads(1) for example; then make "
     "loading cheaper.",

@@ -66,7 +66,7 @@ class Diagnosis:
     step: str
     """Kind of the step: "real", "none", or "emulated ..."."""
     error: float = 0.0
-    """Standard error of the mean time of a batch, as a share of it."""
+    """Standard error of the mean time of a batch, as a share of that mean."""
     change: Change | None = None
     """Comparison with an earlier diagnosis, if there is one."""
     causes: tuple[Cause, ...] = ()
@@ -275,8 +275,9 @@ def _find_slowdown(now: BatchTimes, cached: BatchTimes, lost_share: float) -> fl
     Args:
         now: Times of the loop.
         cached: Times of the step on copies of batches in memory, without a loader.
-        lost_share: Share of its time in which the loop had no core, because loading had them all.
-            This includes waits, so steps are taken to lose no more than they win without a loader.
+        lost_share: Share of its time in which the loop had no core, because loading had all cores.
+            Some of this time may lie in waits. So what the steps lose is taken to be at most the
+            time by which they are shorter without a loader.
     """
     step_s = sum(now.step_s)
     alone_s = np.mean(cached.step_s) * len(now.step_s)
@@ -331,8 +332,8 @@ def describe_verdict(
         )
     if step == "none":
         return (
-            f"The loader alone gives {rate:.1f} images/s {sure}.{part} Without a step nothing says "
-            "whether training waits for it: pass your step, or an EmulatedStep."
+            f"The loader alone gives {rate:.1f} images/s {sure}.{part} Without a step, it is "
+            "not known whether training waits for the loader: pass your step, or an EmulatedStep."
         )
     rates = (
         f"{rate:.1f} images/s now, {ceiling:.1f} if loading took no time, headspace "
@@ -344,7 +345,7 @@ def describe_verdict(
     # A step that lacks cores does not wait for a batch, but it costs time all the same.
     if slower > 1.2:
         verdict += (
-            f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long."
+            f" It lacks CPU: beside the loader, the step takes {slower:.1f} times as long as alone."
         )
     verdict += part
     if fixes and fixes[0].images_per_second > 1.05 * rate:

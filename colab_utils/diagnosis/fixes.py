@@ -55,7 +55,7 @@ FIXES = {
     ),
     "resize": (
         "shards on the local SSD, images resized once",
-        "Preprocess shrinks images that are larger than training needs",
+        "Let preprocess shrink the images that are larger than training needs",
     ),
 }
 # Prepares the data of a trial, and returns the options of `open_like`.
@@ -99,7 +99,7 @@ class Fix:
     sentence: str
     """What to do, and either what that brings or why it was not tried."""
     forecast_images_per_second: float | None = None
-    """Rate of a short trial; None where the fix was not tried."""
+    """Rate of a short trial; None if the fix was not tried."""
     measured_images_per_second: float | None = None
     """Rate of a longer trial with your own step (``verify=True``); else None."""
 
@@ -164,15 +164,17 @@ class Situation:
     @cached_property
     def repeat_ratio(self) -> float:
         """Return the rate of your loader when it is timed again as in a trial, divided by its first
-        rate. It is not 1 if the files are in the page cache by now, if other programs have begun or
-        ended, or because of noise.
+        rate.
+
+        The rate may change without any fix: because files are in the page cache by now, because
+        other programs have begun or ended, or by chance.
         """
         again = _time(self, {}, self.make_placeholder(), _TRIAL_SHARE)
         return again / self.loop.images_per_second
 
     def discount(self, rate: float) -> float:
-        """Return the rate of a fix without what your loader wins, too, when it is timed again. If
-        nothing is left of the gain, return the rate of your loader.
+        """Return the rate of a fix, less what your loader gains without the fix when it is timed
+        again. If no gain is left, return the first rate of your loader.
         """
         own_rate = self.loop.images_per_second
         ratio = self.repeat_ratio
@@ -361,7 +363,8 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
             rate = min(_time(now, options, now.make_placeholder(), _TRIAL_SHARE), now.ceiling)
             measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
             own_rate = now.loop.images_per_second
-            # Data in another form or place is not in the page cache from before.
+            # Your data may be in the page cache by now, which makes any trial faster. Data in
+            # another form or place was not read before, so its rate is not corrected.
             if rate > _GAIN * own_rate and "dataset" not in options:
                 rate = now.discount(rate)
             gain = "wins nothing"
@@ -377,10 +380,11 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
 def _time(
     now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
 ) -> float:
-    """Measure the images per second of a trial, from the first batch of a new loader.
+    """Measure the images per second of a trial.
 
-    Trials with the same order of images then read the same ones. On a slow Drive, some images take
-    longer than others.
+    Each trial makes a new loader and begins at its first batch. So trials with the same order of
+    images read the same images. Otherwise, their rates could not be compared on a slow Drive, where
+    some images take longer than others.
     """
     with open_like(now, **options) as loader:
         watched = WatchedLoader(loader, TIMEOUT_S, "raise")
@@ -423,7 +427,7 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
         planned = [plan_size(*size, **_SIDES) for size in sizes.tolist()]
         share = np.prod(planned, axis=-1).sum() / max(sizes.prod(axis=-1).sum(), 1)
         if share <= _SMALLER:
-            fixes.append(_make_fix("resize", f" to {share:.0%} of the pixels"))
+            fixes.append(_make_fix("resize", f", which leaves {share:.0%} of the pixels"))
     make = partial(_prepare_shards, now, folder, is_slow=is_slow)
     return [(fix, partial(make, fix.id)) for fix in fixes]
 

@@ -20,7 +20,7 @@ _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
 # In this file, a DataLoader without workers calls the dataset and collate_fn.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
-# run, so looks would meet them much too often. Such a look counts, and its place is not known.
+# run, so looks meet them much too often. Such a look is counted, but without a place.
 _PROFILER = "/torch/autograd/profiler.py:"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
@@ -48,7 +48,8 @@ class Looks:
         self._places = defaultdict[str, Counter[str]](Counter)
         # Looks at a wait in which a busy worker loaded a sample (True), or did not (False).
         self._workers_at = Counter[bool]()
-        # Summed over all looks at a worker that could run: its threads that could run, less two.
+        # Each look at a worker that could run adds the number of its threads that could run, minus
+        # two.
         self._extra_threads = 0
 
     def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
@@ -83,8 +84,8 @@ class Looks:
         return self._extra_threads > 0
 
     def is_usual(self, *, in_sample: bool) -> bool:
-        """Return whether, in most looks at a wait, a worker was busy and loaded a sample, or was
-        busy and did not.
+        """Return whether most looks at a wait saw a busy worker that loaded a sample. With
+        ``in_sample=False``, return whether most of them saw a busy worker that loaded none.
         """
         count = self._places["wait"].total()
         return count >= _LEAST_LOOKS and 2 * self._workers_at[in_sample] > count
@@ -106,7 +107,7 @@ class Looks:
         place, looks = self.find_place(phase)
         if place in ("", OTHER_LOADER, HANDOFF, WORKERS, SAMPLE):
             return ""
-        return f" This process is at {place} then ({looks})."
+        return f" This process was seen at {place} ({looks})."
 
     def measure_place(self, phase: str, place: str) -> tuple[float, str]:
         """Return the share of the looks at a phase in which the loop was at a place, and how many

@@ -18,8 +18,9 @@ _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
 # The time between two readings is at least this many times the CPU time of a reading.
 _PAUSE_TIMES = 25
-# For a reading, Linux goes through all pages of each process. So the last reading is repeated while
-# the memory of the machine grows by less than this, up to so many times.
+# A reading is costly, because Linux goes through all pages of each process. While the memory of the
+# machine grows by less than `_NEW_BYTES`, the last reading is repeated instead, at most
+# `_MOST_REPEATS` times in a row.
 _NEW_BYTES = 4_000_000
 _MOST_REPEATS = 4
 _LEAST_READINGS = 5
@@ -52,7 +53,7 @@ class Growth:
     mb_per_batch: float
     """MB a batch, of all processes together."""
     full_at_batch: int
-    """Number of the batch at which memory is full, if it goes on growing."""
+    """Number of the batch at which memory is full, if this growth goes on."""
     by_process: Mapping[str, float]
     """MB a batch: one value for this process, one for all workers together. A value is left out if
     nothing grows there.
@@ -62,16 +63,16 @@ class Growth:
     def cure(self) -> str:
         """Return what to do about the growth."""
         if list(self.by_process) == [_OWN_NAME]:
-            return "Keep no losses with their graphs (.item()), and no batches."
+            return "Keep no batches. Keep losses as numbers (loss.item()), without their graphs."
         return (
-            "Keep no samples in the dataset, and numpy arrays in place of lists of Python objects: "
-            "each worker copies the objects that it only reads."
+            "Keep no samples in the dataset. Use numpy arrays in place of lists of Python objects: "
+            "a worker copies even those objects that it only reads."
         )
 
     def __str__(self) -> str:
         who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
         rate = f"Memory grows by {self.mb_per_batch:.2f} MB a batch ({who})"
-        return f"{rate}: if it goes on, it is full at step {self.full_at_batch:,}."
+        return f"{rate}: if this goes on, memory is full at batch {self.full_at_batch:,}."
 
 
 class MemoryLog:
@@ -173,7 +174,9 @@ def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
 
 
 def _measure_own() -> dict[int, int]:
-    """Return bytes by pid: those that this process does not share, and the part of each child."""
+    """Return the bytes of each process by its pid. For this process, they are the bytes that it
+    does not share; for a child, they are those of `measure_memory_part`.
+    """
     own, *others = list_processes()
     memory = own.memory_info()
     own_bytes = {process.pid: measure_memory_part(process.pid) for process in others}

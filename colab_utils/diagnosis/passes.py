@@ -69,9 +69,9 @@ class Pass:
         self._asked_s: float | None = None
         # A wait that is given up: when it began, and why it is given up.
         self._given_up: tuple[float, Stall] | None = None
-        # The current wait is explained when it has lasted this many seconds. These verdicts on it
-        # were reported already.
+        # The current wait is explained when it has lasted this many seconds.
         self._due_s = 0.0
+        # These verdicts on the current wait were reported already.
         self._verdicts = set[str]()
         self._can_interrupt = False
 
@@ -306,7 +306,8 @@ class Pass:
             was_killed = "signal" in ending
             if was_killed:
                 return WorkerJob(place, pid), ending
-            # Linux gives an exit code only once. The loader took it, and its error holds it.
+            # Linux gives an exit code only once. The loader has taken the code, so its error says
+            # how the worker ended.
             if ending and (sample >= 0 or str(pid) in text):
                 return WorkerJob(place, pid), text
         return None

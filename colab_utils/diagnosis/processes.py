@@ -118,7 +118,7 @@ class _SampleNotes:
 
     def _count(self) -> NDArray[np.float64]:
         """Return the CPU seconds of this process, the bytes that it read by system calls, and those
-        that came from storage, so far. Only the last count the pages of a mapped file.
+        that came from storage, so far. Only the bytes from storage include pages of mapped files.
         """
         words = [b"0"] * 10
         if self._io is not None:
@@ -227,7 +227,8 @@ class WorkerMonitor:
         frame = sys._current_frames()[thread.ident or 0]
         lines = []
         for inner, line in walk_stack(frame):
-            # Our own frame called the loader. From here on, frames do not say what it does now.
+            # Our own frame called the loader. Neither this frame nor those outside of it say what
+            # the thread does now.
             if inner.f_code.co_filename.startswith(_HERE):
                 break
             lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")

@@ -1,4 +1,4 @@
-"""Find the rank that the others wait for, where several processes train together."""
+"""Find the rank that the others wait for, if several processes train together."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +13,7 @@ _MORE = 0.1
 
 
 def find_rank() -> int | None:
-    """Return the rank of this process; None where it trains alone."""
+    """Return the rank of this process; None if it trains alone."""
     ranks = find_ranks()
     return ranks.rank if ranks.count > 1 else None
 

@@ -25,8 +25,8 @@ class Span(NamedTuple):
 
 class Trace(NamedTuple):
     """What one worker, or the step, did. It handled ``batch[k]`` (int64 [K], counted from 0) from
-    ``start_s[k]`` to ``end_s[k]`` (float64 [K], seconds). What would end after the simulated time
-    is cut at its end.
+    ``start_s[k]`` to ``end_s[k]`` (float64 [K], seconds). If a batch would end after the simulated
+    time, its ``end_s`` is the end of that time.
     """
 
     batch: np.ndarray
@@ -132,8 +132,9 @@ def simulate(
     slowest_s = max(load_s / max(1, workers), step_s)
     if not 0 < seconds <= slowest_s * _MAX_BATCHES:
         raise ColabUtilsError(
-            f"{seconds} s with a batch each {slowest_s} s are not 1 to {_MAX_BATCHES:,} batches. "
-            "Give load_s or step_s more than 0, or fewer seconds."
+            f"Cannot simulate {seconds} s with a batch every {slowest_s} s: that is no batch, or "
+            f"more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than 0, "
+            "or fewer seconds."
         )
 
     # A lane loads one batch after another. Without workers, the training process is the only lane.
@@ -185,7 +186,7 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
 
 
 def _make_trace(spans: list[Span], seconds: float) -> Trace:
-    """Return the spans that began within the simulated time, cut at its end."""
+    """Return the spans that began within the simulated time. None ends later than that time."""
     begun = [span for span in spans if span.start_s < seconds - _ROUNDING_S]
     batch, start_s, end_s = np.array(begun, np.float64).reshape(-1, 3).T
     return Trace(batch.astype(np.int64), start_s, np.minimum(end_s, seconds))

@@ -240,7 +240,7 @@ def time_samples(
 
 
 def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
-    """Time how one worker hands over a batch through torch's own queue.
+    """Time how long one worker takes to hand over a batch through torch's own queue.
 
     The worker hands over a new copy each time, because tensors that were handed over once lie in
     shared memory already. The time of the copies is subtracted.

@@ -27,15 +27,15 @@ FINDINGS = {
     ),
     "lock": _Finding(
         "waits for a lock",
-        "It was held when the worker was forked: start threads after the workers.",
+        "The lock was held when the worker was forked: start threads after the workers.",
     ),
     "lost": _Finding(
         "is idle, but its batch never arrived",
-        "Where /dev/shm is full, use smaller batches or make_loader.",
+        "If /dev/shm is full, use smaller batches or make_loader.",
     ),
     "waiting": _Finding(
         "waits in {call}",
-        "What it waits for must come, or the call needs a timeout.",
+        "Find out why this call does not end. It needs a timeout.",
     ),
     "slow": _Finding(
         "is at work, only slow",

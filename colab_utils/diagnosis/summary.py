@@ -196,8 +196,8 @@ class LoopRecord(LoopFacts):
             self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
 
     def _note_workers(self) -> None:
-        """Note the workers of a loader that does not say how many it has, as a generator around a
-        ``DataLoader``, and whether they are others than before.
+        """Note the workers of a loader that does not say how many it has, such as a generator
+        around a ``DataLoader``. Also note whether they are other workers than in the last pass.
         """
         pids = {*self.monitor.list_samples()}
         if self._hides_workers and pids:
@@ -334,9 +334,9 @@ class LoopRecord(LoopFacts):
 def split_micro_batches(parts_s: _Array) -> _Array:
     """Estimate where the step ends for batches after which the optimizer does not step.
 
-    Forward and backward pass take about as long for these batches as for the others. If a step of
-    these batches is longer than the others' median step, the difference is moved to the time
-    between steps, up to the others' median of that time.
+    The forward and backward passes of such a batch take about as long as those of other batches.
+    So its step is taken to be as long as the median step of the other batches. The rest of its step
+    is moved to its time between steps, but at most the median time between steps of the others.
 
     Args:
         parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].

@@ -100,8 +100,8 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
     """Return the system call that a thread is in, and its file; "" for what is not known."""
     words = _read(f"/proc/{pid}/task/{task}/syscall").split()
     if len(words) < 8:
-        # The thread runs, is in a page fault, or may not be looked at. The function of the kernel
-        # that it sleeps in says more.
+        # The thread runs, is in a page fault, or belongs to a process that may not be read. The
+        # function of the kernel in which the thread sleeps says more.
         return _read(f"/proc/{pid}/task/{task}/wchan").strip("0"), ""
     name = f"system call {words[0]}"
     if platform.machine() == "x86_64":
@@ -115,7 +115,7 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
         if name in _CALLS_OF_FILE:
             # psutil's open_files() looks at each file, and would hang where the worker hangs.
             path = os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
-            # A pipe may have a name in a folder, and is no file: another process writes to it.
+            # A named pipe has a path, but it is no file: another process writes to it.
             is_pipe = "pipe" in _read(f"/proc/{pid}/task/{task}/wchan")
             return name, "a pipe" if is_pipe else path
     return name, ""
@@ -130,7 +130,8 @@ def find_wait(pid: int, task: int) -> str:
     - "process": another process, or the network
     - "thread": another thread of its process, or a lock that only these threads share
 
-    If the word would be "thread", return what the other threads of the process wait for.
+    In place of "thread", return "" if another thread of the process runs. If none runs, return the
+    first of "read", "lock", "sleep" and "process" for which another thread waits, if there is one.
     """
     kind = classify_call(*read_call(pid, task))
     if kind != "thread":
@@ -171,7 +172,7 @@ def _read_path(pid: int, address: int) -> str:
 
 
 def _read(path: str) -> str:
-    """Return the text of a file; "" where it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return Path(path).read_bytes().decode(errors="replace")
     except OSError:

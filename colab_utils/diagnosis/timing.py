@@ -27,7 +27,7 @@ class BatchTimes:
     """What `time_batches` measured."""
 
     wait_s: tuple[float, ...]
-    """Seconds for which each batch was waited for."""
+    """Seconds that the loop waited for each batch."""
     step_s: tuple[float, ...]
     """Seconds that the step of each batch took."""
     images: int
@@ -114,8 +114,8 @@ def time_batches(
         max_s: Seconds after which timing ends. The warm-up counts. At least three rounds and
             ``least`` batches are timed, unless they take more than three times ``max_s``.
         least: Number of batches to time even after ``max_s``.
-        on_batch: Called after each timed batch with its number (from 0) and the batch. Its time
-            counts neither as wait nor as step.
+        on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
+            this call counts neither as wait nor as step.
 
     Raises:
         ColabUtilsError: the loader yields nothing, or no more than the warm-up; or the loader or
@@ -189,8 +189,8 @@ class CpuUse(NamedTuple):
     others_s: float = 0.0
     """CPU seconds of all other programs; 0 if cores were idle for a tenth of their time or more."""
     queued_s: float = 0.0
-    """Seconds in which a thread of this process could have run, but had no core. They are those of
-    the thread that waited longest.
+    """Seconds in which a thread of this process could have run, but had no core. Only the thread
+    that waited longest counts.
     """
 
 

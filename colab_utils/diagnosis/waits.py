@@ -33,8 +33,9 @@ _WORTH_A_WORD = 0.1
 # A lock is the cause if samples wait for it for at least this share of their time. If two workers
 # only take turns, each waits for the lock for half of its time.
 _IN_TURN = 0.3
-# Workers count as idle if they were at work for less than this share of the waits. If looks at the
-# waits show no samples, they also count as idle below this share of their time.
+# Workers count as idle if they were at work for less than `_IDLE` of the time of the waits. If most
+# looks at the waits saw no worker at a sample, workers also count as idle if they were at work for
+# less than `_MOSTLY_IDLE` of their time.
 _IDLE = 0.5
 _MOSTLY_IDLE = 0.25
 # The hand-off is the cause if it was seen in this share of the looks. Its calls let other threads
@@ -50,8 +51,8 @@ _EVIDENCE = {
     "process": ("other_process", "for another process or the network"),
     "sleep": ("sleep", "asleep, in a call of sleep"),
     "thread": ("wait", "for another thread of the process, or a lock of its threads"),
-    "unseen": ("wait", "for what was not seen"),
-    "collate": ("collate", "of work after it, in collate_fn or to hand over the batch"),
+    "unseen": ("wait", "for a reason that was not seen"),
+    "collate": ("collate", "of work after it (collate_fn, or the hand-off of the batch)"),
 }
 
 
@@ -95,8 +96,11 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     or workers start again.
     """
     share = float(starts.sum()) / loop_s
-    each_s = f"{starts.mean():.2g} s each"
-    why = f"Passes after the first ({len(starts)}) wait {each_s} for their first batch."
+    each_s = f"{starts.mean():.2g} s"
+    why = (
+        f"Each pass after the first waits {each_s} for its first batch (later passes: "
+        f"{len(starts)})."
+    )
     line = facts.looks.describe_line("start")
     if line:
         return make_cause("main_process", share, why + line)
@@ -114,7 +118,7 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     line = facts.looks.describe_line("wait")
     if line:
         return make_cause(
-            "main_process", share, f"Before it takes a batch, this process is busy.{line}"
+            "main_process", share, f"This process is busy before it takes a batch.{line}"
         )
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
@@ -126,7 +130,7 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
         is_idle = is_rare and not facts.looks.is_usual(in_sample=True)
     part, looks = facts.looks.measure_place("wait", HANDOFF)
     if is_idle and part >= _TAKES_IN:
-        why = f"This process takes in what workers send ({looks} at a wait)."
+        why = f"During waits, this process is busy receiving what workers send ({looks})."
         return make_cause("hand-off", share, why)
     if not is_idle or not times.samples:
         return _explain_samples(share, loop_s, facts)
@@ -155,7 +159,8 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     cure = id
     if id == "lock":
         del rest["lock"]
-        # The worker that has the lock may wait itself, as at a queue of multiprocessing.
+        # The worker that has the lock may itself wait for another process, as at a queue of
+        # multiprocessing.
         if max(rest, key=lambda name: rest[name]) == "process":
             id = "other_process"
             cure = "turns"
@@ -169,11 +174,11 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
         bytes_per_s = times.bytes_read / max(times.wall_s - times.cpu_s, 1e-9)
-        limit = "it waits mostly for the first byte of each file"
+        limit = "most of the wait is for the first byte of each file"
         if bytes_per_s > _SENDS_BYTES_PER_S:
             cure = "bandwidth"
-            limit = "it is the bandwidth"
-        why += f" It reads {format_bytes(times.bytes_read / times.samples)}, "
+            limit = "the bandwidth is the limit"
+        why += f" A sample reads {format_bytes(times.bytes_read / times.samples)} "
         why += f"at {format_bytes(bytes_per_s)}/s: {limit}."
     return make_cause(id, share, why, cure=cure)
 

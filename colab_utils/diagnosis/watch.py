@@ -36,7 +36,7 @@ def watch(
     A batch that takes longer than ``timeout_s`` is explained within a second, by a
     `ColabUtilsWarning` and a `Stall` in ``stalls``. They name the worker, its sample, its file and
     its system call, and say whether the worker ended, is stuck in a read, waits for a lock, or is
-    only slow. If this changes while the batch is waited for, a new warning and a new `Stall` come.
+    only slow. If the explanation changes during the wait, a new warning and a new `Stall` come.
     A worker reports its samples only if the watched loader forked it. The file of a sample is named
     if the dataset has a method ``find_path(index)``, as the datasets of this package have.
 
@@ -75,7 +75,7 @@ class WatchedLoader:
 
     Attributes:
         timeout_s: Seconds to wait for a batch before the wait is explained.
-        on_stall: What to do then, as in `watch`.
+        on_stall: What to do about a wait that takes too long, as in `watch`.
         stalls: Every `Stall` that was reported.
     """
 

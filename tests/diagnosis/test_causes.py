@@ -77,13 +77,13 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "share": 0.3,
             },
             "restarts",
-            r"Passes after the first \(3\) wait 1 s each.* start again.*persistent_workers=True",
+            r"after the first waits 1 s .*3\)\. Workers start again.*persistent_workers=True",
         ),
         # Workers stay, so that cure is in place.
         (
             {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99), "share": 0.3},
             "starts",
-            r"wait 1 s each for their first batch\. Workers stay already",
+            r"waits 1 s for its first batch \(later passes: 3\)\. Workers already stay",
         ),
         # Workers start anew, but that is not what takes the time.
         (
@@ -95,7 +95,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "share": 0.3,
             },
             "main_process",
-            r"This process is at mine/sampler.py:7 __iter__ then \(in 9 of 11 looks\)",
+            r"This process was seen at mine/sampler.py:7 __iter__ \(in 9 of 11 looks\)",
         ),
         (
             {
@@ -104,7 +104,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "places": {"wait": {"mine/sampler.py:7 __iter__": 9, "the workers": 2}},
             },
             "main_process",
-            r"Before it takes a batch.*This process is at mine/sampler.py:7",
+            r"is busy before it takes a batch.*This process was seen at mine/sampler.py:7",
         ),
         (
             {
@@ -113,7 +113,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "places": {"wait": {"the hand-off": 9, "the workers": 2}},
             },
             "hand-off",
-            r"takes in what workers send \(in 9 of 11",
+            r"busy receiving what workers send \(in 9 of 11",
         ),
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1)},
@@ -123,7 +123,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4)},
             "wait",
-            r"takes 70 ms: 68 ms for what was not seen",
+            r"takes 70 ms: 68 ms for a reason that was not seen",
         ),
         (
             {
@@ -132,7 +132,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "looks": {"read": 30, "": 2},
             },
             "read",
-            r"65.6 ms in reads of files. It reads 300.0 kB, at 4.4 MB/s: it waits mostly",
+            r"65.6 ms in reads of files. A sample reads 300.0 kB at 4.4 MB/s: most of the wait",
         ),
         (
             {
@@ -141,7 +141,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "looks": {"read": 30, "": 2},
             },
             "read",
-            r"It reads 4.0 MB, at 58.8 MB/s: it is the bandwidth. .*Shrink",
+            r"A sample reads 4.0 MB at 58.8 MB/s: the bandwidth is the limit. .*Shrink",
         ),
         # A slowed folder sleeps in its reads. What sleeps elsewhere, as a locked database does
         # between its reads, is not said to read.
@@ -153,7 +153,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "is_slowed": True,
             },
             "read",
-            r"68 ms in reads of files. It reads 2.0 kB",
+            r"68 ms in reads of files. A sample reads 2.0 kB",
         ),
         (
             {
@@ -228,7 +228,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0)},
             "collate",
-            r"25 ms of work after it, in collate_fn",
+            r"25 ms of work after it \(collate_fn",
         ),
         # A thread of the sample's own works and waits for a core, and no look shows anything else.
         (
@@ -260,7 +260,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "looks": {"": 2}},
             "wait",
-            r"100% for what was not seen",
+            r"100% for a reason that was not seen",
         ),
         # The step waits for another loader.
         (
@@ -340,7 +340,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "seen": {24: (37,), 49: (37,)},
             },
             "collate",
-            r"of work after it, in collate_fn",
+            r"of work after it \(collate_fn",
         ),
         (
             {
@@ -354,7 +354,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "workers": 0},
             "wait",
-            r"loads the samples itself.*for what was not seen.*Use worker processes",
+            r"loads the samples itself.*for a reason that was not seen.*Use worker processes",
         ),
         (
             {"waits": spread(0.05), "workers": 0, "looks": {"": 9, "read": 2}},
@@ -429,7 +429,7 @@ def test_another_loader_has_its_share_of_the_step():
 def test_memory_that_grows_is_named_beside_a_fine_loop():
     (cause,) = find(growth=Growth(2.5, 4000, {"this process": 2.5}))
     assert cause.id == "memory"
-    assert "if it goes on, it is full at step 4,000" in cause.why
+    assert "if this goes on, memory is full at batch 4,000" in cause.why
 
 
 def test_too_many_workers_wait_for_cores_and_for_nothing_else(monkeypatch):

@@ -303,9 +303,9 @@ def test_a_step_that_lacks_cpu_beside_the_loader_is_named(no_fixes):
 
     diagnosis = diagnose(Loader(), EmulatedStep(20), seconds=2)
     assert diagnosis.headspace > 1.3
-    assert "It lacks CPU: beside the loader the step itself takes" in diagnosis.verdict
+    assert "It lacks CPU: beside the loader, the step takes" in diagnosis.verdict
     words = describe_verdict(_make_times(0.02, 0.15), 40, 1.5, (), [], "emulated 100 ms")
-    assert "beside the loader the step itself takes 1.5 times as long" in words
+    assert "beside the loader, the step takes 1.5 times as long as alone" in words
     words = describe_verdict(_make_times(0.20, 0.10), 40, 1.0, (), [], "emulated 100 ms")
     assert "beside the loader" not in words
 

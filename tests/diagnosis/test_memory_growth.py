@@ -40,9 +40,9 @@ def test_growth_is_a_slope_over_batches():
     assert growth.mb_per_batch == pytest.approx(2, rel=0.01)
     assert growth.full_at_batch == pytest.approx(95 + find_free_memory() / MB / 2, rel=0.02)
     assert str(growth).startswith(
-        "Memory grows by 2.00 MB a batch (this process: 2.00): if it goes on, it is full at step "
+        "Memory grows by 2.00 MB a batch (this process: 2.00): if this goes on, memory is full at "
     )
-    assert "no losses with their graphs" in growth.cure
+    assert "without their graphs" in growth.cure
 
 
 def test_workers_that_grow_are_named():

@@ -302,7 +302,7 @@ def test_a_wait_for_a_socket_is_no_read_of_a_file():
     with (
         socket_here,
         _there,
-        pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*the call needs a timeout"),
+        pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*It needs a timeout"),
     ):
         list(watch((socket_here.recv(1) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"))
 
@@ -454,7 +454,7 @@ def test_a_batch_that_finds_no_shared_memory():
     watched = watch(loader, timeout_s=TIMEOUT_S, on_stall="raise")
     with pytest.raises(
         ColabUtilsError,
-        match=r"worker 0 .*is idle, but its batch never arrived.*Where /dev/shm is full",
+        match=r"worker 0 .*is idle, but its batch never arrived.*If /dev/shm is full",
     ):
         list(watched)
     assert watched.stalls[0].verdict == "lost"
