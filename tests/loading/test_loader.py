@@ -543,7 +543,7 @@ def test_a_killed_worker_ends_the_pass_in_one_line(make):
     # The second pass has new workers.
     for _ in range(2):
         with pytest.raises(
-            ColabUtilsError, match=r"killed by signal: Killed.*not seen.*memory.*fewer workers"
+            ColabUtilsError, match=r"killed by signal: Killed.*not known.*memory.*fewer workers"
         ) as error:
             list(loader)
         assert "\n" not in str(error.value)
