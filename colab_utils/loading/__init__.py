@@ -15,8 +15,8 @@ The life of a sample, from COCO JSON to a batch on the device:
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` copies the shards from Drive to the SSD and
    checks them. `Arrival` (`colab_utils.loading.arrival`) copies in a thread while training runs,
    and lets the shards take turns on a small disk. The readers of `ArrivingShards`
-   (`colab_utils.loading.arriving`) wait for the shards. Other processes of the machine follow by a
-   `FollowedArrival`. `deal_shards` (`colab_utils.loading.groups`) deals shards to hosts.
+   (`colab_utils.loading.arriving`) wait for the shards. Other processes of the machine follow with
+   a `FollowedArrival`. `deal_shards` (`colab_utils.loading.groups`) deals shards to hosts.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`
@@ -43,8 +43,8 @@ The life of a sample, from COCO JSON to a batch on the device:
 11. **Device** (`colab_utils.loading.loader`): `Loader` sends the flat tensors to the device. With
     ``deliver="packed"``, this is the last step. With ``deliver="dense"``, float images and targets
     are made on the device, and `colab_utils.loading.masks` expands the bits into dense masks.
-    Without a GPU, the worker has expanded them. The user's own transforms come last. The buffer is
-    used again when no tensor of the batch is left.
+    Without a GPU, the worker has already expanded the bits. The user's own transforms come last.
+    The buffer is used again when no tensor of the batch is left.
 
 `tune_workers` (`colab_utils.loading.tune`) finds the number of workers. `LoopClock`
 (`colab_utils.loading.clock`) measures how long the loop waits for each batch.

@@ -38,8 +38,8 @@ class Arrival:
 
     The first shard is copied alone, at the full speed of Drive. The others follow, several at a
     time: small ones first, the rest in a random order. A shard that an earlier copy left in
-    ``target`` is not copied again if its checksum is right. If Drive fails, ``retries`` reads
-    again. The index in ``target`` is written last.
+    ``target`` is not copied again if its checksum is right. If Drive fails, ``retries`` repeats
+    the read. The index in ``target`` is written last.
 
     The copy may hold a lock (see `hold_arrival`). The other processes that train together on this
     machine then follow the copy with a `FollowedArrival`.
@@ -53,7 +53,8 @@ class Arrival:
         takes_turns: whether shards take turns.
         spans_s: begin and end of the copy of each shard, in seconds after ``began_s`` (a time of
             ``perf_counter``). The keys are the numbers of the shards, in the order of arrival.
-        retries: number of times that Drive failed and was tried again.
+        retries: the `Retries` of the copy. Its ``count`` is the number of times that Drive failed
+            and was tried again.
 
     Raises:
         ColabUtilsError: too little free disk, other files in ``target``, or a limit below two
@@ -202,10 +203,10 @@ class Arrival:
         """Return the shards in the order of their arrival, cut into windows. Training reads one
         window after the other.
 
-        A window is one shard, or several shards if they have at most as many images as all earlier
-        windows together. A window has at most as many shards as are copied at the same time. If
-        shards take turns, every second epoch has the reverse order, and so begins with the shards
-        that the previous epoch left on the disk.
+        A window has one or more shards. A window of several shards has at most as many images as
+        all earlier windows together. The number of its shards is at most the number that is copied
+        at the same time. If shards take turns, every second epoch has the reverse order. Such an
+        epoch begins with the shards that the previous epoch left on the disk.
         """
         order = self._order
         streams = COPY_STREAMS
@@ -243,8 +244,8 @@ class Arrival:
         with self._lock:
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
             self._wanted = wanted if self.takes_turns else [*wanted, *self._order]
-        # Shards of earlier windows may have been removed. Readers then read them on Drive, so this
-        # does not wait for them.
+        # Shards of earlier windows may have been removed. Readers then read these shards on Drive,
+        # so this method does not wait for them.
         if self.takes_turns:
             shards = shards.intersection(chain(*windows[place : place + 1]))
         while not self.has(shards):
@@ -351,7 +352,7 @@ class Arrival:
         return self._sizes[number] + sum(self._sizes[other] for other in kept) <= self._limit
 
     def _choose(self) -> tuple[Callable[[int], None], int] | None:
-        """Choose the next shard to copy or one to remove, or None if neither can be done now."""
+        """Choose a shard to copy next, or to remove. Return None if neither can be done now."""
         with self._lock:
             present = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in present), None)
@@ -394,9 +395,9 @@ class Arrival:
 
         if not self.retries.run(is_on_source):
             raise ColabUtilsError(
-                f"{files[0][0]} is not in {self.source} with its size: the copy in "
-                f"{self.target} is the last one, and is kept. Copy it back, then run the same "
-                "again."
+                f"{files[0][0]} is missing in {self.source}, or has another size there. The copy "
+                f"in {self.target} is the last one, and is kept. Copy it back to the source, then "
+                "run the same again."
             )
         for name, _, _ in files:
             # A worker may hold the file open. Then only truncating the file frees its space.
@@ -490,7 +491,7 @@ class ArrivedShards:
             raise ColabUtilsError(
                 status["error"]
                 or f"The process that brings shards to {self.folder} has ended. Make the dataset "
-                "again: it continues there."
+                "again: the work continues there."
             )
         return False
 

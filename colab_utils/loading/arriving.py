@@ -78,8 +78,8 @@ class _ArrivingFiles(ShardFiles):
         except ColabUtilsError:
             if not self._takes_turns:
                 raise
-            # The shard is not on the disk now. The files that are open are closed, because the old
-            # files of a shard must not be read after it was copied again.
+            # The shard is not on the disk now. All open files are closed, because the old files of
+            # a shard must not be read after the shard was copied again.
             self._open.close()
             self._drive.read_into(shard, name, start, buffer)
 
@@ -107,8 +107,8 @@ class ArrivingShards(ShardDataset):
         workers: number of threads that copy. Each thread copies one shard at a time.
         limit_gb: disk space that the shards may take in ``target``, in GB (1e9 bytes). If all
             shards need more, they take turns on the disk, and shards are copied again in every
-            epoch. ``target`` must then be new or empty, or the folder of an earlier copy in which
-            the same shards took turns. None sets no limit.
+            epoch. ``target`` must then be new, or empty, or the folder in which the same shards
+            took turns before. None sets no limit.
         groups: numbers of the groups of shards that this host copies, such as
             ``range(host, 8, hosts)``. Pass ``groups=8`` to `make_loader` on every host, too. Images
             of other groups are read in ``source``. The index in ``target`` then lists only the

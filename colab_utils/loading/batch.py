@@ -58,7 +58,7 @@ class PackedBatch:
     dense: Tensor | None = None
     """uint8 [bytes]: the dense masks of all objects, if a worker has expanded them; else None."""
 
-    # A batch cannot be iterated over. Without this line, Python would try it by `__getitem__`.
+    # A batch cannot be iterated over. Without this line, Python would iterate by `__getitem__`.
     __iter__ = None
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class BatchShape(NamedTuple):
     # The result is kept, because each batch needs it more than once.
     @lru_cache(maxsize=8)  # noqa: B019
     def lay_out(self) -> tuple[dict[str, tuple[slice, str, tuple[int, ...]]], int]:
-        """Return the place, dtype and shape of each table, and the bytes of the whole buffer."""
+        """Return the place, dtype and shape of each table, and the size of the buffer in bytes."""
         b = self.images
         t = self.objects
         tables: dict[str, tuple[str, tuple[int, ...]]] = {

@@ -56,7 +56,7 @@ class LoopClock:
 
     @property
     def count(self) -> int:
-        """Return how many batches are over. It is the number of the current batch, from 0."""
+        """Return how many batches are over. The current batch has this number, from 0."""
         return len(self._parts) // 3 + len(self._pending)
 
     @property
@@ -83,7 +83,8 @@ class LoopClock:
         """Note that the batch has arrived, with this many images."""
         self._moments.append(_note_moment())
         self.images += images
-        # This batch is the first of a pass. The time between the passes ended with its request.
+        # If this batch is the first of a pass, the time between the passes ended when the batch
+        # was requested.
         if self._left or not self.firsts:
             self.firsts.append(self.count)
             self.ends_s += self._moments[0].wall_s - self._left.wall_s if self._left else 0.0

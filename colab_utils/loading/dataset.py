@@ -323,8 +323,9 @@ class ShardDataset(CocoSamples):
             raise ColabUtilsError(
                 f"The index in {self.folder} names no shards. Run preprocess again."
             )
-        # One entry for each shard: the bits of its masks, if its arrays file was damaged and they
-        # were made again. Any number means that they are read from the file.
+        # This list has one entry for each shard. If the arrays file of the shard was damaged, the
+        # entry holds the mask bits that were made again. If the entry is a number, the mask bits
+        # are read from the file.
         self._bits: list[Any] = [0] * len(index.shards)
         if columns is None:
             columns = open_columns(index.images, index.annotations)
@@ -501,7 +502,7 @@ class ShardDataset(CocoSamples):
         damage.
         """
         if int(hash_bytes(*data), 16) != int(self._tables["checks"][index, part]):
-            name = ("bytes", "masks", "record")[part]
+            name = ("bytes", "masks", "annotations")[part]
             raise self._explain_damage(index, f"its {name} do not match their checksum")
 
     def find_path(self, index: int) -> Place:

@@ -51,7 +51,8 @@ def digest_dataset(dataset: Any) -> str:
         False
     """
     arrays: list[pickle.PickleBuffer] = []
-    # The pickle goes to a file in memory of fixed size, so that it cannot grow beyond the limit.
+    # The pickle is written to a file in memory. The size of the file is fixed, so that a larger
+    # pickle raises an error.
     with mmap.mmap(-1, _MOST_OBJECT_BYTES) as file:
         try:
             _Pickler(file, 5, buffer_callback=arrays.append).dump(dataset)

@@ -20,8 +20,8 @@ from colab_utils.loading.prefetcher import (
 )
 from colab_utils.loading.shared_memory import SharedBufferPool
 
-# A late batch that has arrived is returned before the end of the epoch, if no other batch arrives
-# within this many times max_wait_s.
+# If no other batch arrives within this many times max_wait_s, the loader returns a late batch that
+# has arrived. It does not wait for the end of the epoch then.
 _MOST_WAITS = 1.25
 
 
@@ -60,10 +60,10 @@ class BoundedPrefetcher(Prefetcher):
     """A `Prefetcher` that waits at most ``max_wait_s`` for a batch.
 
     A late batch moves to the end of the epoch, and the next batch is returned. The late batch's
-    worker continues, and a second process loads the same batch. As long as neither delivers it, the
-    older of the two is killed and a new process tries, each time after twice as long a wait. A new
-    worker takes over the other requests of the late worker. Each worker has its own buffers,
-    because a killed process may still hang in a read and write to its buffer later.
+    worker continues, and a second process loads the same batch. If neither delivers the batch in
+    time, the older process is killed, and a new one tries. Each try has twice the time of the one
+    before. A new worker takes over the other requests of the late worker. Each worker has its own
+    buffers, because a killed process may hang in a read, and may write to its buffer afterwards.
 
     Args:
         fetcher, workers, prefetch: As for `Prefetcher`.
@@ -232,8 +232,8 @@ class BoundedPrefetcher(Prefetcher):
     def _name(self, batch: _LateBatch, now_s: float, samples: list[int] | None = None) -> list[int]:
         """Add the samples that a batch waits for to the list of late samples, and return them.
 
-        If ``samples`` is None, the batch waits for the one sample that its older attempt is
-        reading, or else for the one that its newer attempt is reading.
+        If ``samples`` is None, it is the one sample that the older attempt is reading. If that
+        attempt reads none, it is the one that the newer attempt is reading.
         """
         if samples is None:
             at_work = [int(worker.at_work[0]) for worker, _ in batch.attempts]

@@ -135,11 +135,11 @@ def make_loader(
             ``late`` lists its samples. At the end of the epoch the loader waits this long once
             more. A sample that is still missing is left out if ``max_bad`` allows it, else it
             raises an error. If more than ``2 * workers + 8`` batches are late at the same time,
-            this happens before the end of the epoch. The limit needs workers, and must be longer
-            than a batch takes. With several processes, each process moves its own late batches. All
-            processes deliver the same number of batches, but in one step they may deliver shares of
-            different batches. So each process has its own state. Default: None, which waits without
-            a limit.
+            the missing samples are given up before the end of the epoch. The limit needs workers,
+            and must be longer than a batch takes. With several processes, each process moves its
+            own late batches. All processes deliver the same number of batches, but in one step they
+            may deliver shares of different batches. So each process has its own state. Default:
+            None, which waits without a limit.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
@@ -324,8 +324,8 @@ class Loader:
         # The workers and the order have been made, and would not see another value.
         if name in _FIXED.split(", ") and hasattr(self, "_passes"):
             raise ColabUtilsError(
-                f"{name} of a loader cannot be changed. Make another one with make_loader. Or "
-                "change the dataset or its transforms: the next pass takes that up."
+                f"{name} of a loader cannot be changed. Make another loader with make_loader. Or "
+                "change the dataset or its transforms: the next pass uses the changed ones."
             )
         super().__setattr__(name, value)
 
@@ -502,11 +502,10 @@ class Loader:
 
     @property
     def streams(self) -> tuple[StreamTrial, ...]:
-        """Return how many reads each worker makes at the same time, and how many reads/s it ends.
+        """Return the number of streams of each worker, and the reads/s that it reaches with them.
 
-        A read is a file of a `CocoFolder`, or a piece of a shard.
-
-        The tuple is empty until both have been measured.
+        A read is a file of a `CocoFolder`, or a piece of a shard. The tuple is empty until both
+        numbers have been measured.
         """
         return tuple(self._prefetcher.streams.values()) if self._prefetcher else ()
 
@@ -521,7 +520,7 @@ class Loader:
             return ""
         count = sum(trial.streams for trial in self.streams)
         rate = sum(trial.files_per_s for trial in self.streams)
-        return f"{rate:.0f} reads a second with {count} streams; more win nothing"
+        return f"{rate:.0f} reads a second with {count} streams; more streams win nothing"
 
     def describe_workers(self) -> str:
         """Describe why this number of workers was chosen; empty if there were no trials.
@@ -533,7 +532,7 @@ class Loader:
         if not self.rates:
             return ""
         trials = [f"{rate:.0f} images/s with {workers}" for workers, rate in self.rates.items()]
-        return f"workers: {self.workers}, the fewest of about the best rate ({', '.join(trials)})"
+        return f"workers: {self.workers}, the fewest with about the best rate ({', '.join(trials)})"
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""
@@ -616,8 +615,9 @@ class Loader:
         that were not delivered yet.
 
         Raises:
-            ColabUtilsError: The state has another order (seed, shuffle, groups, number of images,
-                or, if shards were arriving, batch size), or was changed.
+            ColabUtilsError: The state was changed, or has another order: another seed, shuffle,
+                groups or number of images. With a sampler, or if shards were arriving when the
+                epoch began, another batch size is an error, too.
         """
         order = self._order
         saved = LoaderState.parse(state, images=order.size, shards=len(self._fetcher.shard_images))
@@ -658,8 +658,8 @@ def find_device(device: torch.device | str) -> torch.device:
     """Return the device with this name.
 
     Raises:
-        ColabUtilsError: No device has this name, this machine does not have that GPU, or it is
-            neither the CPU nor a GPU that CUDA or ROCm drives.
+        ColabUtilsError: No device has this name, this machine does not have that GPU, or the
+            device is neither the CPU nor a GPU that CUDA or ROCm drives.
 
     Example:
         >>> find_device("cpu")

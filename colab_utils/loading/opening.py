@@ -53,8 +53,8 @@ def open_dataset(
     others follow it. Only the machine of rank 0 sends the shards to ``drive``.
 
     The shards are the same as `write_shards` makes with this ``shard_mb``. Shards that were begun
-    with other settings are finished with those settings. Where no shards can be written, such as on
-    a full disk, training reads the loose files (`CocoFolder`), and a warning says why.
+    with other settings are finished with those settings. If no shards can be written, for example
+    on a full disk, training reads the loose files (`CocoFolder`), and a warning says why.
 
     Args:
         images: the image folder; its path, or a URL that fsspec knows, such as

@@ -111,7 +111,7 @@ class WorkerDiedError(ColabUtilsError):
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a process ended from its exit code. A negative code is a signal.
+    """Describe by its exit code how a process ended. A negative code is a signal.
 
     Example:
         >>> describe_exit(-9), describe_exit(1)
@@ -144,16 +144,16 @@ def explain_death(ending: str, oom_kills: int) -> str:
 
 
 def _explain_kill(oom_kills: int) -> str:
-    """Say that memory ran out, if the system counted such a kill since ``oom_kills`` was read. If
-    not, say that memory is the likely cause.
+    """Say that memory ran out, if the system has killed a process for that since ``oom_kills`` was
+    read. If not, say that memory is the likely cause.
     """
-    cure = "use fewer workers, a smaller prefetch or a smaller batch, and run it again."
+    cure = "use fewer workers, a smaller prefetch or a smaller batch, and run the same again."
     if count_oom_kills() > oom_kills:
         return f"The system ended a process for want of memory: {cure}"
     free = format_bytes(find_free_memory())
     return (
-        f"Who killed it was not seen. Now {free} of memory are free. Most often it is the memory: "
-        f"{cure}"
+        f"What killed it is not known. Now {free} of memory are free. The usual reason is too "
+        f"little memory: {cure}"
     )
 
 
@@ -177,7 +177,8 @@ class Worker:
     """A worker process and its pipe.
 
     Attributes:
-        began_s: About when the worker began its current batch, a time of `time.perf_counter`.
+        began_s: Rough time at which the worker began its current batch, from
+            `time.perf_counter`.
         at_work: int64 [1]: index of the sample that the worker reads, if its request has
             ``is_noted``; else -1.
 
@@ -200,8 +201,8 @@ class Worker:
                 self.process.start()
 
     def send(self, message: ReadAhead | Load) -> None:
-        """Send a message. If the worker is dead, this raises no error. The loader notices it after
-        the last results of the worker.
+        """Send a message. If the worker is dead, no error is raised here. The loader notices the
+        death after the last results of the worker.
         """
         with suppress(OSError):
             self.connection.send(message)

@@ -18,7 +18,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.fetcher import seed_random
 from colab_utils.loading.groups import DealtImages, alternate
 
-# At a time, this many images of an epoch are put into batches, to save memory.
+# To save memory, only this many images of an epoch are put into batches at a time.
 _PIECE_IMAGES = 1 << 14
 
 
@@ -50,8 +50,8 @@ class LoaderState:
     """Numbers of the late batches, in the order in which they come at the end of the epoch."""
     earlier: list[list[int]] = field(default_factory=list)
     """One list for each time that the batch size changed in the epoch. The list begins with the
-    batch size until then, and the number of the batch that came next. The numbers of the late
-    batches that had moved to the end of the epoch follow.
+    batch size until then, and the number of the batch that came next. After these two come the
+    numbers of the late batches that had moved to the end of the epoch.
     """
 
     @property

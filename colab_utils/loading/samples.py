@@ -21,7 +21,8 @@ from colab_utils.streams import StreamTrial
 def has_moved_names(names: dict[int, str], others: dict[int, str]) -> bool:
     """Return whether a name belongs to different labels in two datasets.
 
-    A class that has another name in one of them is no reason, because it may be spelt differently.
+    A name that only one of the datasets has does not count, because the other dataset may spell it
+    differently.
 
     Example:
         >>> has_moved_names({1: "cat", 2: "dog"}, {1: "dog", 2: "cat"})
@@ -107,7 +108,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         reader.prefetch(part for number in numbers for part in self._list_parts(number))
 
     def drop_ahead(self) -> None:
-        """Drop what ``read_ahead`` began to read and no sample took."""
+        """Drop the parts that ``read_ahead`` began to read and that no sample has taken."""
         self._open_reader().forget_all()
 
     @property
@@ -132,7 +133,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         raise NotImplementedError
 
     def _list_parts(self, index: int) -> list[Any]:
-        """Return the names of what the reader reads for a sample, in the order of their use."""
+        """Return the names of the parts of a sample, in the order in which they are used."""
         raise NotImplementedError
 
     def stop(self) -> None:

@@ -46,7 +46,7 @@ class SharedBuffer:
                 free = find_free_memory()
                 if size - have > free:
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
-                # Without this call, too little memory would end the process by a bus error later.
+                # Without this call, too little memory would end the process with a bus error later.
                 os.posix_fallocate(self._file, 0, wanted)
             except OSError as error:
                 raise ColabUtilsError(

@@ -28,7 +28,7 @@ _OPTIONAL = ("area", "iscrowd")
 # The box of an object holds at least this share of the rectangle around its mask. A mask whose
 # background is 1 reaches far beyond the box.
 _LEAST_SHARE = 0.25
-# Images that are scaled to 0 to 1, and normalised or not, have no values above this.
+# An image with values from 0 to 1 has no value above this, even after it was normalised.
 _LARGEST_SCALED = 16
 _LEAVE_TO_LOADER = (
     "Leave out .cuda() and .to(device) in your dataset, and give make_loader a device: it sends "
@@ -71,7 +71,7 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     if not is_bytes or image.ndim != 3 or len(image) != 3 or not image.numel():
         raise ColabUtilsError(
             f"Expected image {image_id} as a uint8 tensor [3, H, W], found {_describe(image)}. "
-            "Leave out ToTensor and Normalize, and make a PIL image a tensor with "
+            "Leave out ToTensor and Normalize, and turn a PIL image into a tensor with "
             'PILToTensor()(image.convert("RGB")) of torchvision.transforms.v2.'
         )
     _require_cpu(image, "image", image_id)
@@ -80,7 +80,7 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     if target.keys() <= {"image_id"}:
         target = {"labels": [], "boxes": [], "masks": []}
     parts = _read_parts(target, image.shape[1:], image_id)
-    # A dataset may write the next sample into the same arrays, so that these are copied.
+    # The arrays are copied, because a dataset may write the next sample into the same memory.
     boxes = torch.from_numpy(parts["boxes"]).to(torch.float32, copy=True)
     labels = torch.from_numpy(parts["labels"]).to(torch.int64, copy=True)
     check_objects(boxes, labels, image_id)
@@ -131,16 +131,16 @@ def _check_values(pixels: NDArray[Any], image_id: int) -> None:
     if largest > 1 and not np.isin(pixels, (0, largest)).all():
         raise ColabUtilsError(
             f"Image {image_id} has a mask with several values up to {largest}, and every value "
-            "above 0 counts as the object. Give masks of 0 and 1. From masks with soft edges, such "
-            "as 0 to 255, make them by masks > 127."
+            "above 0 counts as the object. Give masks of 0 and 1. If masks have soft edges, with "
+            "values from 0 to 255, give masks > 127."
         )
 
 
 def describe_misfit(sample: PackedSample) -> str:
     """Return a warning of the first mask that lies mostly outside its box or has no pixel, else "".
 
-    This shows boxes with other units or another order of coordinates, and masks that belong to
-    other objects or in which the background is 1.
+    Such a mask shows that something is wrong: the boxes have other units or another order of
+    coordinates, the masks belong to other objects, or the background of the masks is 1.
     """
     boxes = sample.tables["boxes"]
     crops = sample.tables["crops"]
@@ -226,7 +226,7 @@ def check_objects(
         last = "" if classes == math.inf else f" to {classes - 1} in a model of {classes} classes"
         problem = (
             f"label {label}, and labels go from 1{last}: 0 is the background. Number your classes "
-            "from 1, and build the model with a num_classes of one more than the last."
+            "from 1, and build the model with num_classes = last label + 1."
         )
     image_id = np.broadcast_to(image_ids, len(labels))[row]
     raise ColabUtilsError(f"Image {image_id} has the {problem}")
@@ -263,7 +263,7 @@ def apply_transforms(
 
     Raises:
         ColabUtilsError: The transforms do not return an image and its target, change the size of
-            the image without its masks, drop an object from some parts of the target alone, or
+            the image but not of its masks, drop an object from only some parts of the target, or
             leave a box without area.
 
     Example:
@@ -312,10 +312,10 @@ def _check_result(image: Any, target: Target) -> None:
 
 
 def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> str:
-    """Return a warning of what transforms made of a batch, "" if all is well.
+    """Return a warning if transforms have spoilt a batch, else "".
 
-    This shows masks that were not moved with their boxes, and images that are not scaled to 0 to 1.
-    On a GPU, the call waits for the GPU once for each image.
+    There are two such faults: masks were not moved with their boxes, or images are not scaled to
+    values from 0 to 1. On a GPU, the call waits for the GPU once for each image.
 
     Raises:
         ColabUtilsError: Two samples share their memory.
@@ -358,7 +358,7 @@ def _find_values(boxes: Tensor, masks: Tensor) -> list[int]:
     corners = boxes.cpu().clamp(min=0).minimum(last).long().tolist()
     pairs = zip(masks, corners, strict=True)
     values = [mask[y0 : y1 + 1, x0 : x1 + 1].max() for mask, (x0, y0, x1, y1) in pairs]
-    # One transfer for all of them, because each would wait for the GPU.
+    # All values come in one transfer, because each transfer would wait for the GPU.
     return torch.stack(values).tolist() if values else []
 
 
@@ -459,8 +459,9 @@ def pack_samples(
             marks.append(_take_mark(samples[-1]))
     if marks != [*map(_take_mark, samples)]:
         raise ColabUtilsError(
-            "An image of your dataset changed while the next ones of its batch were loaded. Return "
-            "a copy of a buffer that is used again, such as image.clone()."
+            "An image of your dataset changed while the next ones of its batch were loaded. If "
+            "your dataset uses one buffer for several images, return a copy of each image, such as "
+            "image.clone()."
         )
     return PackedSamples(samples)
 

@@ -27,7 +27,7 @@ _RAM_SHARE = 0.5
 # larger and buffers grow in steps.
 _SPARE = 1.25
 
-# If a batch waits longer than this for its files, the files limit the loader, not the cores.
+# If a batch waits longer than this for its files, the files limit the loader, and the cores do not.
 _SLOW_S = 0.25
 
 # Rates above this share of the best one count as equal. The fewest workers are then chosen.
@@ -62,7 +62,7 @@ def _pick(rates: dict[int, float]) -> int:
 
 
 def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
-    """Load a large batch, and return its bytes and whether it waits for its files.
+    """Load a large batch. Return its size in bytes, and whether it waits for its files.
 
     If the sizes of images are known, the batch has the largest images.
     """

@@ -317,7 +317,7 @@ class WritingShards(ArrivingShards):
         shard = int(self.shard_of[index])
         if self._bits[shard] is None:
             if self.arrival is not None and self.arrival.is_at_work:
-                # This asks the arrival to write this shard next.
+                # This call makes the arrival write the image's shard next.
                 next(self.arrival.wait_for({shard}, [[shard]]), None)
             self._arrived.wait_for(shard)
             self._open_shard(shard)
@@ -340,8 +340,8 @@ class WritingShards(ArrivingShards):
             self._bits[number] = arrays.bits
         elif path.exists():
             raise ColabUtilsError(
-                f"{path} is damaged, though it was just written. Run the same again: it is written "
-                "anew."
+                f"{path} is damaged, though it was just written. Run the same again, which writes "
+                "the file anew."
             )
         else:
             self._bits[number] = 0

@@ -352,7 +352,7 @@ def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
 def test_want_of_memory_is_named_where_the_system_counted_it():
     ending = describe_exit(-9)
     kills = count_oom_kills()
-    assert "Who killed it was not seen" in explain_death(ending, kills)
+    assert "What killed it is not known" in explain_death(ending, kills)
     text = explain_death(ending, kills - 1)
     assert "ended a process for want of memory: use fewer workers" in text
 

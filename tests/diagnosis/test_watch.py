@@ -366,8 +366,8 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     message = str(caught.value)
     # The message names the sample of the dataset and not 4, its index in the Subset.
     assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in message
-    assert "Who killed it was not seen. Now " in message
-    assert "Most often it is the memory: use fewer workers" in message
+    assert "What killed it is not known. Now " in message
+    assert "The usual reason is too little memory: use fewer workers" in message
     assert "\n" not in message
     _end_workers()
 

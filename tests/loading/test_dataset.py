@@ -598,7 +598,7 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
     ):
         with pytest.raises(
             ColabUtilsError,
-            match=rf"image {dataset.image_ids[3]} is damaged \(its record do not match",
+            match=rf"image {dataset.image_ids[3]} is damaged \(its annotations do not match",
         ):
             read()
     (shards / whole.index.shards[whole.shard_of[3]].arrays_name).unlink()

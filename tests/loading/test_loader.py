@@ -543,7 +543,7 @@ def test_a_killed_worker_ends_the_pass_in_one_line(make):
     # The second pass has new workers.
     for _ in range(2):
         with pytest.raises(
-            ColabUtilsError, match=r"killed by signal: Killed.*not seen.*memory.*fewer workers"
+            ColabUtilsError, match=r"killed by signal: Killed.*not known.*memory.*fewer workers"
         ) as error:
             list(loader)
         assert "\n" not in str(error.value)
@@ -1136,7 +1136,7 @@ class OneBuffer(Numbers):
 def test_an_image_that_the_next_one_overwrites_is_told(make):
     assert len(list(make(OneBuffer(6), batch_size=1, workers=0))) == 6
     for workers in (0, 1):
-        with pytest.raises(ColabUtilsError, match="Return a copy of a buffer"):
+        with pytest.raises(ColabUtilsError, match="return a copy of each image"):
             list(make(OneBuffer(6), batch_size=2, workers=workers))
 
 

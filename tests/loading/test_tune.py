@@ -63,7 +63,7 @@ def test_auto_tries_the_real_loader(many, monkeypatch):
     assert set(loader.rates) == {1, 2}
     assert all(rate > 0 for rate in loader.rates.values())
     assert loader.workers in loader.rates
-    assert loader.describe_workers().startswith(f"workers: {loader.workers}, the fewest of about")
+    assert loader.describe_workers().startswith(f"workers: {loader.workers}, the fewest with about")
     assert sum(len(batch) for batch in loader) == 320
     loader.close()
 
