@@ -149,7 +149,7 @@ def _explain_kill(oom_kills: int) -> str:
     """
     cure = "use fewer workers, a smaller prefetch or a smaller batch, and run the same again."
     if count_oom_kills() > oom_kills:
-        return f"The system ended a process for want of memory: {cure}"
+        return f"The system ended a process because memory ran out: {cure}"
     free = format_bytes(find_free_memory())
     return (
         f"What killed it is not known. Now {free} of memory are free. The usual reason is too "

@@ -354,7 +354,7 @@ def test_want_of_memory_is_named_where_the_system_counted_it():
     kills = count_oom_kills()
     assert "What killed it is not known" in explain_death(ending, kills)
     text = explain_death(ending, kills - 1)
-    assert "ended a process for want of memory: use fewer workers" in text
+    assert "ended a process because memory ran out: use fewer workers" in text
 
 
 @pytest.mark.parametrize(
