@@ -102,12 +102,15 @@ class Fetcher:
         # A user's subclass of Subset may override only __getitem__, to change the samples. The
         # inherited __getitems__ would return them unchanged, so it is not used.
         read_batch = getattr(type(base), "__getitems__", None)
-        self.reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         is_plain = (
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )
         self.writes_itself = is_plain and base.transforms is None
         own_streams = getattr(base, "streams", 1)
+        self.reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
+        if self.writes_itself or (read_batch is CocoSamples.__getitems__ and own_streams == 1):
+            # The samples are read one after the other.
+            self.reads_batches = False
         width = own_streams if self.streams == "auto" else self.streams
         is_slow = isinstance(base, ShardDataset) and own_streams != 1
         self.reads_ahead = (isinstance(base, CocoFolder) or is_slow) and width != 1

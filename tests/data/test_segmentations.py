@@ -120,7 +120,7 @@ def test_backslashes_in_the_counts_of_a_literal_are_single_again():
         # Start and length of each run, as on Kaggle.
         ("523 24 587 24", "polygons or RLE. For Kaggle's run lengths, docs/FORMATS.md"),
         ([["a"]], "something that is no number"),
-        ({"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}, "size [64, 96], the image's"),
+        ({"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}, "the image's size [64, 96]"),
         ({"size": [HEIGHT, WIDTH], "counts": "b'zz"}, "damaged"),
         ({"size": [HEIGHT, WIDTH], "counts": [6144.5, -0.5]}, "damaged"),
     ],

@@ -1544,7 +1544,7 @@ def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
 def test_a_sample_that_is_late_is_named_and_trained_on_at_the_end(
     tiny_shards, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(loop, "_MAX_WAIT_S", 4)
+    monkeypatch.setattr(loop, "_MAX_WAIT_S", 1)
     dataset = ShardDataset(tiny_shards)
     read = ShardDataset.read_into
     hung = tmp_path / "hung"
