@@ -54,11 +54,11 @@ class Workspace:
     ) -> Self:
         """Make the two folders, and slow ``drive`` down as the scene says.
 
-        Child processes are slowed down, too. The scenes "bad day" and "good day" need neither
-        Google Drive nor a GPU: a slowed folder on this machine imitates Drive, and an emulated step
-        takes the place of training (see `emulated`). On Colab, the scene "my Drive, my GPU" mounts
-        Google Drive, and Colab asks you to sign in. Outside Colab, this scene reads ``drive`` at
-        full speed.
+        Processes that this one starts later read ``drive`` at the same speed. The scenes "bad day"
+        and "good day" need neither Google Drive nor a GPU: a slowed folder on this machine imitates
+        Drive, and an emulated step takes the place of training (see `emulated`). On Colab, the
+        scene "my Drive, my GPU" mounts Google Drive, and Colab asks you to sign in. Outside Colab,
+        this scene reads ``drive`` at full speed.
 
         Args:
             drive: The slow folder. Default on Colab: ``colab_utils`` in your Google Drive if the
@@ -123,7 +123,7 @@ class Workspace:
     def __str__(self) -> str:
         real = "full speed"
         if is_on_drive(self.drive):
-            real = "Google Drive: drive.flush_and_unmount() uploads it"
+            real = "Google Drive; drive.flush_and_unmount() uploads new files"
         return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}"
 
 

@@ -131,7 +131,7 @@ def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
             scene=REAL,
         )
     )
-    assert "(Google Drive: drive.flush_and_unmount() uploads it)" in str(
+    assert "(Google Drive; drive.flush_and_unmount() uploads new files)" in str(
         Workspace.open(ssd=tmp_path / "s", scene=REAL)
     )
 

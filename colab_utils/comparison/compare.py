@@ -32,7 +32,7 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_number
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed
 
-# Every run ends after its seconds, before it reaches this limit.
+# A limit that no run should reach: a run ends by its time, ``timeline_s`` or ``run_s``.
 _MOST_BATCHES = 10_000
 # Number of images in an epoch that are compared with the reference.
 _CHECKED_IMAGES = 32
@@ -255,8 +255,8 @@ def compare(
         timings = tuple(map(_Row.summarise, rows))
         busy = ""
         if isinstance(step, EmulatedStep):
-            # Only other work slows the step of every strategy. The workers of a strategy can slow
-            # the step of that strategy, but not of the others.
+            # The fastest step counts. The workers of a strategy can slow its own step, but not that
+            # of the others. If even the fastest step is slow, other work took the cores.
             busy = describe_busy(
                 step.step_ms,
                 min(row.step_ms_median for row in timings if row.step_ms_median),

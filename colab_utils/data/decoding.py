@@ -397,8 +397,8 @@ def read_orientation(image: "Image.Image") -> int:
 
 
 def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
-    """Return whether it is unclear if the annotations belong to the image as stored or as turned by
-    EXIF.
+    """Return True if EXIF turns the image, and its size does not show whether the annotations
+    belong to the image as stored or as turned.
 
     ``height`` and ``width`` are the size that the annotations give; 0 if they give none. The size
     does not help if the turn does not change it: half a turn, a mirror image, or a square image.
@@ -409,7 +409,7 @@ def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
 
 
 def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
-    """Return the image in the size that the annotations give, turned if only that gives this size.
+    """Return the image, turned by its EXIF orientation only if the annotations' size requires it.
 
     ``height`` and ``width`` are this size; 0 if the annotations give none. The image is returned as
     it is if it has this size, or if the annotations give none. Otherwise it is turned by its EXIF

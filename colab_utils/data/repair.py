@@ -65,7 +65,8 @@ def repair_annotations(
     These values are mended:
 
     - Numbers that are written as text.
-    - Outlines and RLE that tools write in their own way. A box does not become an outline.
+    - Outlines and RLE that tools write in their own way. A segmentation that holds only the four
+      numbers of a box is not made into an outline.
     - Boxes and areas, from the mask.
     - Sizes and names of images, from the files.
     - Width and height, if nearly all images have them swapped.
@@ -204,8 +205,9 @@ class _MendedImage:
         is_from_file = False
         if not all(size):
             size = header.size
-            # If EXIF turns the image, no size is added. With a size, a check of the copy might no
-            # longer warn that the turn is unclear.
+            # If EXIF turns the image, no size is added, because nothing shows whether the
+            # annotations belong to the image as stored or as turned. While the size is missing,
+            # check warns of this. With a size, it might not.
             is_from_file = header.orientation == 1
         elif "size mismatch" in dict(compare_sizes(size, header)):
             # The file's size is right only if the masks fit it and do not fit the entry's size.

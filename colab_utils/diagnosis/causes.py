@@ -55,12 +55,14 @@ def find_causes(
     causes += _explain_other_loader("step", step_share, facts)
     is_start = is_first if facts.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
-    causes += _explain_cores(late, loop_s, facts)
-    if not causes or causes[-1].id != "too_many_workers":
+    crowd = _explain_crowd(waits, loop_s, facts)
+    causes += crowd
+    if not crowd:
+        causes += _explain_cores(late, loop_s, facts)
         causes.append(explain_waits(late, loop_s, facts))
-    # The first start is no cause, because every run has one.
-    if is_start.sum() > 1:
-        causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
+        # The first start is no cause, because every run has one.
+        if is_start.sum() > 1:
+            causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
@@ -105,12 +107,11 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
     """
     if cause.id not in _LOADING:
         return cause
-    # The hand-off is no work of a sample. So the cause "work" never becomes "hand-off", even if no
-    # other stage could be timed.
-    names = {stage.name for stage in stages} - {"hand-off"}
+    # If a sample could not be timed, the hand-off is the only stage, and the largest for no reason.
+    if len(stages) < 2:
+        return cause
     if cause.id == "collate":
-        names = {"collate", "hand-off"}
-    stages = [stage for stage in stages if stage.name in names]
+        stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     # The stage "sample" is the whole loading, so its name would say less than the cause does.
     if largest is None or largest.name == "sample":
@@ -144,6 +145,20 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
     return [make_cause("other_loader", part * share, why)]
 
 
+def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that there are more workers than cores. Workers then wait for one another, and most
+    of all for the first batches of a pass, which all workers load at the same time.
+    """
+    cores = count_cores()
+    is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))
+    if not is_crowded or _has_busy_machine(loop_s, facts):
+        return []
+    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+    # The first start is no cause, because every run has one.
+    share = float(waits[1:].sum()) / loop_s
+    return [make_cause("too_many_workers", share, why, cores=cores)]
+
+
 def _explain_cores(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
     """Explain that the loop or its workers lack a core, because other programs or the loop's own
     processes keep all cores busy. ``late`` are the waits without those for the first batches of
@@ -164,9 +179,6 @@ def _explain_cores(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
             "cores busy, and the loop waits for a core."
         )
         return [make_cause("other_programs", share, why)]
-    if late_share and facts.workers > cores:
-        why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-        return [make_cause("too_many_workers", late_share, why, cores=cores)]
     if share < _LEAST_LOST:
         return []
     why = (

@@ -127,7 +127,7 @@ class Looks:
         """
         activity = self._monitor.read_stack(thread)
         stack = "\n".join(activity.stack)
-        if phase == "wait" and _PROFILER in stack:
+        if _PROFILER in stack:
             return ""
         if phase in ("step", "between") and any(name in stack for name in _LOADERS):
             return OTHER_LOADER

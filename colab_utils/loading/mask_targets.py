@@ -225,10 +225,11 @@ def _find_reach(proposals: _Proposals, low: Ints, span: Ints) -> Ints:
 
 
 def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
-    """Read blocks of pixels, float32 [k, height, width or up to 7 more] of 0 and 1.
+    """Return blocks of pixels, each 0 or 1, as float32 [k, height, width].
 
-    Values outside the crop are undefined. ``lines`` is [2, k]: the place of each block's first
-    bit, and the number of bits from the start of a row to the start of the next.
+    The width is rounded up to a multiple of 8. Values outside the crop are undefined. ``lines`` is
+    [2, k]: the place of each block's first bit, and the number of bits from the start of a row to
+    the start of the next.
     """
     first, stride = send(lines, bits.device)[..., None]
     start = first + stride * torch.arange(shape[1], device=bits.device)

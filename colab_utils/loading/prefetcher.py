@@ -369,10 +369,11 @@ class Prefetcher:
         return bool(self._sent)
 
     def _take(self, asked_s: float, *, is_over: bool) -> Loaded | None:
-        """Wait for the oldest batch; return None if it has not arrived yet.
+        """Wait for the oldest batch, and return it.
 
-        ``asked_s`` is the time from which the loop waits. ``is_over`` says that all batches of the
-        pass are planned.
+        `BoundedPrefetcher` overrides this method. It may return another batch, or None if no batch
+        can be returned yet. ``asked_s`` is the time from which the loop waits. ``is_over`` says
+        that all batches of the pass are planned.
         """
         first = next(iter(self._sent))
         while first not in self._done:

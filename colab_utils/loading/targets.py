@@ -50,9 +50,9 @@ class PackedSample(NamedTuple):
 def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSample:
     """Pack a sample of any dataset with torchvision's target contract.
 
-    Other keys of the target are dropped. A missing ``area`` is computed from the mask. Without
-    ``iscrowd``, no object is a crowd. A target with no key, or only ``image_id``, means an image
-    without objects, as in torchvision's ``wrap_dataset_for_transforms_v2``.
+    Keys of the target that `Target` does not list are dropped. A missing ``area`` is computed from
+    the mask. Without ``iscrowd``, no object is a crowd. A target with no key, or only ``image_id``,
+    means an image without objects, as in torchvision's ``wrap_dataset_for_transforms_v2``.
 
     Args:
         image: Image, uint8 [3, H, W].

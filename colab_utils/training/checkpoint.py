@@ -147,8 +147,8 @@ def _refuse(path: str | Place) -> ColabUtilsError:
 def load_content(path: Place, content: bytes) -> dict[str, Any]:
     """Return the state that a file holds.
 
-    `read_sealed` has checked the seal of ``content``, so the file is not torn. Even if it cannot be
-    loaded, it is not renamed.
+    `read_sealed` has checked the seal of ``content``, so the file is not torn. Only torn files are
+    renamed, by `CheckpointFolder.read`. So this file keeps its name even if it cannot be loaded.
     """
     try:
         state: dict[str, Any] = torch.load(
