@@ -469,8 +469,8 @@ def require_new(path: Path, mark: bytes = b"") -> Path:
 
     Args:
         path: the file to write.
-        mark: bytes that each earlier result contains. A file with these bytes, or an empty file,
-            may be overwritten. By default no file may be overwritten.
+        mark: bytes that each file written by the caller contains. A file with these bytes, or an
+            empty file, may be overwritten. By default no file may be overwritten.
 
     Raises:
         ColabUtilsError: a file or folder is there that may not be overwritten.

@@ -104,7 +104,8 @@ def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
     try:
         return _read_sections(window, path, columns)
     except ColabUtilsError:
-        # If a later part of the file is not text, that is the real fault. Then this read raises it.
+        # If a later part of the file is not text, this is the real fault, and `read_rest` raises an
+        # error for it.
         window.read_rest()
         raise
     except RecursionError:

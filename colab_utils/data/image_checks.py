@@ -113,8 +113,9 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     if is_deep:
         notes.append(("16-bit image", opened.mode))
     width, height = opened.size
-    # Only decoding shows whether a 16-bit image is too dark. It also shows whether a file without
-    # its mark at the end is cut short, or only has other data behind the mark.
+    # Only decoding shows whether a 16-bit image is too dark. If the mark is not near the end of a
+    # file, decoding also shows whether the file is cut short, or only has other data behind the
+    # mark.
     if deep or is_deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
         to_rgb(open_image(data))
     # This raises an error for pixels that do not fit into 8 bits.

@@ -61,7 +61,8 @@ class Looks:
         self._places[phase][place] += 1
         samples = self._monitor.list_samples()
         if samples:
-            # Threads are counted in one worker a look: the one whose sample is the n-th oldest.
+            # Each look counts the threads of only one worker. The workers are listed from the one
+            # with the oldest sample on, and each look at a phase takes the next place in the list.
             count = count_runnable([*samples][self._places[phase].total() % len(samples)])
             if count:
                 self._extra_threads += count - _MANY_THREADS

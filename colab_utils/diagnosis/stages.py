@@ -42,7 +42,7 @@ class Stage:
     cpu_ms: float
     """Mean CPU time."""
     mean_ms: float = 0.0
-    """Mean wall time. It decides how many images a second pass through the stage."""
+    """Mean wall time. It decides how many images the stage can handle in a second."""
 
     @classmethod
     def from_calls(

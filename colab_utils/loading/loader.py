@@ -282,7 +282,7 @@ class Loader:
     Attributes:
         rates: Images/s with each number of workers that was tried (``workers="auto"``). During the
             trials, an emulated step used 0.9 of a core. Empty if there were no trials.
-        total: Number of images of the last batch, in all processes together.
+        total: Number of images of the latest batch, in all processes together.
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
             it was loaded later. If the late image is not known, all images of its batch are listed.
@@ -316,7 +316,7 @@ class Loader:
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
         self._digest = ""
-        # Number of batches after transforms that are still to be checked.
+        # How many more batches are checked after their transforms.
         self._unchecked = _CHECKED_BATCHES
         self._look_again()
 

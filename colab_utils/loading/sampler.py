@@ -41,8 +41,8 @@ class LoaderState:
     joined: list[list[int]]
     """The windows of the epoch (see `BatchSampler.windows`), if it began while shards arrived."""
     left: list[int]
-    """Images of the epoch that remained when the batch size changed. Only states of older versions,
-    and states that continue those, list any.
+    """Images of the epoch that remained when the batch size changed. The list is empty unless an
+    older version made this state, or made a state from which this epoch was resumed.
     """
     groups: int = 0
     """Groups of shards that each batch is made of; 0 without groups."""

@@ -146,8 +146,8 @@ class Writing(Arrival):
 
     def _send(self, shard: ShardInfo) -> None:
         tar, arrays = shard.files()
-        # The arrays are sent before the tar. If this session ended between the two, a tar alone
-        # would not show its dataset, and the next session would refuse the folder.
+        # The arrays are sent first, because a tar alone does not show its dataset. If the session
+        # ended after sending only a tar, the next session would refuse the folder.
         self._sending.copy_file(*arrays)
         self._sending.copy_file(*tar)
 
