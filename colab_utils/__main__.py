@@ -591,8 +591,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
     An option that you leave out takes the default of the command's function.
     """
-    # Help names the program as you started it, because `python` may be another Python than that
-    # of the script colab-utils.
+    # The help names the command that you used. If you used the script colab-utils, `python` may be
+    # another Python than the script's.
     script = Path(sys.argv[0]).name
     parser = _Parser(
         prog=script if script == _SCRIPT else "python -m colab_utils",

@@ -68,8 +68,8 @@ class Strategy:
     keeps: bool = False
     """Whether the loader keeps the samples that it read. Then only later epochs show its speed."""
     title: str = ""
-    """Name of the strategy in charts. "2 workers", for example, replaces {} in it. If empty, it is
-    ``name``.
+    """Name of the strategy in charts. A {} in it stands for the number of workers, such as
+    "2 workers". If the title is empty, charts show ``name``.
     """
 
 

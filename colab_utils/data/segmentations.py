@@ -94,7 +94,7 @@ def _join_outline(outline: Any) -> list[float]:
 def count_numbers(segmentation: Any) -> int:
     """Return how many numbers a segmentation has.
 
-    RLE that is not empty counts as having as many as the smallest outline.
+    RLE that is not empty counts as six numbers, because the smallest outline has six.
 
     Example:
         >>> count_numbers([[]]), count_numbers([[[1, 2.5], [3, 4]]]), count_numbers(None)

@@ -35,7 +35,7 @@ _WORST = 10
 _SHOWN_S = 10.0
 # Samples are noted for at most this many batches.
 _KEPT = 1000
-# A loop with this many batches, or more, for each step of the optimizer accumulates gradients.
+# If a loop has at least this many batches for each step of the optimizer, it accumulates gradients.
 _ACCUMULATES = 1.5
 
 
@@ -336,7 +336,7 @@ def split_micro_batches(parts_s: _Array) -> _Array:
 
     The forward and backward passes of such a batch take about as long as those of other batches.
     So its step is taken to be as long as the median step of the other batches. The rest of its step
-    is moved to its time between steps, but at most the median time between steps of the others.
+    counts as time between steps, up to the median time between steps of the other batches.
 
     Args:
         parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].

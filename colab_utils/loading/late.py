@@ -21,7 +21,7 @@ from colab_utils.loading.prefetcher import (
 from colab_utils.loading.shared_memory import SharedBufferPool
 
 # If no other batch arrives within this many times max_wait_s, the loader returns a late batch that
-# has arrived. It does not wait for the end of the epoch then.
+# has arrived, even before the end of the epoch.
 _MOST_WAITS = 1.25
 
 
@@ -232,8 +232,8 @@ class BoundedPrefetcher(Prefetcher):
     def _name(self, batch: _LateBatch, now_s: float, samples: list[int] | None = None) -> list[int]:
         """Add the samples that a batch waits for to the list of late samples, and return them.
 
-        If ``samples`` is None, it is the one sample that the older attempt is reading. If that
-        attempt reads none, it is the one that the newer attempt is reading.
+        If ``samples`` is None, the batch waits for the sample that the older attempt is reading. If
+        the older attempt reads none, the batch waits for the sample that the newer one is reading.
         """
         if samples is None:
             at_work = [int(worker.at_work[0]) for worker, _ in batch.attempts]

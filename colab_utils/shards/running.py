@@ -104,7 +104,7 @@ def _run(
                 if index is not None:
                     finished.append(index)
                     continue
-                # An engine that caches results has none for this new name, so it runs the job.
+                # The run gets a new name, so that an engine that caches results runs the job again.
                 job = job._replace(run=f"{job.run}-{losses[job.number]}")
                 running[_submit(executor, run, job, retries)] = job
             yield finished

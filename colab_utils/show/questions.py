@@ -19,8 +19,7 @@ from colab_utils.units import format_count
 
 # A histogram has this many bars for each group.
 _BINS = 20
-# The groups of a histogram. The key is a key in the dict of an answer, the value is the word in the
-# legend.
+# The groups of a histogram: from a key of an answer, see `Answers`, to the word in the legend.
 _GROUPS = {
     "guess_before": "before",
     "guess": "after",
