@@ -27,8 +27,9 @@ _REMOTE_STREAMS = 16
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
 # A larger number of streams is kept if files come faster by at least this factor.
 _GAIN = 1.1
-# A trial multiplies the number of streams by the first factor. If a read was refused since the last
-# trial that succeeded, it takes the second.
+# A trial multiplies the number of streams by the first factor, or by the second if a read was
+# refused since the last trial that succeeded. While the tuner remembers the number that was
+# refused, a trial uses no factor: it takes the middle between the current number and that one.
 _FACTOR = 2.0
 _FACTOR_AFTER_REFUSAL = 1.5
 # One measurement is a window: it counts this many files for each stream, and at least

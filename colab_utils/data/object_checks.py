@@ -64,9 +64,9 @@ def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[lis
 def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
     """Return whether an object's area fits neither its mask nor its box.
 
-    The area of the box is not odd, because many tools export it. Some objects are not judged:
-    crowds, masks with few pixels, and objects that the image's edge cuts. The area of a cut object
-    may be that of the whole object.
+    An area that fits the box is not odd, because many tools export the area of the box. Some
+    objects are not judged: crowds, masks with few pixels, and objects that the image's edge cuts.
+    The area of a cut object may be that of the whole object.
     """
     _, pixels = measure_mask(mask)
     area = annotation["area"]

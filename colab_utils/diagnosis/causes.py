@@ -107,7 +107,7 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
     """
     if cause.id not in _LOADING:
         return cause
-    # If a sample could not be timed, the hand-off is the only stage, and the largest for no reason.
+    # If no sample was timed, there is at most the hand-off, and no stage to compare it with.
     if len(stages) < 2:
         return cause
     if cause.id == "collate":
@@ -147,7 +147,7 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
 
 def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
     """Explain that there are more workers than cores. Workers then wait for one another, and most
-    of all for the first batches of a pass, which all workers load at the same time.
+    of all at the start of a pass, when all workers load their first batches at the same time.
     """
     cores = count_cores()
     is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))

@@ -23,7 +23,7 @@ from colab_utils.shards.job_plan import RunStop, ShardJob, load_part, read_plan
 from colab_utils.shards.records import read_image, try_sample
 from colab_utils.streams import require_streams
 
-# A file of arrays is refused if it has more bytes. The arrays of the largest shard have fewer.
+# A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
 _MOST_ARRAYS_BYTES = 1e10
 # The errors that reading damaged arrays raises.
 _DAMAGE = (

@@ -29,7 +29,7 @@ Images = PackedBatch | list[Tensor] | None
 Targets = list[dict[str, Tensor]] | None
 """Targets as torchvision takes them. None with a packed batch, which has its own targets."""
 MOST_PARTS = 8
-"""The most parts that a batch is cut into. It is halved at most three times."""
+"""The most parts that a batch is cut into. A batch is halved at most three times."""
 # Gradients are clipped to this norm. Their own norm is usually far smaller, except in the first
 # steps from random weights.
 _MAX_GRADIENT_NORM = 10.0
