@@ -63,7 +63,7 @@ class Activity(NamedTuple):
 
 
 class SampleTimes(NamedTuple):
-    """Sums over all samples that the forked workers of a watched loader loaded."""
+    """Times of samples that forked workers of a watched loader loaded, summed over the workers."""
 
     samples: float = 0
     """Number of samples."""
