@@ -3,8 +3,8 @@
 from errno import EMFILE, ENFILE, ENOMEM, errorcode
 
 SHORTAGES = (EMFILE, ENFILE, ENOMEM)
-"""Error numbers for too little memory or too many open files. A file that fails by one of them may
-be sound.
+"""Error numbers for too little memory or too many open files. If a file cannot be read because of
+one of these errors, the file may be sound.
 """
 
 _CURES = {

@@ -679,8 +679,8 @@ class UrlFile(io.RawIOBase):
         block_start, block = self._block
         inside = start - block_start
         if not 0 <= inside < len(block):
-            # Behind the end nothing is asked for. So if a server sends the whole file in place of a
-            # part, it always sends more bytes than were asked for.
+            # A request never goes beyond the end of the file. So a server that sends the whole file
+            # in place of a part always sends more bytes than were requested.
             left = (self.find_size() or sys.maxsize) - start
             wanted = min(max(count, self._block_bytes), left)
             block = self._run(partial(self._fetch, start, wanted)) if wanted > 0 else b""

@@ -31,7 +31,7 @@ _LINK = f"{_LINK_FOLDER}/colab_utils-drive-reads-{_USER}"
 class DriveProfile:
     """The speed of cold reads, which are the reads that Drive's cache does not answer.
 
-    A second read of a file is as slow as the first.
+    A slowed folder has no cache, so a second read of a file is as slow as the first.
     """
 
     name: str

@@ -234,5 +234,8 @@ def explain_missing(folder: str | Place, name: str) -> str:
 
 @lru_cache(4)
 def _list_stems(folder: str) -> dict[str, str]:
-    """Return a dict from each name, without its ending and in small letters, to one such file."""
+    """Return a dict from each stem in small letters to the name of a file that has this stem.
+
+    A stem is the base name of a file without its ending.
+    """
     return {Path(base).stem.casefold(): base for base in list_base_names(folder)}

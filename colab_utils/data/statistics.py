@@ -16,7 +16,8 @@ from colab_utils.data.sizes import MODEL_SIZES, find_scale
 _RARE = 10
 # Number of rare classes that the advice names.
 _NAMED = 5
-# As in COCO, an object is small or medium if its mask has fewer pixels than this.
+# As in COCO, an object is small if its mask has fewer pixels than `_SMALL`. A larger object is
+# medium if its mask has fewer pixels than `_MEDIUM`.
 _SMALL = 32**2
 _MEDIUM = 96**2
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
@@ -84,7 +85,9 @@ def measure_dataset(
 
 
 def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
-    """Count the values in each range, from the previous limit up to just below its own limit."""
+    """Count the values in each range. A range goes from the limit of the range before it up to just
+    below its own limit.
+    """
     below = np.searchsorted(np.sort(values), [*limits.values()])
     return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
 

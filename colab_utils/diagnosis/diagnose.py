@@ -276,8 +276,8 @@ def _find_slowdown(now: BatchTimes, cached: BatchTimes, lost_share: float) -> fl
         now: Times of the loop.
         cached: Times of the step on copies of batches in memory, without a loader.
         lost_share: Share of its time in which the loop had no core, because loading had all cores.
-            Some of this time may lie in waits. So what the steps lose is taken to be at most the
-            time by which they are shorter without a loader.
+            Some of this time may lie in waits. So the steps are taken to lose at most the
+            difference between their time beside the loader and their time without a loader.
     """
     step_s = sum(now.step_s)
     alone_s = np.mean(cached.step_s) * len(now.step_s)

@@ -75,8 +75,8 @@ _LEAST_BUSY = 0.01
 # Without ``verify``, a diagnosis tries no more fixes when it has taken this many times its
 # ``seconds``.
 _LATE = 12.0
-# A trial times at least this many batches. It stops earlier only if they take three times its share
-# of the ``seconds``.
+# A trial times at least this many batches. It stops earlier only if these batches take three times
+# the trial's share of the ``seconds``.
 _LEAST_BATCHES = 20
 # Stands for the number of batches in an endless epoch.
 _MANY = 10_000

@@ -22,7 +22,7 @@ from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_d
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import quiet_fork, start_thread
 
-# Seconds between two looks at a loop. They are fewer if timeout_s is short.
+# Seconds between two looks at a loop. This time is shorter if timeout_s is short.
 _PAUSE_S = 0.2
 # Seconds for which a worker is observed, and seconds of each sleep meanwhile.
 _LOOK_S = 0.5

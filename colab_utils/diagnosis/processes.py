@@ -63,7 +63,7 @@ class Activity(NamedTuple):
 
 
 class SampleTimes(NamedTuple):
-    """Times of the samples that forked workers of a watched loader loaded, summed over all."""
+    """Times of samples that forked workers of a watched loader loaded, summed over the workers."""
 
     samples: float = 0
     """Number of samples."""

@@ -39,7 +39,7 @@ _IN_TURN = 0.3
 _IDLE = 0.5
 _MOSTLY_IDLE = 0.25
 # The hand-off is the cause if it was seen in this share of the looks. Its calls let other threads
-# run, so looks meet it too often.
+# run, so looks meet it more often than its share of the time.
 _TAKES_IN = 0.75
 # What may take the time of a sample. The keys are the waits that `find_wait` names, and a few more.
 # The values are the id of the cause, and the words for a message.
@@ -145,8 +145,9 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain what takes most of the time of samples."""
     times = facts.times
     evidence = weigh_evidence(facts)
-    # While a worker waits for a core, others may wait for what it holds, such as a lock. So the
-    # wait for a core is the cause only if it takes more than half of the time.
+    # A wait for a core may come together with a wait for a lock: while the worker that holds the
+    # lock waits for a core, other workers wait for the lock. So the wait for a core is the cause
+    # only if it takes more than half of the time.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
     if waits_for_cores(evidence):

@@ -133,8 +133,8 @@ def write_part(
         workers: number of processes; "auto" is one for each core.
         streams: number of files that each process reads at the same time; "auto" measures how many
             Drive can serve.
-        max_bad: a share, 0 to 1. In this part, as many images may be bad as this share of all
-            images of the dataset, and as many objects as this share of all objects.
+        max_bad: a share, 0 to 1. The number of bad images in this part may be at most this share of
+            all images of the dataset. The same holds for the objects.
         **settings: the other arguments of `plan_jobs`.
 
     Raises:

@@ -83,7 +83,8 @@ def evaluate(
     Args:
         model: A Mask R-CNN, or another model with the same outputs. Another model gets one image at
             a time. Afterwards, the model is in the same mode (training or evaluation) as before.
-        dataset: The images. Its ``category_ids`` map the model's labels to COCO category ids.
+        dataset: The dataset of the images. Its ``category_ids`` map the model's labels to COCO
+            category ids.
         device: Where the model runs. Default: the CPU.
         batch_size: The most images in a batch. Default: 8.
 
