@@ -226,8 +226,8 @@ class UrlPath:
     def open_stream(self, start: int = 0) -> Any:
         """Open a file to read it in order. Return fsspec's file object, which has ``tell``.
 
-        Only a web server begins with byte ``start``, and only if it sends parts of files. Other
-        files are read from their first byte.
+        The stream begins at byte ``start`` only if the file is on a web server that sends parts of
+        files. Every other stream begins at the first byte.
         """
         with guard_server(self):
             system, path = self._locate()
@@ -603,7 +603,7 @@ class UrlFile(io.RawIOBase):
 
     def start_stream(self) -> None:
         """Request the file from a web server. The next reads take their bytes from the answer, as
-        long as each of them goes on behind the one before.
+        long as each begins where the one before ended, or a little later in the file.
 
         After this call, `find_size` and ``path.has_ranges`` are known. If the request fails, it is
         not tried again.
@@ -679,8 +679,8 @@ class UrlFile(io.RawIOBase):
         block_start, block = self._block
         inside = start - block_start
         if not 0 <= inside < len(block):
-            # A request never goes beyond the end of the file. So a server that sends the whole file
-            # in place of a part always sends more bytes than were requested.
+            # A request never goes beyond the end of the file. If a server sends the whole file in
+            # place of a part, its answer is thus longer than requested, which `read_range` notices.
             left = (self.find_size() or sys.maxsize) - start
             wanted = min(max(count, self._block_bytes), left)
             block = self._run(partial(self._fetch, start, wanted)) if wanted > 0 else b""
@@ -689,7 +689,8 @@ class UrlFile(io.RawIOBase):
         return memoryview(block)[inside : inside + count]
 
     def _fetch(self, start: int, count: int) -> bytes:
-        # If the size is not known, a whole file cannot be told from its last part.
+        # If the size is not known, an answer may be the whole file or its last part, and nothing
+        # shows which. Such a file is read as a stream.
         if self._is_streamed or not (self._size and self.path.has_ranges):
             with self._lock:
                 return self._read_stream(start, count)

@@ -20,9 +20,9 @@ def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> t
     """Return the file that a ``file_name`` means, and whether another name led to it.
 
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
-    If the folder is a URL, no file is looked for, because each attempt would take a request. The
-    file is then taken to lie at its ``file_name`` below the folder, without what a web address adds
-    to a name, such as ``?`` and a key. If this name leads out of the folder, only its base name is
+    If the folder is a URL, no file is looked for, because each attempt would take a request.
+    Instead, what a web address adds to a name, such as ``?`` and a key, is removed from
+    ``file_name``, and the file is assumed to have the remaining name. If this name leads out of the folder, only its base name is
     used.
 
     Args:

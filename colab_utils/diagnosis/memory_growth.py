@@ -141,8 +141,8 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     for batches, own_bytes in running:
         own_part = own_bytes[os.getpid()]
         own.append((batches, own_part))
-        # Only readings with the workers of the newest reading count: memory that comes or goes with
-        # a worker is no growth.
+        # For the workers, a reading counts only if it has the same workers as the newest reading.
+        # Memory that comes or goes with a worker is no growth.
         if own_bytes.keys() == newest.keys():
             workers.append((batches, sum(own_bytes.values()) - own_part))
     by_process = {}

@@ -59,11 +59,12 @@ class _LateBatch:
 class BoundedPrefetcher(Prefetcher):
     """A `Prefetcher` that waits at most ``max_wait_s`` for a batch.
 
-    A late batch moves to the end of the epoch, and the next batch is returned. The late batch's
-    worker continues, and a second process loads the same batch. If neither delivers the batch in
-    time, the older process is killed, and a new one tries. Each try has twice the time of the one
-    before. A new worker takes over the other requests of the late worker. Each worker has its own
-    buffers, because a killed process may hang in a read, and may write to its buffer afterwards.
+    A late batch moves to the end of the epoch, and the next batch is returned. A new worker takes
+    the place of the late batch's worker, and gets its other requests. The old worker continues with
+    the late batch, and a second process loads the same batch. If neither delivers the batch in
+    time, the older process is killed, and another one tries. Each try has twice the time of the one
+    before. Each worker has its own buffers, because a killed process may hang in a read, and may
+    write to its buffer afterwards.
 
     Args:
         fetcher, workers, prefetch: As for `Prefetcher`.
@@ -87,8 +88,9 @@ class BoundedPrefetcher(Prefetcher):
         self._most_late = 2 * workers + 8
         # The time when a batch was last moved or given up.
         self._changed_s = 0.0
-        # A worker that reads one sample after the other can note which sample hangs. If a dataset
-        # reads whole batches and does not read ahead, only later attempts read single samples.
+        # A worker that reads one sample after the other can note which sample hangs. A dataset that
+        # reads whole batches and does not read ahead cannot do so, until a late batch is requested
+        # again: then its samples are read one by one.
         self._is_noted = fetcher.reads_ahead or not fetcher.reads_batches
         super().__init__(fetcher, workers, prefetch)
 

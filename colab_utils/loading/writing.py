@@ -168,8 +168,8 @@ class Writing(Arrival):
         seconds = max((end_s for _, end_s in self.spans_s.values()), default=math.inf)
         return (
             f"{len(self._done)} of {len(self.jobs)} shards written, {sent} sent to Drive; the "
-            f"writing took {self.cpu_s / seconds:.1f} of {count_cores()} cores, which nothing else "
-            "needed"
+            f"writing took {self.cpu_s / seconds:.1f} of {count_cores()} cores, at the lowest "
+            "priority"
         )
 
 
@@ -250,7 +250,8 @@ class WritingShards(ArrivingShards):
         self.max_bad = count_allowed(len(dataset), max_bad)
         shards = tuple(_foresee_shard(job) for job in writing.jobs)
         self.index = ShardIndex(self.fingerprint, recipe, categories, shards)
-        # A shard holds no more objects than its annotations list.
+        # A shard never holds more objects than its annotations, so tables of this size are large
+        # enough.
         parts = [job.dataset for job in writing.jobs]
         counts = np.concatenate([part.count_objects() for part in parts])
         tables = open_columns(len(counts), int(counts.sum()))
