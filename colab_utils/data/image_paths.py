@@ -22,8 +22,8 @@ def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> t
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
     If the folder is a URL, no file is looked for, because each attempt would take a request.
     Instead, what a web address adds to a name, such as ``?`` and a key, is removed from
-    ``file_name``, and the file is assumed to have the remaining name. If this name leads out of the folder, only its base name is
-    used.
+    ``file_name``, and the file is assumed to have the remaining name. If this name leads out of the
+    folder, only its base name is used.
 
     Args:
         folder: the image folder.
