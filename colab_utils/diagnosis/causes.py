@@ -83,6 +83,7 @@ def refine_causes(
     stages: Sequence[Stage],
     *,
     waits: bool,
+    wait_ms: float,
 ) -> list[Cause]:
     """Replace the causes "work" and "collate" by the stage of loading that takes longest.
 
@@ -91,15 +92,16 @@ def refine_causes(
         stages: Stages of loading, timed alone. Empty if a sample could not be timed.
         waits: Whether faster loading can win something. If not, only stalls, growing memory and
             other programs are kept.
+        wait_ms: Milliseconds that the loop waits for an image.
     """
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory", "other_programs")]
     # A diagnosis itself copies batches after steps, so what follows a step is no cause.
     kept = [cause for cause in causes if cause.id not in ("between", "periodic")]
-    return [_name_stage(cause, stages) for cause in kept]
+    return [_name_stage(cause, stages, wait_ms) for cause in kept]
 
 
-def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
+def _name_stage(cause: Cause, stages: Sequence[Stage], wait_ms: float) -> Cause:
     """Replace a cause whose id is in `_LOADING` by a cause that names the stage that takes longest.
     For "collate", only the stages "collate" and "hand-off" are compared.
 
@@ -107,8 +109,9 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
     """
     if cause.id not in _LOADING:
         return cause
-    # If no sample was timed, there is at most the hand-off, and no stage to compare it with.
-    if len(stages) < 2:
+    # If no sample was timed, there is no stage to compare the hand-off with. The hand-off is then
+    # the cause only if it takes a large part of the wait.
+    if cause.id == "work" and len(stages) == 1 and stages[0].mean_ms < _HALF * wait_ms:
         return cause
     if cause.id == "collate":
         stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]

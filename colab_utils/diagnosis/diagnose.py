@@ -244,6 +244,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         summary.causes,
         [] if loading_stages.unseen else loading,
         waits=waits,
+        wait_ms=1000 * float(np.mean(now.wait_s)) / now.batch_size,
     )
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
     for cause in causes:

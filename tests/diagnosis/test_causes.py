@@ -512,13 +512,16 @@ def test_samples_are_no_cause_where_workers_are_mostly_idle_and_no_wait_shows_a_
 def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
     work = Cause("work", 0.5, "why", "next")
     handoff = Stage("hand-off", 2, 3, 2, mean_ms=2.5)
-    assert refine_causes([work], [], waits=True) == [work]
+    assert refine_causes([work], [], waits=True, wait_ms=20) == [work]
     sample = Stage("sample", 2, 3, 2, mean_ms=20)
-    (cause,) = refine_causes([work], [sample, handoff], waits=True)
+    (cause,) = refine_causes([work], [sample, handoff], waits=True, wait_ms=20)
     assert cause == work
     # Samples of an iterable dataset are not timed.
-    (cause,) = refine_causes([work], [handoff], waits=True)
+    (cause,) = refine_causes([work], [handoff], waits=True, wait_ms=20)
     assert cause == work
+    # The hand-off takes most of the wait.
+    (cause,) = refine_causes([work], [handoff], waits=True, wait_ms=4)
+    assert cause.id == "hand-off"
     collate = Cause("collate", 0.5, "why", "next")
-    (cause,) = refine_causes([collate], [handoff], waits=True)
+    (cause,) = refine_causes([collate], [handoff], waits=True, wait_ms=20)
     assert cause.id == "hand-off"
