@@ -29,6 +29,9 @@ _LEAST_S = 0.5
 _HALF = 0.5
 # On any other machine, the loop's own processes are a cause if the loop has no core for this share.
 _LEAST_LOST = 0.2
+# Another loader is a cause if it has this share of the loop's time. A look needs Python's lock,
+# which a loader often releases, so looks meet it too often.
+_LEAST_OTHER = 0.2
 # Ids of the causes in which the loop waits because workers compute.
 _LOADING = {"work", "collate"}
 
@@ -142,7 +145,7 @@ def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
 def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
     """Explain that the loop waits for a second loader during a phase."""
     part, looks = facts.looks.measure_place(phase, OTHER_LOADER)
-    if part * share < _LEAST_SHARE:
+    if part * share < _LEAST_OTHER:
         return []
     why = f"Beside its own batches, the loop waits for another loader ({looks})."
     return [make_cause("other_loader", part * share, why)]
