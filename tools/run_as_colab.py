@@ -74,7 +74,7 @@ SCENARIOS = (
         asks=True,
         notebooks="02",
         stops="workspace",
-        says="Sign in when it asks",
+        says="Sign in when Colab asks",
     ),
     Scenario(
         "timeout",
