@@ -416,16 +416,21 @@ class ShardDataset(CocoSamples):
     def _read_bits(self, index: int, bits: NDArray[np.uint8]) -> None:
         if not bits.size:
             return
-        shard = int(self.shard_of[index])
-        start = int(self._tables["bit_starts"][index])
-        held = self._bits[shard]
+        held = self._bits[self.shard_of[index]]
         if not isinstance(held, int):
+            start = int(self._tables["bit_starts"][index])
             np.copyto(bits, held[start : start + bits.size])
         elif self._is_ahead(index, _MASKS):
             np.copyto(bits, np.frombuffer(self._take(index, _MASKS), np.uint8))
         else:
-            self._files.read_into(shard, self.index.shards[shard].arrays_name, start, bits)
+            self._read_arrays(index, bits)
         self._compare(index, 1, bits)
+
+    def _read_arrays(self, index: int, buffer: Any) -> None:
+        """Fill a buffer with the mask bits of an image from the arrays file of its shard."""
+        shard = int(self.shard_of[index])
+        start = int(self._tables["bit_starts"][index])
+        self._files.read_into(shard, self.index.shards[shard].arrays_name, start, buffer)
 
     def _make_reader(self, streams: int | str) -> Reader:
         return Reader(
@@ -442,14 +447,11 @@ class ShardDataset(CocoSamples):
     def _read_part(self, part: tuple[int, str]) -> bytearray:
         index, kind = part
         if kind == _IMAGE:
-            start, length = self._image_spans[index].tolist()
-            data = bytearray(length)
-            self._read_tar(index, start, data)
-            return data
-        shard = int(self.shard_of[index])
-        start = int(self._tables["bit_starts"][index])
-        data = bytearray(int(self.describe([index])["mask_bytes"].sum()))
-        self._files.read_into(shard, self.index.shards[shard].arrays_name, start, data)
+            return self._read_bytes(index, self._image_spans)
+        first = int(self._tables["first"][index])
+        mask_bytes = self._tables["mask_bytes"][first : first + self.counts[index]]
+        data = bytearray(mask_bytes.sum())
+        self._read_arrays(index, data)
         return data
 
     def _is_ahead(self, index: int, kind: str) -> bool:
@@ -478,17 +480,17 @@ class ShardDataset(CocoSamples):
     def read(self, index: int) -> bytearray:
         """Return the image's bytes as stored in the shard."""
         index = self._check(index)
-        if not self._is_ahead(index, _IMAGE):
-            return self._read_span(index, self._image_spans, 0)
-        data = self._take(index, _IMAGE)
+        if self._is_ahead(index, _IMAGE):
+            data = self._take(index, _IMAGE)
+        else:
+            data = self._read_bytes(index, self._image_spans)
         self._compare(index, 0, data)
         return data
 
-    def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
+    def _read_bytes(self, index: int, spans: NDArray[np.int64]) -> bytearray:
         start, length = spans[index].tolist()
         data = bytearray(length)
         self._read_tar(index, start, data)
-        self._compare(index, part, data)
         return data
 
     def _read_tar(self, index: int, start: int, buffer: Any) -> None:
@@ -515,7 +517,9 @@ class ShardDataset(CocoSamples):
         Masks are compressed RLE with text counts.
         """
         index = self._check(index)
-        record: dict[str, Any] = json.loads(self._read_span(index, self._record_spans, 2))
+        data = self._read_bytes(index, self._record_spans)
+        self._compare(index, 2, data)
+        record: dict[str, Any] = json.loads(data)
         return record
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:

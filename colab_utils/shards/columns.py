@@ -65,9 +65,11 @@ def open_columns(images: int, objects: int, content: NDArray[np.uint8] | None = 
     offset = 0
     for rows, kinds in ((images, image_tables), (objects, object_tables)):
         for name, (kind, row) in kinds.items():
-            table = np.zeros((rows, *row), kind)
-            if content is not None:
-                table = np.ndarray(table.shape, kind, content, offset)
+            shape = (rows, *row)
+            if content is None:
+                table = np.zeros(shape, kind)
+            else:
+                table = np.ndarray(shape, kind, content, offset)
             tables[name] = table
             offset += table.nbytes
     return tables

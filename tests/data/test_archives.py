@@ -570,12 +570,12 @@ def test_a_server_that_stays_away_is_told_and_asked_again_in_the_next_call(
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
 
 
-def test_an_unpacking_from_a_url_that_was_stopped_goes_on(server, tiny_dataset, ssd, monkeypatch):
+def stop_unpacking(server, ssd, monkeypatch, *, before):
+    """Unpack the server's zip up to one file, and stop there as by Ctrl-C."""
     extract = zipfile.ZipFile.extract
-    names = list_images(server)
 
     def stop(self, info, target):
-        if info.filename == names[5]:
+        if info.filename == before:
             raise KeyboardInterrupt
         return extract(self, info, target)
 
@@ -583,6 +583,11 @@ def test_an_unpacking_from_a_url_that_was_stopped_goes_on(server, tiny_dataset, 
         patch.setattr(zipfile.ZipFile, "extract", stop)
         with pytest.raises(KeyboardInterrupt):
             unpack_dataset(server.url, ssd)
+
+
+def test_an_unpacking_from_a_url_that_was_stopped_goes_on(server, tiny_dataset, ssd, monkeypatch):
+    names = list_images(server)
+    stop_unpacking(server, ssd, monkeypatch, before=names[5])
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
     assert server.asked[-1] == f"bytes={find_start(server, names[5])}-"
 
@@ -702,17 +707,7 @@ def test_another_zip_after_a_stop_is_found_by_its_checksums(
     server, tiny_dataset, ssd, monkeypatch, tmp_path
 ):
     names = list_images(server)
-    extract = zipfile.ZipFile.extract
-
-    def stop(self, info, target):
-        if info.filename == names[5]:
-            raise KeyboardInterrupt
-        return extract(self, info, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(zipfile.ZipFile, "extract", stop)
-        with pytest.raises(KeyboardInterrupt):
-            unpack_dataset(server.url, ssd)
+    stop_unpacking(server, ssd, monkeypatch, before=names[5])
     # By now, the first image of the server's zip has other bytes, as many as before.
     with zipfile.ZipFile(io.BytesIO(server.content)) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}
