@@ -276,18 +276,19 @@ def defer_interrupt() -> Iterator[None]:
         # Python handles signals in the main thread only.
         yield
         return
-    signals: list[tuple[Any, ...]] = []
+    signals: list[int] = []
 
-    def keep(*received: Any) -> None:
-        signals.append(received)
+    def keep(number: int, _frame: Any) -> None:
+        signals.append(number)
 
-    handler: Any = signal.signal(signal.SIGINT, keep)
+    handler = signal.signal(signal.SIGINT, keep)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if signals and callable(handler):
-        handler(*signals[0])
+        # A Ctrl-C counts even if the block raises an error.
+        if signals:
+            signal.raise_signal(signal.SIGINT)
 
 
 def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:

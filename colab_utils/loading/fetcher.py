@@ -1,6 +1,7 @@
 """The fetcher of a worker, which reads the samples of a dataset and writes them as a batch."""
 
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +57,8 @@ class Fetcher:
         writes_itself: Whether the dataset writes its images into a batch without making samples.
         arrival: The running copy, or None if the dataset does not read arriving shards.
         shard_of, sizes: The dataset's tables with these names, with one row for each sample that
-            the fetcher can load; None if the dataset has no such table.
+            the fetcher can load; None if the dataset has no such table. Only the ``sizes`` of a
+            user's dataset are read: integers [I, 2].
         shard_images: Number of images in each shard of the dataset.
         groups: Groups of shards that an `ArrivingShards` copies; None if it copies all shards.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
@@ -95,7 +97,8 @@ class Fetcher:
         base: Any = self.dataset
         rows = np.arange(len(self))
         while type(base) is Subset:
-            rows = np.asarray(base.indices, np.int64)[rows]
+            images = len(base.dataset) if hasattr(base.dataset, "__len__") else sys.maxsize
+            rows = read_indices(base.indices, images, "The Subset")[rows]
             base = base.dataset
         self._base = base
         self._rows = rows
@@ -106,7 +109,8 @@ class Fetcher:
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )
         self.writes_itself = is_plain and base.transforms is None
-        own_streams = getattr(base, "streams", 1)
+        # A user's dataset may have attributes with the names of ours.
+        own_streams = base.streams if isinstance(base, CocoSamples) else 1
         self.reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         if self.writes_itself or (read_batch is CocoSamples.__getitems__ and own_streams == 1):
             # The samples are read one after the other.
@@ -114,17 +118,20 @@ class Fetcher:
         width = own_streams if self.streams == "auto" else self.streams
         is_slow = isinstance(base, ShardDataset) and own_streams != 1
         self.reads_ahead = (isinstance(base, CocoFolder) or is_slow) and width != 1
-        self.arrival: Arrival | None = getattr(base, "arrival", None)
-        self.shard_of = _take_rows(base, "shard_of", rows)
-        self.sizes = _take_rows(base, "sizes", rows)
+        self.sizes = _take_sizes(base, rows)
         # A dataset of this package has already compared its boxes with its masks. A user's
         # subclass or transforms may change one of them alone.
-        is_own = type(base).__getitem__ in (ShardDataset.__getitem__, CocoFolder.__getitem__)
-        self._compares_masks = not is_own or getattr(base, "transforms", None) is not None
+        is_own = self.writes_itself or type(base).__getitem__ is CocoFolder.__getitem__
+        self._is_foreign = not is_own
+        self._compares_masks = self._is_foreign
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shard_images: list[int] = []
         self.groups: CopiedGroups | None = None
+        self.arrival: Arrival | None = None
+        self.shard_of: NDArray[np.int64] | None = None
         if isinstance(base, ShardDataset):
+            self.arrival = base.arrival
+            self.shard_of = base.shard_of[rows]
             self.shard_images = [shard.images for shard in base.index.shards]
             self.groups = base.groups
 
@@ -210,18 +217,64 @@ class Fetcher:
         if not self.writes_itself:
             with seed_random(seed):
                 alone = note is not None
-                by_batch = self.reads_batches
-                source = pack_samples(self.dataset, indices, by_batch, alone=alone, begin=begin)
+                source = pack_samples(
+                    self.dataset,
+                    indices,
+                    self.reads_batches,
+                    alone=alone,
+                    compares_pixels=self._is_foreign,
+                    begin=begin,
+                )
             self._warn_of_misfits(source.samples)
             rows = range(len(indices))
         shape, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips, begin=begin)
         return shape
 
 
-def _take_rows(dataset: Any, name: str, rows: NDArray[Any]) -> Any:
-    """Return rows of a table of the dataset, or None if the dataset has no such array."""
-    table = getattr(dataset, name, None)
-    return table[rows] if isinstance(table, np.ndarray) else None
+def _take_sizes(dataset: Any, rows: NDArray[np.int64]) -> Any:
+    """Return rows of the dataset's ``sizes``, or None if these are no heights and widths."""
+    sizes = getattr(dataset, "sizes", None)
+    if not isinstance(sizes, np.ndarray) or not hasattr(dataset, "__len__"):
+        return None
+    if sizes.dtype.kind not in "iu" or sizes.shape != (len(dataset), 2):
+        return None
+    return sizes[rows]
+
+
+def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:
+    """Return the indices that a sampler or a ``Subset`` gives, each from 0 on.
+
+    Args:
+        values: The indices as the owner gives them.
+        images: Number of images of the dataset.
+        owner: Who gives the indices, for messages.
+
+    Raises:
+        ColabUtilsError: The values are no indices of the dataset, such as a mask of bools.
+
+    Example:
+        >>> read_indices([2, -1], 5, "The sampler").tolist()
+        [2, 4]
+    """
+    try:
+        indices = np.asarray(values)
+    # Lists of different lengths make no array, and tensors on a GPU make none either.
+    except (TypeError, ValueError):
+        indices = np.array(None)
+    if not indices.size:
+        return np.zeros(0, np.int64)
+    problem = ""
+    if indices.dtype.kind not in "iu" or indices.ndim != 1:
+        problem = f"an array of {indices.dtype} in the shape {list(indices.shape)}"
+    elif indices.min() < -images or indices.max() >= images:
+        problem = f"numbers from {indices.min()} to {indices.max()}"
+    if problem:
+        raise ColabUtilsError(
+            f"{owner} does not give indices of the {images:,} images, but {problem}. Give one "
+            "whole number for each image, from 0 on. Of a mask of True and False, give "
+            "np.flatnonzero(mask)."
+        )
+    return indices.astype(np.int64) % images
 
 
 @contextmanager

@@ -106,8 +106,8 @@ class BoundedPrefetcher(Prefetcher):
     def has_work(self) -> bool:
         return bool(self._sent or self._late)
 
-    def _start_worker(self, pool: SharedBufferPool | None = None) -> Worker:
-        return super()._start_worker(pool or self._make_pool())
+    def _start_worker(self, place: int, pool: SharedBufferPool | None = None) -> Worker:
+        return super()._start_worker(place, pool or self._make_pool())
 
     def _ask(self, worker: Worker, load: Load, place: int | None = None) -> Request:
         return super()._ask(worker, load._replace(is_noted=load.is_noted or self._is_noted), place)
@@ -155,7 +155,7 @@ class BoundedPrefetcher(Prefetcher):
         batch.attempts = [(self._workers[place], request)]
         self._late[number] = batch
         self._changed_s = now_s
-        worker = self._start_worker()
+        worker = self._start_worker(place)
         self._workers[place] = worker
         for other, asked in self._sent.items():
             if asked.job.worker == place and other not in self._done:
@@ -169,7 +169,8 @@ class BoundedPrefetcher(Prefetcher):
         """Request a late batch again from a new process, and wait longer for it."""
         self._name(batch, now_s)
         self._kill(batch.attempts[:-1])
-        worker = self._start_worker(SharedBufferPool(1, 1))
+        place = batch.load.number % self._worker_count
+        worker = self._start_worker(place, SharedBufferPool(1, 1))
         if self._told_images:
             worker.send(ReadAhead(batch.load.indices))
         request = self._ask(worker, batch.load._replace(is_noted=True))

@@ -38,9 +38,23 @@ _TUNED_BATCHES = 64
 # make the GPU wait.
 _CHECKED_BATCHES = 20
 # Arguments of `make_loader`, and of torch's DataLoader, that a loader takes only when it is made.
-_FIXED = (
-    "dataset, batch_size, shuffle, sampler, drop_last, seed, workers, prefetch, deliver, "
-    "transforms, image_dtype, max_wait_s, num_workers, collate_fn"
+_FIXED = frozenset(
+    {
+        "dataset",
+        "batch_size",
+        "shuffle",
+        "sampler",
+        "drop_last",
+        "seed",
+        "workers",
+        "prefetch",
+        "deliver",
+        "transforms",
+        "image_dtype",
+        "max_wait_s",
+        "num_workers",
+        "collate_fn",
+    }
 )
 
 Delivery = Literal["dense", "packed"]
@@ -322,7 +336,7 @@ class Loader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The workers and the order have been made, and would not see another value.
-        if name in _FIXED.split(", ") and hasattr(self, "_passes"):
+        if name in _FIXED and hasattr(self, "_passes"):
             raise ColabUtilsError(
                 f"{name} of a loader cannot be changed. Make another loader with make_loader. Or "
                 "change the dataset or its transforms: the next pass uses the changed ones."

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data._utils import worker as torch_worker
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arrival import POLL_S
@@ -176,6 +177,12 @@ def _explain_bus_error() -> str:
 class Worker:
     """A worker process and its pipe.
 
+    Args:
+        fetcher: The reader of the samples.
+        pool: The shared buffers that batches are written to.
+        place: Number of the worker, from 0, as torch's ``get_worker_info`` tells it to a dataset.
+        workers: Number of workers.
+
     Attributes:
         began_s: Rough time at which the worker began its current batch, from
             `time.perf_counter`.
@@ -186,7 +193,9 @@ class Worker:
         ColabUtilsError: The system starts no more processes.
     """
 
-    def __init__(self, fetcher: Fetcher, pool: SharedBufferPool) -> None:
+    def __init__(
+        self, fetcher: Fetcher, pool: SharedBufferPool, place: int = 0, workers: int = 1
+    ) -> None:
         self.pool = pool
         self.began_s = perf_counter()
         self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
@@ -195,7 +204,9 @@ class Worker:
         with quiet_fork():
             self.connection, worker_end = context.Pipe()
             self.process = context.Process(
-                target=_serve, args=(worker_end, fetcher, pool, self.at_work), daemon=True
+                target=_serve,
+                args=(worker_end, fetcher, pool, self.at_work, place, workers),
+                daemon=True,
             )
             with worker_end:
                 self.process.start()
@@ -222,7 +233,12 @@ def end_workers(workers: Sequence[Worker]) -> None:
 
 
 def _serve(
-    connection: Connection, fetcher: Fetcher, pool: SharedBufferPool, at_work: NDArray[np.int64]
+    connection: Connection,
+    fetcher: Fetcher,
+    pool: SharedBufferPool,
+    at_work: NDArray[np.int64],
+    place: int,
+    workers: int,
 ) -> None:
     """Load the requested batches, in a worker process, until the loader closes the pipe."""
     # The parent handles Ctrl-C.
@@ -232,6 +248,13 @@ def _serve(
     # A garbage collection would touch, and so copy, all memory that is shared with the parent.
     gc.freeze()
     torch.set_num_threads(1)
+    # A dataset may ask torch in which worker it is, by ``torch.utils.data.get_worker_info()``.
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=place,
+        num_workers=workers,
+        seed=torch.initial_seed() + place,
+        dataset=fetcher.dataset,
+    )
     with suppress(EOFError, OSError):
         while True:
             message = connection.recv()
@@ -284,6 +307,7 @@ class Prefetcher:
     def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
         self._fetcher = fetcher
         self._oom_kills = count_oom_kills()
+        self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
         self._told_images = max(1, workers) * _TOLD_IMAGES if fetcher.reads_ahead else 0
         # Batches that are not requested yet: number, indices, and the worker that reads ahead.
@@ -297,8 +321,8 @@ class Prefetcher:
         self._listening: dict[Any, Worker] = {}
         try:
             self._pool = self._make_pool()
-            for _ in range(workers):
-                self._workers.append(self._start_worker())
+            for place in range(workers):
+                self._workers.append(self._start_worker(place))
         except BaseException:
             self.close()
             raise
@@ -359,8 +383,8 @@ class Prefetcher:
         with quiet_fork():
             return SharedBufferPool(self._ahead, LENT_BUFFERS)
 
-    def _start_worker(self, pool: SharedBufferPool | None = None) -> Worker:
-        worker = Worker(self._fetcher, pool or self._pool)
+    def _start_worker(self, place: int, pool: SharedBufferPool | None = None) -> Worker:
+        worker = Worker(self._fetcher, pool or self._pool, place, self._worker_count)
         self._listening[worker.connection] = worker
         return worker
 

@@ -1,7 +1,6 @@
 """The order of an epoch: the images of each batch, and the position of a loader in the order."""
 
 import math
-import operator
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.fetcher import seed_random
+from colab_utils.loading.fetcher import read_indices, seed_random
 from colab_utils.loading.groups import DealtImages, alternate
 
 # To save memory, only this many images of an epoch are put into batches at a time.
@@ -265,13 +264,7 @@ class BatchSampler(Sampler[list[int]]):
             self.sampler.set_epoch(self.epoch)
         with seed_random((self.seed or 0, self.epoch)):
             indices = list(self.sampler)
-        try:
-            return np.arange(self.size)[np.array([*map(operator.index, indices)], np.int64)]
-        except (TypeError, IndexError) as error:
-            raise ColabUtilsError(
-                f"The sampler does not give indices of the {self.size:,} images: {error}. Give one "
-                "index at a time, as torch's samplers do: the loader makes the batches."
-            ) from None
+        return read_indices(indices, self.size, "The sampler")
 
     def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
         indices = np.array(indices, np.int64)

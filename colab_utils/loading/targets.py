@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ _OPTIONAL = ("area", "iscrowd")
 # The box of an object holds at least this share of the rectangle around its mask. A mask whose
 # background is 1 reaches far beyond the box.
 _LEAST_SHARE = 0.25
+# An area of this many pixels or less is a float32.
+_LARGEST_AREA = float(np.finfo(np.float32).max)
 # An image with values from 0 to 1 has no value above this, even after it was normalised.
 _LARGEST_SCALED = 16
 _LEAVE_TO_LOADER = (
@@ -64,7 +67,8 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
 
     Raises:
         ColabUtilsError: The image or the target breaks the contract, a box has no area or is not
-            finite, or a label is below 1.
+            finite, a label is below 1, an ``area`` is negative or not finite, or an ``iscrowd`` is
+            neither 0 nor 1.
     """
     image_id = _read_image_id(target, index)
     is_bytes = isinstance(image, Tensor) and image.dtype == torch.uint8
@@ -74,9 +78,9 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
             "Leave out ToTensor and Normalize, and turn a PIL image into a tensor with "
             'PILToTensor()(image.convert("RGB")) of torchvision.transforms.v2.'
         )
-    _require_cpu(image, "image", image_id)
+    _require_plain(image, "image", image_id)
     for key in _KINDS:
-        _require_cpu(target.get(key), key, image_id)
+        _require_plain(target.get(key), key, image_id)
     if target.keys() <= {"image_id"}:
         target = {"labels": [], "boxes": [], "masks": []}
     parts = _read_parts(target, image.shape[1:], image_id)
@@ -84,6 +88,7 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     boxes = torch.from_numpy(parts["boxes"]).to(torch.float32, copy=True)
     labels = torch.from_numpy(parts["labels"]).to(torch.int64, copy=True)
     check_objects(boxes, labels, image_id)
+    _check_optional(parts, image_id)
     packed = pack_pixels(parts["masks"])
     for mask, (x0, y0, x1, y1) in zip(parts["masks"], packed.crops.tolist(), strict=True):
         _check_values(mask[y0:y1, x0:x1], image_id)
@@ -103,9 +108,16 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     return PackedSample(image.as_subclass(Tensor).numpy().transpose(1, 2, 0), packed.bits, tables)
 
 
-def _require_cpu(value: Any, key: str, image_id: int) -> None:
-    """Raise an error if a part of a sample lies on another device than the CPU."""
-    if isinstance(value, Tensor) and value.device.type != "cpu":
+def _require_plain(value: Any, key: str, image_id: int) -> None:
+    """Raise an error if a part of a sample is a sparse tensor, or is not on the CPU."""
+    if not isinstance(value, Tensor):
+        return
+    if value.layout != torch.strided or value.is_nested:
+        raise ColabUtilsError(
+            f"Image {image_id} has its {key} as a sparse or nested tensor. Return it as a dense "
+            "tensor: .to_dense() makes one of a sparse tensor."
+        )
+    if value.device.type != "cpu":
         raise ColabUtilsError(
             f"Image {image_id} has its {key} on the device {str(value.device)!r}, and samples must "
             f"be on the CPU. {_LEAVE_TO_LOADER}"
@@ -124,6 +136,24 @@ def _read_image_id(target: Target, index: int) -> int:
     )
 
 
+def _check_optional(parts: dict[str, NDArray[Any]], image_id: int) -> None:
+    """Raise an error if an area is negative or not finite, or a crowd is neither 0 nor 1."""
+    areas = parts.get("area", np.zeros(0))
+    crowds = parts.get("iscrowd", np.zeros(0))
+    bad_areas = areas[~((areas >= 0) & (areas <= _LARGEST_AREA))]
+    bad_crowds = crowds[(crowds != 0) & (crowds != 1)]
+    if bad_areas.size:
+        raise ColabUtilsError(
+            f"Image {image_id} has an object with the area {bad_areas[0]}, which is no number of "
+            "pixels. Give 0 or more, or leave area out: it is then computed from the masks."
+        )
+    if bad_crowds.size:
+        raise ColabUtilsError(
+            f"Image {image_id} has an object with the iscrowd {bad_crowds[0]}. Give 1 for a crowd "
+            "and 0 for any other object, or leave iscrowd out if there are no crowds."
+        )
+
+
 def _check_values(pixels: NDArray[Any], image_id: int) -> None:
     """Raise an error if a mask has several values above 0, such as a mask with soft edges."""
     largest = pixels.max(initial=0)
@@ -137,10 +167,11 @@ def _check_values(pixels: NDArray[Any], image_id: int) -> None:
 
 
 def describe_misfit(sample: PackedSample) -> str:
-    """Return a warning of the first mask that lies mostly outside its box or has no pixel, else "".
+    """Return a warning of the first object whose box, mask and image do not fit, else "".
 
-    Such a mask shows that something is wrong: the boxes have other units or another order of
-    coordinates, the masks belong to other objects, or the background of the masks is 1.
+    Either the mask lies mostly outside the box or has no pixel, or the box lies mostly outside the
+    image. Such an object shows that something is wrong: the boxes have other units or another order
+    of coordinates, the masks belong to other objects, or the background of the masks is 1.
     """
     boxes = sample.tables["boxes"]
     crops = sample.tables["crops"]
@@ -151,13 +182,30 @@ def describe_misfit(sample: PackedSample) -> str:
     shares = (ends + 1 - starts).clip(0, sides) / sides.clip(1)
     is_beside = shares.prod(1) < _LEAST_SHARE
     if not is_beside.any():
-        return ""
+        return _describe_stray(sample)
     row = int(is_beside.argmax())
     place = f"lies in {crops[row].tolist()}" if crops[row].any() else "has no pixel"
     return (
         f"Image {sample.tables['image_ids'][0]} has the box {boxes[row].tolist()}, and the mask of "
         f"this object {place}. Give boxes as x0, y0, x1, y1 in pixels of the image, and masks in "
         "the order of the boxes, with 1 for the object. Only the first such object is named."
+    )
+
+
+def _describe_stray(sample: PackedSample) -> str:
+    """Return a warning of the first box that lies mostly outside its image, else ""."""
+    boxes = sample.tables["boxes"]
+    [[height, width]] = sample.tables["sizes"].tolist()
+    inside = boxes.clip(0, [width, height, width, height])
+    shares = (inside[:, 2:] - inside[:, :2]) / (boxes[:, 2:] - boxes[:, :2])
+    is_stray = shares.prod(1) < _LEAST_SHARE
+    if not is_stray.any():
+        return ""
+    return (
+        f"Image {sample.tables['image_ids'][0]} has the box {boxes[is_stray.argmax()].tolist()}, "
+        f"and most of this box lies outside the image, which is {width} pixels wide and {height} "
+        "high. Give boxes as x0, y0, x1, y1 in pixels of the image as you return it, and end your "
+        "transforms with v2.ClampBoundingBoxes(). Only the first such object is named."
     )
 
 
@@ -180,7 +228,8 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
         if not fits and (count or part.size):
             raise ColabUtilsError(
                 f"Image {image_id} has {key} of {_describe(value)}, and needs {list(shape)}. "
-                "Give each part for every object: labels as integers, masks as uint8 or bool."
+                "Give each part for every object: labels as integers, boxes as float32, masks as "
+                "uint8 or bool."
             )
         parts[key] = part.reshape(shape)
     return parts
@@ -262,9 +311,9 @@ def apply_transforms(
         The transformed image and target.
 
     Raises:
-        ColabUtilsError: The transforms do not return an image and its target, change the size of
-            the image but not of its masks, drop an object from only some parts of the target, or
-            leave a box without area.
+        ColabUtilsError: The transforms do not take or return an image and its target, change the
+            size of the image but not of its masks, drop an object from only some parts of the
+            target, or leave a box without area.
 
     Example:
         >>> from torchvision.transforms import v2
@@ -280,7 +329,17 @@ def apply_transforms(
     height, width = image.shape[-2:]
     boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(height, width))
     given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
-    pair = transforms(tv_tensors.Image(image), given)
+    try:
+        pair = transforms(tv_tensors.Image(image), given)
+    except TypeError:
+        name = _find_image_only(transforms)
+        if not name:
+            raise
+        raise ColabUtilsError(
+            f"Your transforms use {name}, which cannot be called with (image, target). Give "
+            "callables from (image, target) to (image, target), such as torchvision.transforms.v2: "
+            "transforms of the image alone would leave its boxes and masks behind."
+        ) from None
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], dict):
         raise ColabUtilsError(
             f"Expected (image, target) from your transforms, found {type(pair).__name__}. "
@@ -296,6 +355,30 @@ def apply_transforms(
         target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
     check_objects(target["boxes"], target["labels"], given["image_id"])
     return image.as_subclass(Tensor), target
+
+
+def _find_image_only(transforms: Any) -> str:
+    """Return the name of the first transform that takes no pair of image and target, else "".
+
+    Example:
+        >>> from torchvision import transforms
+        >>> _find_image_only(transforms.v2.Compose([transforms.ToTensor()]))
+        'ToTensor'
+    """
+    call = transforms
+    if not isinstance(transforms, type):
+        # The call of a torch module takes anything, and gives it to its forward.
+        call = getattr(transforms, "forward", transforms)
+    # A function that is written in C may have no signature.
+    with suppress(ValueError):
+        try:
+            signature(call).bind(None, None)
+        except TypeError:
+            return str(getattr(transforms, "__name__", type(transforms).__name__))
+    parts = getattr(transforms, "transforms", None)
+    if not isinstance(parts, list | tuple):
+        return ""
+    return next(filter(None, map(_find_image_only, parts)), "")
 
 
 def _check_result(image: Any, target: Target) -> None:
@@ -420,18 +503,21 @@ def pack_samples(
     by_batch: bool = False,
     *,
     alone: bool = False,
+    compares_pixels: bool = True,
     begin: Callable[[int], object] = int,
 ) -> PackedSamples:
     """Read and pack samples of any dataset with torchvision's contract.
 
     By default, ``__getitem__`` reads the samples one after the other. With ``by_batch``, one call
     of ``__getitems__`` reads all of them. With ``by_batch`` and ``alone``, each sample has its own
-    call of ``__getitems__``. ``begin`` is called with the place of each sample in the batch, before
-    the sample is checked.
+    call of ``__getitems__``. With ``compares_pixels``, an image that the dataset overwrites is
+    noticed. ``begin`` is called with the place of each sample in the batch, before the sample is
+    checked.
 
     Raises:
         BadSampleError: A sample cannot be loaded.
-        ColabUtilsError: The dataset has written one image over another.
+        ColabUtilsError: The dataset has written one image over another, or its ``__getitems__``
+            does not return one sample for each index.
     """
     samples = []
     marks = []
@@ -439,14 +525,16 @@ def pack_samples(
     if by_batch and not alone:
         # If this call fails, each sample is read alone, to find the sample that fails.
         with suppress(Exception):
-            batch = dataset.__getitems__(list(indices))
+            batch = list(dataset.__getitems__(list(indices)))
     for place, index in enumerate(indices):
         begin(place)
         with blame_sample(place):
             if len(batch) == len(indices):
                 sample = batch[place]
             elif by_batch:
-                [sample] = dataset.__getitems__([index])
+                samples_of_index = list(dataset.__getitems__([index]))
+                _require_each(samples_of_index, [index])
+                sample = samples_of_index[0]
             else:
                 sample = dataset[index]
             is_pair = isinstance(sample, tuple | list) and len(sample) == 2
@@ -456,14 +544,27 @@ def pack_samples(
                     f"found {_name_types(sample)}. See torchvision's detection tutorial."
                 )
             samples.append(pack_target(*sample, index=index))
-            marks.append(_take_mark(samples[-1]))
-    if marks != [*map(_take_mark, samples)]:
+            if compares_pixels:
+                marks.append(_take_mark(samples[-1]))
+    if batch:
+        # A sample that is missing was named above, if the dataset does not return it alone either.
+        _require_each(batch, indices)
+    if compares_pixels and marks != [*map(_take_mark, samples)]:
         raise ColabUtilsError(
             "An image of your dataset changed while the next ones of its batch were loaded. If "
             "your dataset uses one buffer for several images, return a copy of each image, such as "
             "image.clone()."
         )
     return PackedSamples(samples)
+
+
+def _require_each(samples: Sequence[Any], indices: Sequence[int]) -> None:
+    """Raise an error if there is not one sample for each index."""
+    if len(samples) != len(indices):
+        raise ColabUtilsError(
+            f"The __getitems__ of your dataset returned {len(samples)} samples for {len(indices)} "
+            "indices. Return one sample for each index, in the order of the indices."
+        )
 
 
 def _take_mark(sample: PackedSample) -> bytes:
