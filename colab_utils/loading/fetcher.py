@@ -97,9 +97,9 @@ class Fetcher:
         base: Any = self.dataset
         rows = np.arange(len(self))
         while type(base) is Subset:
-            images = len(base.dataset) if hasattr(base.dataset, "__len__") else sys.maxsize
-            rows = read_indices(base.indices, images, "The Subset")[rows]
+            indices = base.indices
             base = base.dataset
+            rows = read_indices(indices, _count_samples(base), "The Subset")[rows]
         self._base = base
         self._rows = rows
         # A user's subclass of Subset may override only __getitem__, to change the samples. The
@@ -122,13 +122,13 @@ class Fetcher:
         # A dataset of this package has already compared its boxes with its masks. A user's
         # subclass or transforms may change one of them alone.
         is_own = self.writes_itself or type(base).__getitem__ is CocoFolder.__getitem__
-        self._is_foreign = not is_own
-        self._compares_masks = self._is_foreign
+        self._compares_pixels = not is_own
+        self._compares_masks = not is_own
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shard_images: list[int] = []
         self.groups: CopiedGroups | None = None
         self.arrival: Arrival | None = None
-        self.shard_of: NDArray[np.int64] | None = None
+        self.shard_of: Any = None
         if isinstance(base, ShardDataset):
             self.arrival = base.arrival
             self.shard_of = base.shard_of[rows]
@@ -222,7 +222,7 @@ class Fetcher:
                     indices,
                     self.reads_batches,
                     alone=alone,
-                    compares_pixels=self._is_foreign,
+                    compares_pixels=self._compares_pixels,
                     begin=begin,
                 )
             self._warn_of_misfits(source.samples)
@@ -233,12 +233,16 @@ class Fetcher:
 
 def _take_sizes(dataset: Any, rows: NDArray[np.int64]) -> Any:
     """Return rows of the dataset's ``sizes``, or None if these are no heights and widths."""
-    sizes = getattr(dataset, "sizes", None)
-    if not isinstance(sizes, np.ndarray) or not hasattr(dataset, "__len__"):
-        return None
-    if sizes.dtype.kind not in "iu" or sizes.shape != (len(dataset), 2):
-        return None
-    return sizes[rows]
+    sizes: Any = getattr(dataset, "sizes", None)
+    is_table = isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu"
+    if is_table and sizes.shape == (_count_samples(dataset), 2):
+        return sizes[rows]
+    return None
+
+
+def _count_samples(dataset: Any) -> int:
+    """Return the length of a dataset. It is very large if the dataset has none."""
+    return len(dataset) if hasattr(dataset, "__len__") else sys.maxsize
 
 
 def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:

@@ -169,8 +169,7 @@ class BoundedPrefetcher(Prefetcher):
         """Request a late batch again from a new process, and wait longer for it."""
         self._name(batch, now_s)
         self._kill(batch.attempts[:-1])
-        place = batch.load.number % self._worker_count
-        worker = self._start_worker(place, SharedBufferPool(1, 1))
+        worker = self._start_worker(0, SharedBufferPool(1, 1))
         if self._told_images:
             worker.send(ReadAhead(batch.load.indices))
         request = self._ask(worker, batch.load._replace(is_noted=True))

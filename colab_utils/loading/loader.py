@@ -6,7 +6,7 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice
 from typing import Any, Literal
@@ -188,6 +188,8 @@ def make_loader(
     else:
         count = require_count("workers", workers, minimum=0)
     _check_wait(max_wait_s, count)
+    if sampler is not None:
+        _check_sampler(sampler)
     # Without a GPU to expand the masks, the workers expand them into their shared buffers.
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
@@ -271,6 +273,15 @@ def _check_wait(max_wait_s: float | None, workers: int) -> None:
         raise ColabUtilsError(
             "max_wait_s needs worker processes, and workers is 0: this process cannot give up "
             "a read. Pass workers of 1 or more, or leave max_wait_s out."
+        )
+
+
+def _check_sampler(sampler: Any) -> None:
+    """Raise an error if a sampler has no length, or cannot be iterated over."""
+    if not isinstance(sampler, Sized) or not isinstance(sampler, Iterable):
+        raise ColabUtilsError(
+            f"A sampler needs __iter__ and __len__, and this {type(sampler).__name__} lacks one of "
+            "them. Pass a list of indices, or an object such as torch's WeightedRandomSampler."
         )
 
 

@@ -264,6 +264,11 @@ class BatchSampler(Sampler[list[int]]):
             self.sampler.set_epoch(self.epoch)
         with seed_random((self.seed or 0, self.epoch)):
             indices = list(self.sampler)
+        if not indices:
+            raise ColabUtilsError(
+                f"The sampler gives no index for epoch {self.epoch}. Give a sampler that begins "
+                "anew in each epoch, such as torch's samplers or a list of indices."
+            )
         return read_indices(indices, self.size, "The sampler")
 
     def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Samples and their targets: checked against torchvision's contract, transformed, and packed."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from inspect import signature
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ _OPTIONAL = ("area", "iscrowd")
 # The box of an object holds at least this share of the rectangle around its mask. A mask whose
 # background is 1 reaches far beyond the box.
 _LEAST_SHARE = 0.25
-# An area of this many pixels or less is a float32.
-_LARGEST_AREA = float(np.finfo(np.float32).max)
+# A float32 cannot hold a much larger area.
+_LARGEST_AREA = 1e38
 # An image with values from 0 to 1 has no value above this, even after it was normalised.
 _LARGEST_SCALED = 16
 _LEAVE_TO_LOADER = (
@@ -88,12 +88,13 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
     boxes = torch.from_numpy(parts["boxes"]).to(torch.float32, copy=True)
     labels = torch.from_numpy(parts["labels"]).to(torch.int64, copy=True)
     check_objects(boxes, labels, image_id)
-    _check_optional(parts, image_id)
     packed = pack_pixels(parts["masks"])
     for mask, (x0, y0, x1, y1) in zip(parts["masks"], packed.crops.tolist(), strict=True):
         _check_values(mask[y0:y1, x0:x1], image_id)
     if "area" not in parts:
         parts["area"] = np.array([np.count_nonzero(mask) for mask in parts["masks"]])
+    crowds = parts.get("iscrowd", np.zeros(len(labels)))
+    _check_optional(parts["area"], crowds, image_id)
     tables: dict[str, NDArray[Any]] = {
         "sizes": np.array([image.shape[1:]], np.int32),
         "image_ids": np.array([image_id], np.int64),
@@ -101,7 +102,7 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
         "boxes": boxes.numpy(),
         "labels": labels.numpy(),
         "areas": parts["area"].astype(np.float32),
-        "iscrowd": parts.get("iscrowd", np.zeros(len(labels))).astype(np.int64),
+        "iscrowd": crowds.astype(np.int64),
         "crops": packed.crops,
         "mask_bytes": np.diff(packed.offsets),
     }
@@ -136,17 +137,15 @@ def _read_image_id(target: Target, index: int) -> int:
     )
 
 
-def _check_optional(parts: dict[str, NDArray[Any]], image_id: int) -> None:
+def _check_optional(areas: NDArray[Any], crowds: NDArray[Any], image_id: int) -> None:
     """Raise an error if an area is negative or not finite, or a crowd is neither 0 nor 1."""
-    areas = parts.get("area", np.zeros(0))
-    crowds = parts.get("iscrowd", np.zeros(0))
-    bad_areas = areas[~((areas >= 0) & (areas <= _LARGEST_AREA))]
-    bad_crowds = crowds[(crowds != 0) & (crowds != 1)]
+    bad_areas = areas[~((areas >= 0) & (areas < _LARGEST_AREA))]
     if bad_areas.size:
         raise ColabUtilsError(
             f"Image {image_id} has an object with the area {bad_areas[0]}, which is no number of "
             "pixels. Give 0 or more, or leave area out: it is then computed from the masks."
         )
+    bad_crowds = crowds[(crowds != 0) & (crowds != 1)]
     if bad_crowds.size:
         raise ColabUtilsError(
             f"Image {image_id} has an object with the iscrowd {bad_crowds[0]}. Give 1 for a crowd "
@@ -195,10 +194,11 @@ def describe_misfit(sample: PackedSample) -> str:
 def _describe_stray(sample: PackedSample) -> str:
     """Return a warning of the first box that lies mostly outside its image, else ""."""
     boxes = sample.tables["boxes"]
-    [[height, width]] = sample.tables["sizes"].tolist()
-    inside = boxes.clip(0, [width, height, width, height])
-    shares = (inside[:, 2:] - inside[:, :2]) / (boxes[:, 2:] - boxes[:, :2])
-    is_stray = shares.prod(1) < _LEAST_SHARE
+    height, width = sample.tables["sizes"][0].tolist()
+    corners = boxes.reshape(-1, 2, 2)
+    inside = corners.clip(0, [width, height])
+    shares = np.diff(inside, axis=1) / np.diff(corners, axis=1)
+    is_stray = shares.prod((1, 2)) < _LEAST_SHARE
     if not is_stray.any():
         return ""
     return (
@@ -224,7 +224,7 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
             part = _read_array(to_corners(value))
         count = parts.get("labels", part).size
         shape = {"boxes": (count, 4), "masks": (count, *size)}.get(key, (count,))
-        fits = part.shape == shape and part.dtype.kind in kinds
+        fits = part.shape == shape and part.dtype.kind in kinds and part.dtype.itemsize <= 8
         if not fits and (count or part.size):
             raise ColabUtilsError(
                 f"Image {image_id} has {key} of {_describe(value)}, and needs {list(shape)}. "
@@ -236,7 +236,12 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
 
 
 def _read_array(value: Any) -> NDArray[Any]:
-    """Return numbers as an array in this machine's order of bytes."""
+    """Return numbers as an array in this machine's order of bytes.
+
+    They may be a list of arrays, of tensors or of Pillow's images, such as masks.
+    """
+    if isinstance(value, list | tuple):
+        value = np.array(value)
     if isinstance(value, np.ndarray):
         # A tensor cannot have the negative strides of a mirrored array, nor another order of bytes.
         return value.astype(value.dtype.newbyteorder("="), "C", copy=False)
@@ -365,18 +370,15 @@ def _find_image_only(transforms: Any) -> str:
         >>> _find_image_only(transforms.v2.Compose([transforms.ToTensor()]))
         'ToTensor'
     """
-    call = transforms
-    if not isinstance(transforms, type):
-        # The call of a torch module takes anything, and gives it to its forward.
-        call = getattr(transforms, "forward", transforms)
+    # The call of a torch module takes anything, and gives it to its forward.
+    call = getattr(transforms, "forward", transforms)
+    try:
+        signature(call).bind(None, None)
     # A function that is written in C may have no signature.
-    with suppress(ValueError):
-        try:
-            signature(call).bind(None, None)
-        except TypeError:
-            return str(getattr(transforms, "__name__", type(transforms).__name__))
-    parts = getattr(transforms, "transforms", None)
-    if not isinstance(parts, list | tuple):
+    except (TypeError, ValueError):
+        return str(getattr(transforms, "__name__", type(transforms).__name__))
+    parts = getattr(transforms, "transforms", ())
+    if not isinstance(parts, Iterable):
         return ""
     return next(filter(None, map(_find_image_only, parts)), "")
 
@@ -397,8 +399,8 @@ def _check_result(image: Any, target: Target) -> None:
 def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> str:
     """Return a warning if transforms have spoilt a batch, else "".
 
-    There are two such faults: masks were not moved with their boxes, or images are not scaled to
-    values from 0 to 1. On a GPU, the call waits for the GPU once for each image.
+    There are three such faults: masks were not moved with their boxes, or masks or images are not
+    scaled to values from 0 to 1. On a GPU, the call waits for the GPU once for each image.
 
     Raises:
         ColabUtilsError: Two samples share their memory.
@@ -412,6 +414,11 @@ def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> st
         )
     for target in targets:
         values = _find_values(target["boxes"], target["masks"])
+        if max(values, default=0) > 1:
+            return (
+                f"Image {target['image_id']} has, after your transforms, a mask with the value "
+                f"{max(values)}, and torchvision's models need masks of 0 and 1. Return masks > 0."
+            )
         if not all(values):
             return (
                 f"Image {target['image_id']} has, after your transforms, an object whose mask has "
@@ -468,8 +475,11 @@ def blame_sample(place: int) -> Iterator[None]:
         yield
     except (UnavailableError, MemoryError):
         raise
-    except Exception as error:
-        if isinstance(error, RuntimeError) and "CUDA in forked subprocess" in str(error):
+    except (Exception, GeneratorExit) as error:
+        if isinstance(error, GeneratorExit):
+            # The loader would take this error for the end of its own pass.
+            error = RuntimeError("the dataset raised GeneratorExit")
+        elif isinstance(error, RuntimeError) and "CUDA in forked subprocess" in str(error):
             # torch's message advises to spawn the workers, but the loader always forks them.
             error = ColabUtilsError(
                 f"Your dataset used the GPU in a worker, where it cannot work. {_LEAVE_TO_LOADER}"
@@ -532,23 +542,21 @@ def pack_samples(
             if len(batch) == len(indices):
                 sample = batch[place]
             elif by_batch:
-                samples_of_index = list(dataset.__getitems__([index]))
-                _require_each(samples_of_index, [index])
-                sample = samples_of_index[0]
+                [sample] = _list_samples(dataset.__getitems__([index]), [index])
             else:
                 sample = dataset[index]
             is_pair = isinstance(sample, tuple | list) and len(sample) == 2
             if not is_pair or not isinstance(sample[1], dict):
                 raise ColabUtilsError(
-                    "Expected (image, target) with a dict as target from your dataset, "
-                    f"found {_name_types(sample)}. See torchvision's detection tutorial."
+                    "Expected (image, target) with a dict as target from your dataset for sample "
+                    f"{index}, found {_name_types(sample)}. See torchvision's detection tutorial."
                 )
             samples.append(pack_target(*sample, index=index))
             if compares_pixels:
                 marks.append(_take_mark(samples[-1]))
     if batch:
         # A sample that is missing was named above, if the dataset does not return it alone either.
-        _require_each(batch, indices)
+        _list_samples(batch, indices)
     if compares_pixels and marks != [*map(_take_mark, samples)]:
         raise ColabUtilsError(
             "An image of your dataset changed while the next ones of its batch were loaded. If "
@@ -558,13 +566,15 @@ def pack_samples(
     return PackedSamples(samples)
 
 
-def _require_each(samples: Sequence[Any], indices: Sequence[int]) -> None:
-    """Raise an error if there is not one sample for each index."""
-    if len(samples) != len(indices):
+def _list_samples(samples: Any, indices: Sequence[int]) -> list[Any]:
+    """Return what ``__getitems__`` returned as a list, with one sample for each index."""
+    listed = list(samples) if isinstance(samples, Iterable) else []
+    if len(listed) != len(indices):
         raise ColabUtilsError(
-            f"The __getitems__ of your dataset returned {len(samples)} samples for {len(indices)} "
-            "indices. Return one sample for each index, in the order of the indices."
+            f"The __getitems__ of your dataset returned {len(listed)} samples for the indices "
+            f"{indices}. Return one sample for each index, in the order of the indices."
         )
+    return listed
 
 
 def _take_mark(sample: PackedSample) -> bytes:
