@@ -19,7 +19,14 @@ import pytest
 
 from colab_utils import processes
 from colab_utils.errors import ColabUtilsError
-from colab_utils.processes import ThreadPool, explain_limits, fork_pool, pop_done, start_thread
+from colab_utils.processes import (
+    ThreadPool,
+    defer_interrupt,
+    explain_limits,
+    fork_pool,
+    pop_done,
+    start_thread,
+)
 
 CHECK = ["check"]
 PREPROCESS = ["preprocess", "--shards", "new", "--workers", "2"]
@@ -57,6 +64,38 @@ def test_ctrl_c_leaves_no_lock_of_a_future_held(monkeypatch):
             assert pool.submit(count_held, futures).result(timeout=30) == 0
     assert signal.getsignal(signal.SIGINT) is handler
     assert len(futures) == 256
+
+
+def test_ctrl_c_counts_if_the_block_raises_an_error():
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as interrupt, defer_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        raise OSError(5, "Input/output error")
+    assert isinstance(interrupt.value.__context__, OSError)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_deferred_ctrl_c_does_what_the_program_has_set():
+    """Python may have no handler of its own: then the system ends the process, or ignores it."""
+    script = (
+        "import signal, sys\n"
+        "from colab_utils.processes import defer_interrupt\n"
+        "signal.signal(signal.SIGINT, signal.Handlers[sys.argv[1]])\n"
+        "with defer_interrupt():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('block')\n"
+        "    sys.stdout.flush()\n"
+        "print('after')\n"
+    )
+    for name, code, printed in (("SIG_DFL", -signal.SIGINT, 1), ("SIG_IGN", 0, 2)):
+        run = subprocess.run(
+            [sys.executable, "-c", script, name],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (run.returncode, run.stderr) == (code, "")
+        assert run.stdout.split() == ["block", "after"][:printed]
 
 
 def test_ctrl_c_of_another_thread_is_none():

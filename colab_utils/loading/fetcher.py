@@ -109,8 +109,7 @@ class Fetcher:
             isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         )
         self.writes_itself = is_plain and base.transforms is None
-        # A user's dataset may have attributes with the names of ours.
-        own_streams = base.streams if isinstance(base, CocoSamples) else 1
+        own_streams = getattr(base, "streams", 1)
         self.reads_batches = callable(read_batch) and read_batch is not Subset.__getitems__
         if self.writes_itself or (read_batch is CocoSamples.__getitems__ and own_streams == 1):
             # The samples are read one after the other.
@@ -234,9 +233,8 @@ class Fetcher:
 def _take_sizes(dataset: Any, rows: NDArray[np.int64]) -> Any:
     """Return rows of the dataset's ``sizes``, or None if these are no heights and widths."""
     sizes: Any = getattr(dataset, "sizes", None)
-    is_table = isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu"
-    if is_table and sizes.shape == (_count_samples(dataset), 2):
-        return sizes[rows]
+    if isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu":
+        return sizes[rows] if sizes.shape == (_count_samples(dataset), 2) else None
     return None
 
 

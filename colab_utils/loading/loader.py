@@ -6,7 +6,7 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice
 from typing import Any, Literal
@@ -277,11 +277,11 @@ def _check_wait(max_wait_s: float | None, workers: int) -> None:
 
 
 def _check_sampler(sampler: Any) -> None:
-    """Raise an error if a sampler has no length, or cannot be iterated over."""
-    if not isinstance(sampler, Sized) or not isinstance(sampler, Iterable):
+    """Raise an error if a sampler has no length, such as a generator or a class."""
+    if not isinstance(sampler, Sized):
         raise ColabUtilsError(
-            f"A sampler needs __iter__ and __len__, and this {type(sampler).__name__} lacks one of "
-            "them. Pass a list of indices, or an object such as torch's WeightedRandomSampler."
+            f"A sampler needs a length, and this {type(sampler).__name__} has none. Pass a list of "
+            "indices, or an object with __iter__ and __len__ such as a WeightedRandomSampler."
         )
 
 

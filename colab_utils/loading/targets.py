@@ -370,13 +370,16 @@ def _find_image_only(transforms: Any) -> str:
         >>> _find_image_only(transforms.v2.Compose([transforms.ToTensor()]))
         'ToTensor'
     """
+    name: str = getattr(transforms, "__name__", type(transforms).__name__)
+    if isinstance(transforms, type):
+        return name
     # The call of a torch module takes anything, and gives it to its forward.
     call = getattr(transforms, "forward", transforms)
     try:
         signature(call).bind(None, None)
     # A function that is written in C may have no signature.
     except (TypeError, ValueError):
-        return str(getattr(transforms, "__name__", type(transforms).__name__))
+        return name
     parts = getattr(transforms, "transforms", ())
     if not isinstance(parts, Iterable):
         return ""
@@ -416,8 +419,8 @@ def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> st
         values = _find_values(target["boxes"], target["masks"])
         if max(values, default=0) > 1:
             return (
-                f"Image {target['image_id']} has, after your transforms, a mask with the value "
-                f"{max(values)}, and torchvision's models need masks of 0 and 1. Return masks > 0."
+                f"Image {target['image_id']} has, after your transforms, a mask with values above "
+                "1, and torchvision's models need masks of 0 and 1. Return masks > 0."
             )
         if not all(values):
             return (

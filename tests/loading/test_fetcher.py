@@ -1,0 +1,310 @@
+"""Datasets of other people: their indices, their attributes, and how they give their samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading import targets
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.loader import make_loader
+
+
+class Numbers(Dataset):
+    """Somebody's own dataset of six images without objects."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        image = torch.full((3, 8, 8), int(index), dtype=torch.uint8)
+        return image, {"boxes": [], "labels": [], "masks": []}
+
+
+def list_ids(loader):
+    ids = []
+    for batch in loader:
+        ids += batch.image_ids.tolist()
+    loader.close()
+    return ids
+
+
+def list_shades(loader):
+    """Return the value of each image, sorted."""
+    shades = []
+    for batch in loader:
+        shades += batch.pixels[::192].tolist()
+    loader.close()
+    return sorted(shades)
+
+
+def load(dataset, **options):
+    return make_loader(dataset, **{"batch_size": 3, "workers": 0, "deliver": "packed", **options})
+
+
+MASK = [False, True, True, False, False, True]
+NO_INDICES = [
+    # Each of these is a mask, and True and False would be taken for 1 and 0.
+    MASK,
+    np.array(MASK),
+    torch.tensor(MASK),
+    [*torch.tensor(MASK)],
+    # This is what np.argwhere gives.
+    np.array([[1], [2], [5]]),
+    np.array([1.0, 2.0, 5.0]),
+    [0.5, 1.5],
+    [1, 6],
+    [-7, 1],
+]
+
+
+@pytest.mark.parametrize("indices", NO_INDICES, ids=str)
+def test_a_subset_of_something_else_than_indices_is_refused(indices, tiny_shards):
+    nested = Subset(Subset(Numbers(), range(6)), indices)
+    for dataset in (Subset(Numbers(), indices), nested):
+        with pytest.raises(ColabUtilsError, match=r"^The Subset does not .*flatnonzero\(mask\)"):
+            load(dataset)
+
+
+@pytest.mark.parametrize("indices", NO_INDICES, ids=str)
+def test_a_sampler_of_something_else_than_indices_is_refused(indices):
+    with pytest.raises(ColabUtilsError, match=r"^The sampler does not .*flatnonzero\(mask\)"):
+        list(load(Numbers(), sampler=indices))
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor, tuple], ids=str)
+def test_indices_of_any_kind_are_taken(make):
+    assert list_ids(load(Numbers(), sampler=make([4, 1, -1]))) == [4, 1, 5]
+    subset = Subset(Numbers(), make([4, 1, 5]))
+    assert list_shades(load(subset)) == [1, 4, 5]
+
+
+def test_a_mask_as_indices_shows_its_cure(tiny_shards):
+    dataset = ShardDataset(tiny_shards)
+    mask = dataset.has_objects
+    with pytest.raises(ColabUtilsError, match="flatnonzero"):
+        load(Subset(dataset, mask))
+    ids = list_ids(load(Subset(dataset, np.flatnonzero(mask)), shuffle=False))
+    assert ids == dataset.image_ids[mask].tolist()
+
+
+class Endless(Sampler):
+    """A sampler without a length."""
+
+    def __init__(self):
+        pass
+
+    def __iter__(self):
+        return iter(range(6))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Endless(),
+        iter([1, 2]),
+        WeightedRandomSampler,
+        7,
+    ],
+    ids=["no length", "iterator", "class", "number"],
+)
+def test_what_is_no_sampler_is_refused(sampler):
+    with pytest.raises(ColabUtilsError, match="A sampler needs a length, and this .* has none"):
+        load(Numbers(), sampler=sampler)
+
+
+class Once(Sampler):
+    """A sampler that is used up after an epoch."""
+
+    def __init__(self):
+        self.indices = iter(range(6))
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return self.indices
+
+
+def test_a_sampler_that_is_used_up_is_told():
+    loader = load(Numbers(), sampler=Once())
+    assert list_ids(loader) == [*range(6)]
+    with pytest.raises(ColabUtilsError, match=r"gives no index for epoch 1\. .*begins anew"):
+        list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_samplers_and_datasets_go_in(workers):
+    weighted = WeightedRandomSampler([0, 1, 0, 1, 0, 0], 12)
+    ids = list_ids(load(Numbers(), sampler=weighted, workers=workers))
+    assert len(ids) == 12
+    assert set(ids) == {1, 3}
+    both = ConcatDataset([Numbers(), Numbers()])
+    assert list_shades(load(both, workers=workers)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    parts = random_split(Numbers(), [4, 2])
+    shades = [list_shades(load(part, workers=workers)) for part in parts]
+    assert [len(part) for part in shades] == [4, 2]
+    assert sorted(shades[0] + shades[1]) == [*range(6)]
+
+
+class Foreign(Numbers):
+    """A dataset whose attributes have the names of ours."""
+
+    arrival = "2024"
+    shard_of = np.arange(3)
+    groups = 4
+    index = 1
+    streams = "all"
+    best_streams = 3
+    reads_ahead = True
+    read_ahead = None
+    drop_ahead = None
+    max_bad = 10
+    transforms = "none"
+    coco = None
+    indices = (5, 4)
+    image_ids = "unknown"
+    folder = "/data"
+    dataset = None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        # These are sizes of files.
+        np.arange(6),
+        # These are sizes that the images are resized to.
+        np.array([[480, 640], [800, 1333]]),
+        np.full((6, 2), np.nan),
+        [(8, 8)] * 6,
+        "large",
+    ],
+    ids=str,
+)
+def test_attributes_with_our_names_do_not_mislead_the_loader(sizes, workers):
+    dataset = Foreign()
+    dataset.sizes = sizes
+    expected = list_ids(load(Numbers()))
+    assert list_ids(load(dataset, workers=workers)) == expected
+    assert len(list_ids(load(Subset(dataset, range(6)), workers=workers))) == 6
+
+
+def test_the_sizes_of_somebodys_dataset_group_its_images():
+    dataset = Numbers()
+    dataset.sizes = np.array([[8, 4], [4, 8]] * 3)
+    batches = [sorted(batch.image_ids.tolist()) for batch in load(dataset)]
+    assert sorted(batches) == [[0, 2, 4], [1, 3, 5]]
+
+
+class Table(Numbers):
+    """A dataset that gives samples by a function of the list of samples of a batch."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __getitems__(self, indices):
+        return self.answer([self[index] for index in indices])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        (lambda samples: samples[1:], 0),
+        (lambda samples: samples[:1], 1),
+        (lambda samples: samples + samples, 2),
+        (lambda samples: [], 0),
+        (lambda samples: None, 0),
+    ],
+    ids=["fewer", "only the first", "more", "none", "None"],
+)
+def test_another_number_of_samples_than_asked_for_is_told(answer, count, workers):
+    loader = load(Table(answer), workers=workers, shuffle=False)
+    message = rf"__getitems__ of your dataset returned {count} samples for the indices \[0"
+    with pytest.raises(ColabUtilsError, match=message):
+        list(loader)
+    loader.close()
+
+
+def test_samples_that_are_missing_are_left_out_where_that_is_allowed():
+    def leave_out_dark(samples):
+        return [sample for sample in samples if sample[0].max() > 0]
+
+    loader = load(Table(leave_out_dark), shuffle=False, max_bad=1)
+    with pytest.warns(ColabUtilsWarning, match="returned 0 samples for the indices"):
+        assert list_ids(loader) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("answer", [tuple, iter], ids=["tuple", "iterator"])
+def test_samples_in_another_container_than_a_list_are_taken(answer):
+    assert list_ids(load(Table(answer), shuffle=False)) == [*range(6)]
+
+
+class Places(Numbers):
+    """A dataset that tells as the image's id in which worker it was loaded."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        info = get_worker_info()
+        if info is None:
+            return image, target
+        assert info.dataset is self
+        return image, target | {"image_id": 1000 * info.num_workers + 100 * info.id + index}
+
+
+def test_a_dataset_is_told_its_worker():
+    assert list_ids(load(Places(), shuffle=False)) == [*range(6)]
+    for options in ({}, {"max_wait_s": 60}):
+        ids = list_ids(load(Places(), shuffle=False, workers=2, batch_size=1, **options))
+        assert [number % 10 for number in ids] == [*range(6)]
+        assert {number // 100 for number in ids} == {20, 21}
+    assert get_worker_info() is None
+
+
+class Closing(Numbers):
+    """A dataset that raises the error of a generator that is closed."""
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise GeneratorExit
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_closed_generator_in_a_dataset_is_an_error_and_no_end_of_the_pass(workers):
+    loader = load(Closing(), workers=workers, shuffle=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the dataset raised GeneratorExit"):
+            list(loader)
+    loader.close()
+    loader = load(Closing(), workers=workers, max_bad=1)
+    with pytest.warns(ColabUtilsWarning, match="GeneratorExit"):
+        assert sorted(list_ids(loader)) == [0, 1, 2, 3, 5]
+
+
+def test_a_sample_of_another_kind_is_named():
+    loader = load([Numbers()[0], None], shuffle=False)
+    with pytest.raises(ColabUtilsError, match=r"from your dataset for sample 1, found NoneType"):
+        list(loader)
+
+
+def test_images_of_our_own_folders_are_not_looked_at_twice(tiny_dataset, monkeypatch):
+    marked = []
+    monkeypatch.setattr(targets, "_take_mark", marked.append)
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    list(load(folder))
+    assert marked == []
+    list(load(Numbers()))
+    assert len(marked) == 12

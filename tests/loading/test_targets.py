@@ -1,0 +1,267 @@
+"""Samples of other people: what is said where their values cannot be right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as transforms_v1
+from torchvision.transforms import v2
+
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.targets import apply_transforms, describe_misfit, pack_target
+
+
+def make_sample(index=0):
+    """Return an image, uint8 [3, 24, 32], with two objects."""
+    masks = torch.zeros(2, 24, 32, dtype=torch.uint8)
+    masks[0, 4:14, 2:10] = 1
+    masks[1, 2:8, 17:28] = 1
+    return torch.full((3, 24, 32), index, dtype=torch.uint8), {
+        "boxes": torch.tensor([[2.0, 4, 10, 14], [17, 2, 28, 8]]),
+        "labels": torch.tensor([1, 2]),
+        "masks": masks,
+        "image_id": index,
+        "area": torch.tensor([80.0, 66]),
+        "iscrowd": torch.tensor([0, 1]),
+    }
+
+
+class Changed(torch.utils.data.Dataset):
+    """Somebody's own dataset, in which parts of each target are replaced."""
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        image, target = make_sample(index)
+        return image, target | self.parts
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("deliver", ["dense", "packed"])
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("area", torch.tensor([80, float("nan")]), "area nan, .* computed from the masks"),
+        ("area", torch.tensor([float("inf"), 66]), "area inf"),
+        ("area", [80, -1], r"area -1\b"),
+        # This number is too large for the float32 that it becomes.
+        ("area", np.array([1e300, 66]), r"area 1e\+300"),
+        ("iscrowd", [0, 2], r"iscrowd 2\b"),
+        ("iscrowd", torch.tensor([-1, 0]), r"iscrowd -1\b"),
+        # This would become 0.
+        ("iscrowd", torch.tensor([0.5, 0]), r"iscrowd 0\.5"),
+        ("iscrowd", torch.tensor([float("nan"), 0]), "iscrowd nan"),
+    ],
+)
+def test_areas_and_crowds_that_cannot_be_right_are_refused(key, values, message, deliver, workers):
+    loader = make_loader(
+        Changed(**{key: values}),
+        batch_size=2,
+        deliver=deliver,
+        workers=workers,
+        shuffle=False,
+    )
+    with pytest.raises(ColabUtilsError, match=f"^Image 0 has an object with the {message}"):
+        list(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"area": [0, 0]},
+        {"area": np.array([1e20, 1])},
+        {"iscrowd": [True, False]},
+        {"iscrowd": np.array([1.0, 0.0])},
+    ],
+)
+def test_areas_and_crowds_that_may_be_right_are_taken(parts):
+    image, target = make_sample()
+    tables = pack_target(image, target | parts).tables
+    [(key, values)] = parts.items()
+    packed = tables["areas" if key == "area" else key]
+    assert packed.tolist() == pytest.approx([float(value) for value in values])
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        # The box meets the image in a few pixels.
+        [-500, -500, 10, 14],
+        [31, 4, 70, 14],
+        [2, 23.5, 10, 60],
+        # The box is of the image in four times the size, and the mask lies in it.
+        [0, 0, 128, 96],
+    ],
+)
+def test_a_box_that_lies_mostly_outside_its_image_is_told(box):
+    image, target = make_sample(3)
+    target["masks"][1] = 0
+    x0, y0, x1, y1 = np.clip(box, 0, [31, 23, 32, 24]).astype(int)
+    target["masks"][1, y0:y1, x0:x1] = 1
+    target["boxes"][1] = torch.tensor(box)
+    message = describe_misfit(pack_target(image, target))
+    assert message.startswith(f"Image 3 has the box {target['boxes'][1].tolist()}, and most of")
+    assert "32 pixels wide and 24 high" in message
+
+
+def test_a_box_that_leaves_its_image_by_a_part_is_taken():
+    image, target = make_sample()
+    target["boxes"] += torch.tensor([[-4, -4, 4, 4], [-1, -6, 8, 0]])
+    assert describe_misfit(pack_target(image, target)) == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("image", torch.Tensor.to_sparse),
+        ("masks", torch.Tensor.to_sparse),
+        ("boxes", torch.Tensor.to_sparse_csr),
+        ("labels", torch.Tensor.to_sparse),
+        ("area", torch.Tensor.to_sparse),
+        ("masks", lambda masks: torch.nested.nested_tensor(list(masks))),
+    ],
+)
+def test_a_tensor_that_is_not_dense_is_refused(key, change):
+    image, target = make_sample(3)
+    if key == "image":
+        image = change(image + 1)
+    else:
+        target[key] = change(target[key])
+    with pytest.raises(ColabUtilsError, match=rf"Image 3 has its {key} as a sparse.*to_dense"):
+        pack_target(image, target)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant")
+@pytest.mark.parametrize("key", ["image", "masks"])
+def test_a_quantised_tensor_is_refused(key):
+    image, target = make_sample(3)
+    parts = target | {"image": image}
+    parts[key] = torch.quantize_per_tensor(parts[key].float(), 1.0, 0, torch.quint8)
+    with pytest.raises(ColabUtilsError, match=r"mage 3 .*quint8"):
+        pack_target(parts.pop("image"), parts)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        lambda masks: list(masks),
+        lambda masks: [mask.numpy() for mask in masks],
+        lambda masks: tuple(mask.bool().numpy() for mask in masks),
+        lambda masks: [Image.fromarray(mask.numpy() * 255) for mask in masks],
+    ],
+    ids=["tensors", "arrays", "a tuple of bools", "Pillow"],
+)
+def test_a_list_of_masks_is_taken(masks):
+    image, target = make_sample()
+    expected = pack_target(image, target)
+    sample = pack_target(image, target | {"masks": masks(target["masks"])})
+    assert sample.bits.tolist() == expected.bits.tolist()
+    assert sample.tables["crops"].tolist() == expected.tables["crops"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("masks", [[[2, 4, 10, 4, 10, 14]], [[17, 2, 28, 2, 28, 8, 17, 8]]]),
+        ("masks", torch.ones(2, 24, 32, dtype=torch.int8)),
+        ("masks", Image.new("L", (32, 24))),
+        ("boxes", np.ones((2, 4), np.longdouble)),
+        ("boxes", torch.ones(2, 4, dtype=torch.bfloat16)),
+        ("labels", torch.tensor([True, True])),
+    ],
+    ids=["polygons", "int8", "Pillow", "longdouble", "bfloat16", "bool labels"],
+)
+def test_parts_of_another_type_are_refused_with_the_types_to_give(key, value):
+    image, target = make_sample(3)
+    message = f"^Image 3 has {key} of .*integers, boxes as float32, masks as uint8 or bool"
+    with pytest.raises(ColabUtilsError, match=message):
+        pack_target(image, target | {key: value})
+
+
+def brighten(image):
+    return image + 1
+
+
+def augment(*, image, masks=None):
+    """Augment as albumentations do: arguments have names."""
+    return {"image": image, "masks": masks}
+
+
+@pytest.mark.parametrize(
+    ("transforms", "name"),
+    [
+        (brighten, "brighten"),
+        (augment, "augment"),
+        (transforms_v1.RandomHorizontalFlip(1), "RandomHorizontalFlip"),
+        (transforms_v1.Compose([transforms_v1.RandomHorizontalFlip(1)]), "Compose"),
+        (v2.Compose([v2.RandomHorizontalFlip(1), transforms_v1.ToTensor()]), "ToTensor"),
+        (v2.RandomApply([transforms_v1.ColorJitter()], p=1), "ColorJitter"),
+        (torch.nn.Sequential(v2.RandomHorizontalFlip(1)), "Sequential"),
+        # The brackets were forgotten.
+        (v2.RandomHorizontalFlip, "RandomHorizontalFlip"),
+        (v2.ColorJitter, "ColorJitter"),
+        ([v2.RandomHorizontalFlip(1)], "list"),
+    ],
+    ids=str,
+)
+def test_transforms_of_the_image_alone_are_refused_by_name(transforms, name):
+    loader = make_loader(Changed(), batch_size=2, workers=0, transforms=transforms)
+    message = rf"^Your transforms use {name}, which cannot be called with \(image, target\)"
+    with pytest.raises(ColabUtilsError, match=message):
+        list(loader)
+
+
+def test_a_type_error_inside_somebodys_transforms_stays_as_it_is():
+    def add_text(image, target):
+        return image, target | {"labels": target["labels"] + "1"}
+
+    for transforms in (add_text, v2.Compose([add_text])):
+        with pytest.raises(TypeError, match=r"unsupported operand|str"):
+            apply_transforms(transforms, *make_sample())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_masks_of_255_after_transforms_are_told(dtype):
+    def scale(image, target):
+        return image, target | {"masks": target["masks"].to(dtype) * 255}
+
+    with pytest.warns(ColabUtilsWarning, match=r"a mask with values above 1.*masks of 0 and 1"):
+        list(make_loader(Changed(), batch_size=2, workers=0, transforms=scale))
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        v2.Compose([v2.RandomCrop((12, 12)), v2.SanitizeBoundingBoxes()]),
+        v2.Compose([v2.Resize((48, 64)), v2.ClampBoundingBoxes()]),
+        v2.Compose([v2.RandomZoomOut(p=1), v2.SanitizeBoundingBoxes()]),
+        v2.Compose([v2.RandomPhotometricDistort(p=1), v2.Grayscale(3)]),
+        v2.RandomChoice([v2.RandomHorizontalFlip(1), v2.RandomVerticalFlip(1)]),
+        v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]),
+    ],
+    ids=["crop", "resize", "zoom out", "colours", "choice", "normalise"],
+)
+def test_transforms_of_torchvision_go_in_without_a_word(transforms):
+    images = 0
+    for batch, targets in make_loader(Changed(), batch_size=2, workers=0, transforms=transforms):
+        for image, target in zip(batch, targets, strict=True):
+            images += 1
+            assert image.dtype == torch.float32
+            assert target["masks"].shape == (len(target["boxes"]), *image.shape[1:])
+            assert len(target["area"]) == len(target["iscrowd"]) == len(target["labels"])
+    assert images == 4
+
+
+def test_a_sanitizer_without_labels_is_refused():
+    keeps_labels = v2.SanitizeBoundingBoxes(min_size=9, labels_getter=None)
+    with pytest.raises(ColabUtilsError, match="do not belong together after your transforms"):
+        list(make_loader(Changed(), batch_size=2, workers=0, transforms=keeps_labels))
