@@ -66,11 +66,16 @@ def test_ctrl_c_leaves_no_lock_of_a_future_held(monkeypatch):
     assert len(futures) == 256
 
 
-def test_ctrl_c_counts_if_the_block_raises_an_error():
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt) as interrupt, defer_interrupt():
+def interrupt_and_fail():
+    with defer_interrupt():
         signal.raise_signal(signal.SIGINT)
         raise OSError(5, "Input/output error")
+
+
+def test_ctrl_c_counts_if_the_block_raises_an_error():
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        interrupt_and_fail()
     assert isinstance(interrupt.value.__context__, OSError)
     assert signal.getsignal(signal.SIGINT) is handler
 

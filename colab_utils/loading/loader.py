@@ -101,7 +101,9 @@ def make_loader(
             torchvision's detection contract. Its ``__getitems__`` is used if it has one. A target
             needs ``boxes``, ``labels`` (from 1) and ``masks``. A target without objects may leave
             these out. A missing ``image_id`` is the sample's index. A missing ``area`` is computed
-            from the mask. The loader warns once of a mask that lies beside its box or has no pixel.
+            from the mask. The loader warns once of a mask that lies beside its box or has no pixel,
+            and of a box that lies mostly outside its image. In a worker, torch's
+            ``get_worker_info`` tells the dataset which worker it is in.
         batch_size: Images in a batch. The last batch of an epoch may hold fewer.
         device: Device on which the batches are delivered. Default: "cpu".
         workers: Processes that load. 0 loads in this process when a batch is requested. "auto"
@@ -120,9 +122,10 @@ def make_loader(
         shuffle: Draw a new order in each epoch. The order depends on seed and epoch, and not on the
             workers. Default: True.
         sampler: An object that chooses the indices of each epoch and their order, as in torch's
-            ``DataLoader``; for example a ``WeightedRandomSampler``. It must have a length. It draws
-            from ``seed`` unless it has its own generator. Its indices are not divided among
-            processes: with ``range(len(dataset))``, each process gets all images. Default: None.
+            ``DataLoader``; for example a ``WeightedRandomSampler``. It must have a length, and must
+            begin anew in each epoch. It draws from ``seed`` unless it has its own generator. Its
+            indices are not divided among processes: with ``range(len(dataset))``, each process gets
+            all images. Default: None.
         drop_last: Leave out the last batch of an epoch if it is not full. Default: False.
         groups: Number of groups to which the shards are dealt. Each batch takes
             ``batch_size / groups`` images from each group. The order then depends only on seed,
@@ -158,7 +161,8 @@ def make_loader(
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
             device does not exist; or, during iteration, a sample is damaged, a box has no area, a
-            label is below 1, a worker process dies, or memory is short.
+            label is below 1, an area is negative, an iscrowd is neither 0 nor 1, a worker process
+            dies, or memory is short.
 
     Example:
         >>> import torch

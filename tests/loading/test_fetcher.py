@@ -120,7 +120,7 @@ class Endless(Sampler):
     ids=["no length", "iterator", "class", "number"],
 )
 def test_what_is_no_sampler_is_refused(sampler):
-    with pytest.raises(ColabUtilsError, match="A sampler needs a length, and this .* has none"):
+    with pytest.raises(ColabUtilsError, match=r"A sampler needs a length, and this .* has none"):
         load(Numbers(), sampler=sampler)
 
 

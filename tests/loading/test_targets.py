@@ -211,7 +211,6 @@ def augment(*, image, masks=None):
         (v2.ColorJitter, "ColorJitter"),
         ([v2.RandomHorizontalFlip(1)], "list"),
     ],
-    ids=str,
 )
 def test_transforms_of_the_image_alone_are_refused_by_name(transforms, name):
     loader = make_loader(Changed(), batch_size=2, workers=0, transforms=transforms)
