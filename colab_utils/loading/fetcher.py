@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +100,8 @@ class Fetcher:
         while type(base) is Subset:
             indices = base.indices
             base = base.dataset
-            rows = read_indices(indices, _count_samples(base), "The Subset")[rows]
+            # A dataset without a length can be read by a Subset, too.
+            rows = read_indices(indices, length_hint(base, sys.maxsize), "The Subset")[rows]
         self._base = base
         self._rows = rows
         # A user's subclass of Subset may override only __getitem__, to change the samples. The
@@ -234,20 +236,15 @@ def _take_sizes(dataset: Any, rows: NDArray[np.int64]) -> Any:
     """Return rows of the dataset's ``sizes``, or None if these are no heights and widths."""
     sizes: Any = getattr(dataset, "sizes", None)
     if isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu":
-        return sizes[rows] if sizes.shape == (_count_samples(dataset), 2) else None
+        return sizes[rows] if sizes.shape == (length_hint(dataset), 2) else None
     return None
-
-
-def _count_samples(dataset: Any) -> int:
-    """Return the length of a dataset. It is very large if the dataset has none."""
-    return len(dataset) if hasattr(dataset, "__len__") else sys.maxsize
 
 
 def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:
     """Return the indices that a sampler or a ``Subset`` gives, each from 0 on.
 
     Args:
-        values: The indices as the owner gives them.
+        values: The indices as the owner gives them, at least one.
         images: Number of images of the dataset.
         owner: Who gives the indices, for messages.
 
@@ -263,8 +260,6 @@ def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:
     # Lists of different lengths make no array, and tensors on a GPU make none either.
     except (TypeError, ValueError):
         indices = np.array(None)
-    if not indices.size:
-        return np.zeros(0, np.int64)
     problem = ""
     if indices.dtype.kind not in "iu" or indices.ndim != 1:
         problem = f"an array of {indices.dtype} in the shape {list(indices.shape)}"

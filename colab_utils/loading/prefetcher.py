@@ -193,9 +193,7 @@ class Worker:
         ColabUtilsError: The system starts no more processes.
     """
 
-    def __init__(
-        self, fetcher: Fetcher, pool: SharedBufferPool, place: int = 0, workers: int = 1
-    ) -> None:
+    def __init__(self, fetcher: Fetcher, pool: SharedBufferPool, place: int, workers: int) -> None:
         self.pool = pool
         self.began_s = perf_counter()
         self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)

@@ -168,6 +168,8 @@ class BatchSampler(Sampler[list[int]]):
             self._wide = self.sizes[:, 1] >= self.sizes[:, 0]
         self.epoch = epoch
         self.windows: list[list[int]] = []
+        # The length of a sampler may be a guess. The indices that it gives are counted here.
+        self._drawn: int | None = None
 
     def resume(self, state: LoaderState) -> None:
         """Make the next pass run the epoch of a state.
@@ -193,7 +195,9 @@ class BatchSampler(Sampler[list[int]]):
         self.earlier = [*self.earlier, list(delivered)]
 
     def __len__(self) -> int:
-        images = len(self.left if self.sampler is None else self.sampler)
+        images = self._drawn
+        if images is None:
+            images = len(self.left if self.sampler is None else self.sampler)
         in_batch = self.batch_size
         if self.dealt is not None:
             images = int(self._count_images(self.dealt).max())
@@ -269,6 +273,7 @@ class BatchSampler(Sampler[list[int]]):
                 f"The sampler gives no index for epoch {self.epoch}. Give a sampler that begins "
                 "anew in each epoch, such as torch's samplers or a list of indices."
             )
+        self._drawn = len(indices)
         return read_indices(indices, self.size, "The sampler")
 
     def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:

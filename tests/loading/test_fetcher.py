@@ -90,6 +90,23 @@ def test_indices_of_any_kind_are_taken(make):
     assert list_shades(load(subset)) == [1, 4, 5]
 
 
+class Unbounded(Dataset):
+    """A dataset without a length, such as a generator of images."""
+
+    def __getitem__(self, index):
+        return Numbers()[index]
+
+
+def test_a_subset_of_a_dataset_without_a_length_is_taken():
+    assert list_shades(load(Subset(Unbounded(), [7, 200, 3]))) == [3, 7, 200]
+
+
+def test_an_empty_subset_is_told():
+    for dataset in (Subset(Numbers(), []), Subset(Subset(Numbers(), []), [])):
+        with pytest.raises(ColabUtilsError, match=r"The dataset is empty"):
+            load(dataset)
+
+
 def test_a_mask_as_indices_shows_its_cure(tiny_shards):
     dataset = ShardDataset(tiny_shards)
     mask = dataset.has_objects
@@ -142,6 +159,38 @@ def test_a_sampler_that_is_used_up_is_told():
     assert list_ids(loader) == [*range(6)]
     with pytest.raises(ColabUtilsError, match=r"gives no index for epoch 1\. .*begins anew"):
         list(loader)
+
+
+class Guess(Sampler):
+    """A sampler of six indices that does not know how many it gives."""
+
+    def __init__(self, length):
+        self.length = length
+        self.epochs = []
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(6))
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("length", [1, 3, 6, 60])
+def test_epochs_are_counted_by_the_indices_that_a_sampler_gives(length):
+    sampler = Guess(length)
+    loader = load(Numbers(), sampler=sampler, batch_size=2)
+    for epoch in range(3):
+        assert loader.epoch == epoch
+        left = []
+        for _ in loader:
+            left.append(loader.left if loader.epoch == epoch else 0)
+        assert left == [2, 1, 0]
+        state = loader.state_dict()
+        assert (state["epoch"], state["batch"]) == (epoch + 1, 0)
+    assert sampler.epochs == [0, 1, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -568,7 +568,7 @@ def test_a_loader_says_what_it_does(tiny_shards, make):
 
 
 def test_a_worker_that_was_asked_for_nothing_yet_is_at_no_sample(tiny_shards):
-    worker = Worker(Fetcher(ShardDataset(tiny_shards)), SharedBufferPool(1, 1))
+    worker = Worker(Fetcher(ShardDataset(tiny_shards)), SharedBufferPool(1, 1), 0, 1)
     try:
         assert worker.at_work.tolist() == [-1]
     finally:
