@@ -366,8 +366,8 @@ def _find_image_only(transforms: Any) -> str:
     """Return the name of the first transform that takes no pair of image and target, else "".
 
     Example:
-        >>> from torchvision import transforms
-        >>> _find_image_only(transforms.v2.Compose([transforms.ToTensor()]))
+        >>> from torchvision.transforms import ToTensor, v2
+        >>> _find_image_only(v2.Compose([ToTensor()]))
         'ToTensor'
     """
     name: str = getattr(transforms, "__name__", type(transforms).__name__)
