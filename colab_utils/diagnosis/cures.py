@@ -30,7 +30,8 @@ CURES = {
     "the dataset.",
     "hand-off": "Make batches smaller: uint8 images, packed masks; or use make_loader's own "
     "buffers.",
-    "main_process": "Make that line cheaper, or do its work once, before the loop.",
+    "main_process": "Make that line cheaper, or do its work once, before the loop. If it only "
+    "waits for a thread, a process or the network, look at why that is late.",
     "idle": "Look at what this process does before it takes a batch: more workers would not help.",
     "restarts": "Make the loader once, with persistent_workers=True.",
     "starts": "Workers already stay between passes, but have no batch ready when a pass begins: "
@@ -40,8 +41,8 @@ CURES = {
     "slow_sample": "Look at sample {sample}: make it smaller, store it on the local disk, or leave "
     "it out.",
     "other_loader": "Look at that loader: watch(it) says why it is late.",
-    "periodic": "If this process writes checkpoints, write them in a thread or less often; if it "
-    "evaluates, evaluate less often.",
+    "periodic": "If this process writes checkpoints, logs or images, or evaluates, do so less "
+    "often, or in a thread.",
     "between": "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
     "in a thread.",
     "contention": "Make loading cheaper, or do its work once, offline.",

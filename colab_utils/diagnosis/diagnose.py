@@ -242,9 +242,9 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         )
     causes = refine_causes(
         summary.causes,
-        [] if loading_stages.unseen else loading,
+        # Without the stages of a sample, there is nothing to compare the hand-off with.
+        loading if loading_stages.indices else [],
         waits=waits,
-        wait_ms=1000 * float(np.mean(now.wait_s)) / now.batch_size,
     )
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
     for cause in causes:

@@ -117,9 +117,8 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     times = facts.times
     line = facts.looks.describe_line("wait")
     if line:
-        return make_cause(
-            "main_process", share, f"This process is busy before it takes a batch.{line}"
-        )
+        why = f"The loop is late because of what this process does before it takes a batch.{line}"
+        return make_cause("main_process", share, why)
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
     if not is_idle:
@@ -132,9 +131,10 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     if is_idle and part >= _TAKES_IN:
         why = f"During waits, this process is busy receiving what workers send ({looks})."
         return make_cause("hand-off", share, why)
-    if not is_idle or not times.samples:
+    is_after = facts.looks.is_usual(in_sample=False) and not facts.looks.is_usual(in_sample=True)
+    if not times.samples or not (is_idle or is_after):
         return _explain_samples(share, loop_s, facts)
-    if facts.looks.is_usual(in_sample=False):
+    if is_after:
         why = "Workers are busy after their samples, in collate_fn or handing over batches."
         return make_cause("collate", share, why)
     why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
@@ -226,6 +226,8 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     """Return in words what takes the time of a sample, the largest part first. Small parts are left
     out.
     """
+    if [*evidence] == ["unseen"]:
+        return "What samples wait for was not seen."
     whole = sum(evidence.values())
     unit = "%"
     scale = 100 / whole
