@@ -98,23 +98,29 @@ def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, waits: bo
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Replace a cause whose id is in `_LOADING` by a cause that names the stage with the most CPU
-    time. For "collate", only the stages "collate" and "hand-off" are compared.
+    """Replace the cause "work" by the stage with the most CPU time, and "collate" by the longer one
+    of the stages "collate" and "hand-off".
 
     Return any other cause as it is.
     """
-    if cause.id not in _LOADING:
+    if cause.id == "work":
+        # Workers were seen at work, so a stage that only waits is not what they did.
+        unit = "ms of CPU time an image"
+        times_ms = {stage.name: stage.cpu_ms for stage in stages}
+    elif cause.id == "collate":
+        unit = "ms an image"
+        times_ms = {
+            stage.name: stage.mean_ms for stage in stages if stage.name in ("collate", "hand-off")
+        }
+    else:
         return cause
-    if cause.id == "collate":
-        stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
-    # Workers were seen at work, so a stage that only waits is not what they did.
-    largest = max(stages, key=lambda stage: stage.cpu_ms, default=None)
+    largest = max(times_ms, key=lambda name: times_ms[name], default="sample")
     # The stage "sample" is the whole loading, so its name would say less than the cause does.
-    if largest is None or largest.name == "sample":
+    if largest == "sample":
         return cause
-    whole_ms = sum(stage.cpu_ms for stage in stages)
-    part = f"{largest.name} takes {largest.cpu_ms:.3g} of {whole_ms:.3g} ms of CPU time an image."
-    return make_cause(largest.name, cause.share, f"{cause.why} {part}")
+    whole_ms = sum(times_ms.values())
+    part = f"{largest} takes {times_ms[largest]:.3g} of {whole_ms:.3g} {unit}."
+    return make_cause(largest, cause.share, f"{cause.why} {part}")
 
 
 def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:

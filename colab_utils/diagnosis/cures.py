@@ -9,8 +9,7 @@ CURES = {
     "preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
     "work": "Make a sample cheaper, or do its work once, offline.",
-    "other_programs": "End the other programs, or measure again when they are done: more workers "
-    "would not help.",
+    "other_programs": "End the other programs, or measure again when they are done.",
     "alone": "Use worker processes (num_workers): they load while this process trains.",
     "lock": "More workers would not help: hold the lock for a shorter time, or give each worker a "
     "file or a connection of its own.",
@@ -33,7 +32,8 @@ CURES = {
     "main_process": "Make that line cheaper, or do its work once, before the loop. If it only "
     "waits for a thread, a process or the network, look at why that is late.",
     "idle": "Look at what this process does before it takes a batch: more workers would not help.",
-    "restarts": "Make the loader once, with persistent_workers=True.",
+    "restarts": "Workers start again in each pass: make the loader once, with "
+    "persistent_workers=True.",
     "starts": "Workers already stay between passes, but have no batch ready when a pass begins: "
     "make passes longer, or use make_loader, whose workers go on to the next pass.",
     "too_many_workers": "Use fewer workers: num_workers={cores}. Make a sample cheaper: more "

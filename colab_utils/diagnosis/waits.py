@@ -104,9 +104,7 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     line = facts.looks.describe_line("start")
     if line:
         return make_cause("main_process", share, why + line)
-    if facts.restarts:
-        return make_cause("restarts", share, f"{why} Workers start again.")
-    return make_cause("starts", share, why)
+    return make_cause("restarts" if facts.restarts else "starts", share, why)
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -146,12 +144,12 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     times = facts.times
     evidence = weigh_evidence(facts)
     # A wait for a core may come together with a wait for a lock: while the worker that holds the
-    # lock waits for a core, other workers wait for the lock. So the wait for a core is the cause
-    # only if it takes more than half of the time.
+    # lock waits for a core, other workers wait for the lock. So the wait for a core counts only if
+    # it takes more than half of the time. What waits for a core is at work.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
     if waits_for_cores(evidence):
-        largest = "queue"
+        largest = max(("work", "collate"), key=lambda name: rest[name])
     # A lock may be the cause even if work takes longer than the wait for the lock: the worker that
     # holds the lock is at work.
     if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):

@@ -231,6 +231,16 @@ def test_a_loop_that_never_waits_has_no_cause():
             "collate",
             r"25 ms of work after it \(collate_fn",
         ),
+        # The work after samples waits for a core, too.
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 19.0, 4.0, worker_cpu_s=10.0),
+                "looks": {"": 30},
+            },
+            "collate",
+            r"75 ms until a core is free, 30 ms of work after it.*Make collate_fn cheaper",
+        ),
         # A thread of the sample's own works and waits for a core, and no look shows anything else.
         (
             {
