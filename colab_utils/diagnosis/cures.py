@@ -30,7 +30,7 @@ CURES = {
     "hand-off": "Make batches smaller: uint8 images, packed masks; or use make_loader's own "
     "buffers.",
     "main_process": "Make that line cheaper, or do its work once, before the loop. If it only "
-    "waits for a thread, a process or the network, look at why that is late.",
+    "waits, for the network for example, look at why that is late.",
     "idle": "Look at what this process does before it takes a batch: more workers would not help.",
     "restarts": "Workers start again in each pass: make the loader once, with "
     "persistent_workers=True.",

@@ -1,5 +1,6 @@
 """Why a loop waits for batches, as told by the times of samples and by looks at the processes."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +129,7 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     part, looks = facts.looks.measure_place("wait", HANDOFF)
     if is_idle and part >= _TAKES_IN:
         why = f"During waits, this process is busy receiving what workers send ({looks})."
-        return make_cause("hand-off", share, why)
+        return make_cause("hand-off", part * share, why)
     is_after = facts.looks.is_usual(in_sample=False) and not facts.looks.is_usual(in_sample=True)
     if not times.samples or not (is_idle or is_after):
         return _explain_samples(share, loop_s, facts)
@@ -245,23 +246,20 @@ def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause 
     """Explain that one sample is slow, if most of the waiting time belongs to a few batches, and
     the loop waited for each of them while this sample was loaded.
     """
-    batches: dict[int, list[int]] = {}
-    # This needs a copy, because another thread may note samples meanwhile.
-    for number, samples in [*facts.seen.items()]:
-        for sample in samples:
-            # The first batch of a pass has no wait here.
-            if number < len(waits) and waits[number] > 0:
-                batches.setdefault(sample, []).append(number)
-    slow = []
-    for sample, numbers in batches.items():
-        is_rare = 1 < len(numbers) <= _RARE * len(waits)
-        if is_rare and waits[numbers].sum() > _HOLDS * waits.sum():
-            slow.append(sample)
+    late = Counter[int]()
+    waits_s = defaultdict[int, float](float)
+    for number in find_rare(waits).tolist():
+        for sample in facts.seen.get(number, ()):
+            late[sample] += 1
+            waits_s[sample] += waits[number]
+    least_s = _HOLDS * waits.sum()
+    slow = [sample for sample in late if late[sample] > 1 and waits_s[sample] > least_s]
     # If several samples always come together, it is not known which of them is slow.
     if len(slow) != 1:
         return None
-    slow_waits = waits[batches[slow[0]]]
-    part = slow_waits.sum() / waits.sum()
-    why = f"{len(slow_waits)} batches waited {slow_waits.mean():.2g} s each while sample {slow[0]} "
-    why += f"was loaded: {part:.0%} of all waits."
-    return make_cause("slow_sample", share, why, sample=slow[0])
+    (sample,) = slow
+    why = (
+        f"{late[sample]} batches waited {waits_s[sample] / late[sample]:.2g} s each while sample "
+        f"{sample} was loaded: {waits_s[sample] / waits.sum():.0%} of all waits."
+    )
+    return make_cause("slow_sample", share, why, sample=sample)

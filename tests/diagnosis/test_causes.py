@@ -112,6 +112,7 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "waits": spread(0.05),
                 "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1),
                 "places": {"wait": {"the hand-off": 9, "the workers": 2}},
+                "share": 0.41,
             },
             "hand-off",
             r"busy receiving what workers send \(in 9 of 11",
