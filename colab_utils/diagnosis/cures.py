@@ -20,7 +20,8 @@ CURES = {
     "faster, or give each worker a connection of its own.",
     "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
     "has locked, or a wait for something that is not there yet.",
-    "wait": "Look at what a sample waits for.",
+    "wait": "Look at what a sample waits for. If this loader takes its batches from another one, "
+    "watch that one.",
     "decode": "Shrink images once, offline (preprocess), to the size that training needs.",
     "masks": "Load shards with make_loader: masks stay packed until the device has them.",
     "transform": "Make transforms cheaper, or run them on the device. Do transforms that are not "
