@@ -58,10 +58,10 @@ def find_causes(
     causes += _explain_other_loader("step", step_share, facts)
     is_start = is_first if facts.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
-    crowd = _explain_crowd(waits, loop_s, facts)
-    causes += crowd
-    if not crowd:
-        causes += _explain_cores(late, loop_s, facts)
+    lack = _explain_cores(waits, late, loop_s, facts)
+    if lack is not None:
+        causes.append(lack)
+    if lack is None or lack.id != "too_many_workers":
         causes.append(explain_waits(late, loop_s, facts))
         # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
@@ -81,50 +81,46 @@ def find_causes(
     return causes
 
 
-def refine_causes(
-    causes: Sequence[Cause],
-    stages: Sequence[Stage],
-    *,
-    waits: bool,
-    wait_ms: float,
-) -> list[Cause]:
-    """Replace the causes "work" and "collate" by the stage of loading that takes longest.
+def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, waits: bool) -> list[Cause]:
+    """Replace the causes "work" and "collate" by the stage of loading that works longest.
 
     Args:
         causes: Causes that `find_causes` returned.
         stages: Stages of loading, timed alone. Empty if a sample could not be timed.
         waits: Whether faster loading can win something. If not, only stalls, growing memory and
             other programs are kept.
-        wait_ms: Milliseconds that the loop waits for an image.
     """
     if not waits:
         return [cause for cause in causes if cause.id in ("hang", "memory", "other_programs")]
     # A diagnosis itself copies batches after steps, so what follows a step is no cause.
     kept = [cause for cause in causes if cause.id not in ("between", "periodic")]
-    return [_name_stage(cause, stages, wait_ms) for cause in kept]
+    return [_name_stage(cause, stages) for cause in kept]
 
 
-def _name_stage(cause: Cause, stages: Sequence[Stage], wait_ms: float) -> Cause:
-    """Replace a cause whose id is in `_LOADING` by a cause that names the stage that takes longest.
-    For "collate", only the stages "collate" and "hand-off" are compared.
+def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
+    """Replace the cause "work" by the stage with the most CPU time, and "collate" by the longer one
+    of the stages "collate" and "hand-off".
 
     Return any other cause as it is.
     """
-    if cause.id not in _LOADING:
+    if cause.id == "work":
+        # Workers were seen at work, so a stage that only waits is not what they did.
+        unit = "ms of CPU time an image"
+        times_ms = {stage.name: stage.cpu_ms for stage in stages}
+    elif cause.id == "collate":
+        unit = "ms an image"
+        times_ms = {
+            stage.name: stage.mean_ms for stage in stages if stage.name in ("collate", "hand-off")
+        }
+    else:
         return cause
-    # If no sample was timed, there is no stage to compare the hand-off with. The hand-off is then
-    # the cause only if it takes a large part of the wait.
-    if cause.id == "work" and len(stages) == 1 and stages[0].mean_ms < _HALF * wait_ms:
-        return cause
-    if cause.id == "collate":
-        stages = [stage for stage in stages if stage.name in ("collate", "hand-off")]
-    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
+    largest = max(times_ms, key=lambda name: times_ms[name], default="sample")
     # The stage "sample" is the whole loading, so its name would say less than the cause does.
-    if largest is None or largest.name == "sample":
+    if largest == "sample":
         return cause
-    whole_ms = sum(stage.mean_ms for stage in stages)
-    part = f"{largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
-    return make_cause(largest.name, cause.share, f"{cause.why} {part}")
+    whole_ms = sum(times_ms.values())
+    part = f"{largest} takes {times_ms[largest]:.3g} of {whole_ms:.3g} {unit}."
+    return make_cause(largest, cause.share, f"{cause.why} {part}")
 
 
 def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
@@ -151,48 +147,37 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
     return [make_cause("other_loader", part * share, why)]
 
 
-def _explain_crowd(waits: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that there are more workers than cores. Workers then wait for one another, and most
-    of all at the start of a pass, when all workers load their first batches at the same time.
+def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
+    """Explain that the loop or its workers lack a core, because other programs, too many workers or
+    the loop's own threads keep all cores busy. ``late`` are the waits without those for the first
+    batches of passes.
     """
     cores = count_cores()
-    is_crowded = facts.workers > cores and waits_for_cores(weigh_evidence(facts))
-    if not is_crowded or _has_busy_machine(loop_s, facts):
-        return []
-    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
-    # The first start is no cause, because every run has one.
-    share = float(waits[1:].sum()) / loop_s
-    return [make_cause("too_many_workers", share, why, cores=cores)]
-
-
-def _explain_cores(late: Array, loop_s: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop or its workers lack a core, because other programs or the loop's own
-    processes keep all cores busy. ``late`` are the waits without those for the first batches of
-    passes.
-    """
-    cores = count_cores()
+    is_late = waits_for_cores(weigh_evidence(facts))
     share = facts.use.queued_s / loop_s
-    late_share = 0.0
-    if waits_for_cores(weigh_evidence(facts)):
-        late_share = float(late.sum()) / loop_s
     if _has_busy_machine(loop_s, facts):
         others = facts.use.others_s / loop_s
-        share = max(share, late_share)
-        if share < _HALF and not late_share:
-            return []
+        if share < _HALF and not is_late:
+            return None
         why = (
             f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
             "cores busy, and the loop waits for a core."
         )
-        return [make_cause("other_programs", share, why)]
+        late_share = float(late.sum()) / loop_s if is_late else 0.0
+        return make_cause("other_programs", max(share, late_share), why)
+    if is_late and facts.workers > cores:
+        why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+        # Workers wait most of all at the start of a pass, when all of them load their first
+        # batches at the same time. The first start is no cause, because every run has one.
+        return make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)
     if share < _LEAST_LOST:
-        return []
+        return None
     why = (
         f"For {share:.0%} of its time, the loop is ready to run but has no core: its own workers "
         "and threads have all cores."
     )
     cure = "threads" if facts.looks.has_threads else "contention"
-    return [make_cause("contention", share, why, cure=cure)]
+    return make_cause("contention", share, why, cure=cure)
 
 
 def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:

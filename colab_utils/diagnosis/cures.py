@@ -9,8 +9,7 @@ CURES = {
     "preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
     "work": "Make a sample cheaper, or do its work once, offline.",
-    "other_programs": "End the other programs, or measure again when they are done: more workers "
-    "would not help.",
+    "other_programs": "End the other programs, or measure again when they are done.",
     "alone": "Use worker processes (num_workers): they load while this process trains.",
     "lock": "More workers would not help: hold the lock for a shorter time, or give each worker a "
     "file or a connection of its own.",
@@ -21,7 +20,8 @@ CURES = {
     "faster, or give each worker a connection of its own.",
     "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
     "has locked, or a wait for something that is not there yet.",
-    "wait": "Look at what a sample waits for.",
+    "wait": "Look at what a sample waits for. If this loader takes its batches from another one, "
+    "watch that one.",
     "decode": "Shrink images once, offline (preprocess), to the size that training needs.",
     "masks": "Load shards with make_loader: masks stay packed until the device has them.",
     "transform": "Make transforms cheaper, or run them on the device. Do transforms that are not "
@@ -30,9 +30,11 @@ CURES = {
     "the dataset.",
     "hand-off": "Make batches smaller: uint8 images, packed masks; or use make_loader's own "
     "buffers.",
-    "main_process": "Make that line cheaper, or do its work once, before the loop.",
+    "main_process": "Make that line cheaper, or do its work once, before the loop. If it only "
+    "waits, for the network for example, look at why that is late.",
     "idle": "Look at what this process does before it takes a batch: more workers would not help.",
-    "restarts": "Make the loader once, with persistent_workers=True.",
+    "restarts": "Workers start again in each pass: make the loader once, with "
+    "persistent_workers=True.",
     "starts": "Workers already stay between passes, but have no batch ready when a pass begins: "
     "make passes longer, or use make_loader, whose workers go on to the next pass.",
     "too_many_workers": "Use fewer workers: num_workers={cores}. Make a sample cheaper: more "
@@ -40,8 +42,8 @@ CURES = {
     "slow_sample": "Look at sample {sample}: make it smaller, store it on the local disk, or leave "
     "it out.",
     "other_loader": "Look at that loader: watch(it) says why it is late.",
-    "periodic": "If this process writes checkpoints, write them in a thread or less often; if it "
-    "evaluates, evaluate less often.",
+    "periodic": "If this process writes checkpoints, logs or images, or evaluates, do so less "
+    "often, or in a thread.",
     "between": "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
     "in a thread.",
     "contention": "Make loading cheaper, or do its work once, offline.",

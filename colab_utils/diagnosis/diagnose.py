@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from colab_utils.diagnosis.causes import refine_causes
 from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.cures import Cause
-from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, time_loop
+from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, is_gain, time_loop
 from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
@@ -238,13 +238,14 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
                 verify,
                 began_s,
                 ceiling if step is not None else inf,
+                watched._record.restarts and summary.passes > 1,
             )
         )
     causes = refine_causes(
         summary.causes,
-        [] if loading_stages.unseen else loading,
+        # Without the stages of a sample, there is nothing to compare the hand-off with.
+        loading if loading_stages.indices else [],
         waits=waits,
-        wait_ms=1000 * float(np.mean(now.wait_s)) / now.batch_size,
     )
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
     for cause in causes:
@@ -349,7 +350,7 @@ def describe_verdict(
             f" It lacks CPU: beside the loader, the step takes {slower:.1f} times as long as alone."
         )
     verdict += part
-    if fixes and fixes[0].images_per_second > 1.05 * rate:
+    if fixes and is_gain(fixes[0].images_per_second, now):
         best = fixes[0]
         basis = "measured" if best.measured_images_per_second else "forecast"
         verdict += f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({basis})."

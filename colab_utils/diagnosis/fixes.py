@@ -64,7 +64,7 @@ _Prepare = partial[dict[str, Any]]
 _SIDES = {"min_size": 800, "max_size": 1333}
 # Resizing is a fix only if it leaves at most this share of the pixels.
 _SMALLER = 0.9
-# A fix wins if its rate is at least this many times yours.
+# A fix wins if its rate is more than this many times yours, and by more than the noise.
 _GAIN = 1.05
 # A rate of at least this share of the best rate counts as equally good.
 _SAME = 0.95
@@ -137,6 +137,8 @@ class Situation:
     """When the diagnosis began, by `time.perf_counter`."""
     ceiling: float = inf
     """Images per second if loading took no time. No fix can give more."""
+    has_restarts: bool = False
+    """Whether workers were started again while the loop was timed."""
 
     @property
     def prefetch(self) -> int:
@@ -153,13 +155,6 @@ class Situation:
         with suppress(TypeError):
             return max(1, len(self.loader))
         return _MANY
-
-    @property
-    def has_restarts(self) -> bool:
-        """Return whether workers were started again while the loop was timed."""
-        keeps = getattr(self.loader, "persistent_workers", True)
-        is_short = self.epoch_batches < _WARMUP + len(self.loop.wait_s)
-        return count_workers(self.loader) > 0 and not keeps and is_short
 
     @cached_property
     def repeat_ratio(self) -> float:
@@ -336,6 +331,18 @@ def _make_fix(id: str, more: str = "") -> Fix:
     return Fix(id, name, f"{sentence}{more}")
 
 
+def is_gain(rate: float, loop: BatchTimes) -> bool:
+    """Return whether a rate is more than 5 % above that of your loop, and by more than two standard
+    errors.
+
+    Example:
+        >>> loop = BatchTimes((0.1,) * 9, (0.1,) * 9, 9, 1.0, 1.0)
+        >>> is_gain(5.2, loop), is_gain(5.3, loop)
+        (False, True)
+    """
+    return rate > (_GAIN + 2 * loop.error) * loop.images_per_second
+
+
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     """Sort fixes, the best first. Of those within 5 % of the best, the one with the least effort
     for you comes first.
@@ -362,13 +369,12 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
                 options = prepare()
             rate = min(_time(now, options, now.make_placeholder(), _TRIAL_SHARE), now.ceiling)
             measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
-            own_rate = now.loop.images_per_second
             # Your data may be in the page cache by now, which makes any trial faster. Data in
             # another form or place was not read before, so its rate is not corrected.
-            if rate > _GAIN * own_rate and "dataset" not in options:
+            if is_gain(rate, now.loop) and "dataset" not in options:
                 rate = now.discount(rate)
             gain = "wins nothing"
-            if rate > _GAIN * own_rate:
+            if is_gain(rate, now.loop):
                 gain = f"about {rate:.1f} images/s"
             return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
         except Exception as error:

@@ -17,6 +17,8 @@ _LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
 _QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
 _TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
+# The code of this file only waits: for a thread, or for a result that a thread will have.
+_THREADS = "/threading.py:"
 # In this file, a DataLoader without workers calls the dataset and collate_fn.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
@@ -140,4 +142,7 @@ class Looks:
         if activity.sample is not None or _FETCH in stack:
             return SAMPLE
         line = "".join(activity.stack[:1])
+        # A loop that waits for another thread, which takes its batches ahead, waits for a loader.
+        if _THREADS in line:
+            return WORKERS
         return "/".join(line.split("/")[-2:]) or "its own program"

@@ -1,5 +1,6 @@
 """Why a loop waits for batches, as told by the times of samples and by looks at the processes."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,9 +105,7 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     line = facts.looks.describe_line("start")
     if line:
         return make_cause("main_process", share, why + line)
-    if facts.restarts:
-        return make_cause("restarts", share, f"{why} Workers start again.")
-    return make_cause("starts", share, why)
+    return make_cause("restarts" if facts.restarts else "starts", share, why)
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -117,9 +116,8 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     times = facts.times
     line = facts.looks.describe_line("wait")
     if line:
-        return make_cause(
-            "main_process", share, f"This process is busy before it takes a batch.{line}"
-        )
+        why = f"The loop is late because of what this process does before it takes a batch.{line}"
+        return make_cause("main_process", share, why)
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
     if not is_idle:
@@ -131,10 +129,11 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     part, looks = facts.looks.measure_place("wait", HANDOFF)
     if is_idle and part >= _TAKES_IN:
         why = f"During waits, this process is busy receiving what workers send ({looks})."
-        return make_cause("hand-off", share, why)
-    if not is_idle or not times.samples:
+        return make_cause("hand-off", part * share, why)
+    is_after = facts.looks.is_usual(in_sample=False) and not facts.looks.is_usual(in_sample=True)
+    if not times.samples or not (is_idle or is_after):
         return _explain_samples(share, loop_s, facts)
-    if facts.looks.is_usual(in_sample=False):
+    if is_after:
         why = "Workers are busy after their samples, in collate_fn or handing over batches."
         return make_cause("collate", share, why)
     why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
@@ -146,12 +145,12 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     times = facts.times
     evidence = weigh_evidence(facts)
     # A wait for a core may come together with a wait for a lock: while the worker that holds the
-    # lock waits for a core, other workers wait for the lock. So the wait for a core is the cause
-    # only if it takes more than half of the time.
+    # lock waits for a core, other workers wait for the lock. So the wait for a core counts only if
+    # it takes more than half of the time. What waits for a core is at work.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
     largest = max(rest, key=lambda name: rest[name])
     if waits_for_cores(evidence):
-        largest = "queue"
+        largest = max(("work", "collate"), key=lambda name: rest[name])
     # A lock may be the cause even if work takes longer than the wait for the lock: the worker that
     # holds the lock is at work.
     if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):
@@ -226,6 +225,8 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     """Return in words what takes the time of a sample, the largest part first. Small parts are left
     out.
     """
+    if [*evidence] == ["unseen"]:
+        return "What samples wait for was not seen."
     whole = sum(evidence.values())
     unit = "%"
     scale = 100 / whole
@@ -245,23 +246,20 @@ def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause 
     """Explain that one sample is slow, if most of the waiting time belongs to a few batches, and
     the loop waited for each of them while this sample was loaded.
     """
-    batches: dict[int, list[int]] = {}
-    # This needs a copy, because another thread may note samples meanwhile.
-    for number, samples in [*facts.seen.items()]:
-        for sample in samples:
-            # The first batch of a pass has no wait here.
-            if number < len(waits) and waits[number] > 0:
-                batches.setdefault(sample, []).append(number)
-    slow = []
-    for sample, numbers in batches.items():
-        is_rare = 1 < len(numbers) <= _RARE * len(waits)
-        if is_rare and waits[numbers].sum() > _HOLDS * waits.sum():
-            slow.append(sample)
+    late = Counter[int]()
+    waits_s = defaultdict[int, float](float)
+    for number in find_rare(waits).tolist():
+        for sample in facts.seen.get(number, ()):
+            late[sample] += 1
+            waits_s[sample] += waits[number]
+    least_s = _HOLDS * waits.sum()
+    slow = [sample for sample in late if late[sample] > 1 and waits_s[sample] > least_s]
     # If several samples always come together, it is not known which of them is slow.
     if len(slow) != 1:
         return None
-    slow_waits = waits[batches[slow[0]]]
-    part = slow_waits.sum() / waits.sum()
-    why = f"{len(slow_waits)} batches waited {slow_waits.mean():.2g} s each while sample {slow[0]} "
-    why += f"was loaded: {part:.0%} of all waits."
-    return make_cause("slow_sample", share, why, sample=slow[0])
+    (sample,) = slow
+    why = (
+        f"{late[sample]} batches waited {waits_s[sample] / late[sample]:.2g} s each while sample "
+        f"{sample} was loaded: {waits_s[sample] / waits.sum():.0%} of all waits."
+    )
+    return make_cause("slow_sample", share, why, sample=sample)

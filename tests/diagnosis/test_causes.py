@@ -19,15 +19,16 @@ from colab_utils.diagnosis.timing import CpuUse
 _USUAL_USE = {"cpu_s": 5.0, "others_s": 0.0, "queued_s": 0.0}
 
 
-def make_record(*, looks=None, places=None, inside=0, threads=10, **settings):
+def make_record(*, looks=None, places=None, inside=0, outside=0, threads=10, **settings):
     """Two workers that take turns with nobody, in a loop of ten seconds.
 
     ``looks`` counts what workers were seen to wait for, ``places`` where the loop was in a phase,
-    ``inside`` the looks at a wait in which a worker loaded a sample, ``threads`` those that ten
-    running workers had to run.
+    ``inside`` and ``outside`` the looks at a wait in which a busy worker loaded a sample, or did
+    not, ``threads`` those that ten running workers had to run.
     """
     record = LoopRecord([])
     record.looks._workers_at[True] = inside
+    record.looks._workers_at[False] = outside
     # In ten looks, a worker had so many threads to run.
     record.looks._extra_threads = threads - 20
     record.looks.waits.update(looks or {})
@@ -104,13 +105,14 @@ def test_a_loop_that_never_waits_has_no_cause():
                 "places": {"wait": {"mine/sampler.py:7 __iter__": 9, "the workers": 2}},
             },
             "main_process",
-            r"is busy before it takes a batch.*This process was seen at mine/sampler.py:7",
+            r"before it takes a batch\. This process was seen at mine/sampler.py:7.*look at why",
         ),
         (
             {
                 "waits": spread(0.05),
                 "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1),
                 "places": {"wait": {"the hand-off": 9, "the workers": 2}},
+                "share": 0.41,
             },
             "hand-off",
             r"busy receiving what workers send \(in 9 of 11",
@@ -230,6 +232,16 @@ def test_a_loop_that_never_waits_has_no_cause():
             "collate",
             r"25 ms of work after it \(collate_fn",
         ),
+        # The work after samples waits for a core, too.
+        (
+            {
+                "waits": spread(0.05),
+                "times": SampleTimes(200, 19.0, 4.0, worker_cpu_s=10.0),
+                "looks": {"": 30},
+            },
+            "collate",
+            r"75 ms until a core is free, 30 ms of work after it.*Make collate_fn cheaper",
+        ),
         # A thread of the sample's own works and waits for a core, and no look shows anything else.
         (
             {
@@ -260,7 +272,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "looks": {"": 2}},
             "wait",
-            r"100% for a reason that was not seen",
+            r"What samples wait for was not seen",
         ),
         # The step waits for another loader.
         (
@@ -354,7 +366,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(0.05), "workers": 0},
             "wait",
-            r"loads the samples itself.*for a reason that was not seen.*Use worker processes",
+            r"loads the samples itself.*was not seen.*Use worker processes",
         ),
         (
             {"waits": spread(0.05), "workers": 0, "looks": {"": 9, "read": 2}},
@@ -509,19 +521,37 @@ def test_samples_are_no_cause_where_workers_are_mostly_idle_and_no_wait_shows_a_
     assert cause.id == "work"
 
 
+def test_workers_that_are_busy_after_their_samples_are_not_said_to_load_samples():
+    loop = {
+        "waits": spread(0.05),
+        "times": SampleTimes(300, 5.0, 1.0),
+        "looks": {"": 20},
+        "places": {"wait": {"the workers": 20}},
+    }
+    (cause,) = find(**loop, inside=4, outside=15)
+    assert cause.id == "collate"
+    (cause,) = find(**loop, inside=15, outside=4)
+    assert cause.id == "work"
+    # One worker collates while another one loads samples.
+    (cause,) = find(**loop, inside=15, outside=15)
+    assert cause.id == "work"
+
+
 def test_of_a_sample_that_could_not_be_timed_no_other_stage_is_the_cause():
     work = Cause("work", 0.5, "why", "next")
     handoff = Stage("hand-off", 2, 3, 2, mean_ms=2.5)
-    assert refine_causes([work], [], waits=True, wait_ms=20) == [work]
-    sample = Stage("sample", 2, 3, 2, mean_ms=20)
-    (cause,) = refine_causes([work], [sample, handoff], waits=True, wait_ms=20)
-    assert cause == work
-    # Samples of an iterable dataset are not timed.
-    (cause,) = refine_causes([work], [handoff], waits=True, wait_ms=20)
-    assert cause == work
-    # The hand-off takes most of the wait.
-    (cause,) = refine_causes([work], [handoff], waits=True, wait_ms=4)
-    assert cause.id == "hand-off"
+    assert refine_causes([work], [], waits=True) == [work]
+    sample = Stage("sample", 2, 3, 20, mean_ms=20)
+    assert refine_causes([work], [sample, handoff], waits=True) == [work]
     collate = Cause("collate", 0.5, "why", "next")
-    (cause,) = refine_causes([collate], [handoff], waits=True, wait_ms=20)
+    (cause,) = refine_causes([collate], [sample, handoff], waits=True)
     assert cause.id == "hand-off"
+
+
+def test_a_stage_that_only_waits_is_not_the_work_of_workers():
+    work = Cause("work", 0.5, "why", "next")
+    read = Stage("read", 30, 40, 1, mean_ms=30)
+    decode = Stage("decode", 9, 10, 9, mean_ms=9)
+    (cause,) = refine_causes([work], [read, decode], waits=True)
+    assert cause.id == "decode"
+    assert cause.why.endswith("decode takes 9 of 10 ms of CPU time an image.")

@@ -149,6 +149,26 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("samples", "settings", "has_restarts"),
+    [
+        (16, {"num_workers": 1}, True),
+        (16, {"num_workers": 1, "persistent_workers": True}, False),
+        (16, {}, False),
+        (40_000, {"num_workers": 1}, False),
+    ],
+    ids=["start anew", "stay", "none", "no end of an epoch was seen"],
+)
+def test_workers_that_stay_are_a_fix_where_they_were_seen_to_start_anew(
+    samples, settings, has_restarts, monkeypatch
+):
+    situations = []
+    monkeypatch.setattr(module, "find_fixes", lambda now: situations.append(now) or [])
+    loader = DataLoader(_Sleepy(0.01, samples), batch_size=4, **settings)
+    diagnose(loader, _sleep_step(0.005), seconds=1)
+    assert [now.has_restarts for now in situations] == [has_restarts]
+
+
 def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
     diagnosis = diagnose(
         make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0), seconds=0.5
@@ -330,6 +350,14 @@ def test_the_verdict_trusts_what_was_measured():
     ranked = [dataclasses.replace(fix, measured_images_per_second=None) for fix in ranked]
     assert "Best fix: more workers, 39.0 images/s (forecast)." in describe(rank_fixes(ranked))
     assert "Best fix" not in describe(ranked[2:])
+
+
+def test_a_gain_within_the_noise_is_no_best_fix():
+    times = BatchTimes((0.1, 1.9) * 4, (0.1,) * 8, 32, 1.0, 0.5)
+    for gain, is_named in ((1.4, False), (2.0, True)):
+        fix = Fix("workers", "more workers", "", gain * times.images_per_second)
+        words = describe_verdict(times, 400, 1.0, (), [fix], "real")
+        assert ("Best fix: more workers" in words) == is_named
 
 
 def test_every_fix_is_printed_in_its_order():

