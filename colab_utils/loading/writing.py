@@ -56,12 +56,17 @@ from colab_utils.shards.write import (
 )
 from colab_utils.streams import is_remote
 
+# Training waits for the first shard, so its writer goes before the writers of the others.
+_FIRST_PRIORITY = 10
 _LOWEST_PRIORITY = 19
 
 
 class Writing(Arrival):
     """The writing of a dataset's shards to this machine's disk, by processes of the lowest
     priority. The shards are the same as `write_shards` makes.
+
+    If the images lie on the local disk, the first shard is written alone. From Drive, several
+    shards are begun at once, because their processes wait for files most of the time.
 
     If ``drive`` is given, each finished shard is sent there, and the index after the last shard.
 
@@ -101,6 +106,8 @@ class Writing(Arrival):
             # The last file of a shard may come late. A process that waits for it needs no core, so
             # there are more processes than cores.
             workers *= 2
+            # Most of its time a process waits for files, so the others begin with the first one.
+            self._begins_alone = False
         with lock as stack:
             if self._drive is not None:
                 stack.enter_context(hold_folder(self._drive))
@@ -118,7 +125,7 @@ class Writing(Arrival):
             )
             self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
             progress = WorkerProgress(stop=retries.stop)
-            self._pool = fork_pool(min(workers, len(self.jobs)), _join_writing, progress)
+            self._pool = fork_pool(min(workers, len(self.jobs)), join_run, progress)
             self._begin(stack)
 
     def stop(self) -> None:
@@ -132,7 +139,8 @@ class Writing(Arrival):
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
-        part, cpu_s = self._pool.submit(_run_timed, self.jobs[number]).result()
+        priority = _FIRST_PRIORITY if number == self._order[0] else _LOWEST_PRIORITY
+        part, cpu_s = self._pool.submit(_run_timed, self.jobs[number], priority).result()
         with self._lock:
             self.cpu_s += cpu_s
             self._done.append(part)
@@ -204,14 +212,12 @@ def name_writing(dataset: SpooledCoco) -> str:
     return hash_bytes(f"writing {dataset.images.fingerprint}".encode())
 
 
-def _join_writing(progress: WorkerProgress) -> None:
-    """Give this new process the lowest priority, and join the run."""
-    os.nice(_LOWEST_PRIORITY)
-    join_run(progress)
+def _run_timed(job: ShardPart, priority: int) -> tuple[ShardIndex, float]:
+    """Write a shard, and return its index and the CPU seconds that it took.
 
-
-def _run_timed(job: ShardPart) -> tuple[ShardIndex, float]:
-    """Write a shard, and return its index and the CPU seconds that it took."""
+    The process keeps a priority that is lower already. Only root could raise it.
+    """
+    os.nice(max(0, priority - os.nice(0)))
     began_s = process_time()
     return run_part(job), process_time() - began_s
 
