@@ -27,6 +27,7 @@ from colab_utils.loading.arrival import (
     read_status,
 )
 from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.first_files import FirstFiles
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
@@ -97,6 +98,7 @@ class Writing(Arrival):
         self._max_bad = max_bad
         self._done: list[ShardIndex] = []
         self._sendings: list[Future[None]] = []
+        self._first: FirstFiles | None = None
         self.cpu_s = 0.0
         self.key = name_writing(dataset)
         retries = Retries(multiprocessing.get_context("fork").Event())
@@ -112,6 +114,9 @@ class Writing(Arrival):
             if self._drive is not None:
                 stack.enter_context(hold_folder(self._drive))
             stack.enter_context(hold_folder(ssd))
+            if is_remote(images) and "images_per_shard" not in recipe:
+                self._first = FirstFiles(images, dataset, recipe, streams)
+                stack.callback(self._first.close)
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
             self._plan = make_plan(ssd, images, dataset, recipe)
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
@@ -140,7 +145,10 @@ class Writing(Arrival):
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
         priority = _FIRST_PRIORITY if number == self._order[0] else _LOWEST_PRIORITY
-        part, cpu_s = self._pool.submit(_run_timed, self.jobs[number], priority).result()
+        job = self.jobs[number]
+        if number == 0 and self._first is not None:
+            job = self._first.fill(job)
+        part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
         with self._lock:
             self.cpu_s += cpu_s
             self._done.append(part)
