@@ -31,7 +31,7 @@ from colab_utils.loading.first_files import FirstFiles
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.columns import fill_tables, keep_columns, open_columns
@@ -114,7 +114,9 @@ class Writing(Arrival):
             if self._drive is not None:
                 stack.enter_context(hold_folder(self._drive))
             stack.enter_context(hold_folder(ssd))
-            if is_remote(images) and "images_per_shard" not in recipe:
+            # A URL is left out: the code behind it may hold locks, and processes are forked soon.
+            is_slow = is_remote(images) and not isinstance(images, UrlPath)
+            if is_slow and "images_per_shard" not in recipe:
                 self._first = FirstFiles(images, dataset, recipe, streams)
                 stack.callback(self._first.close)
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)

@@ -200,6 +200,22 @@ def test_the_first_shard_is_written_alone_unless_files_are_waited_for(own_datase
     assert (min(begins_s) < first_end_s) == is_slow
 
 
+@pytest.mark.parametrize("shard_mb", [SHARD_MB, 128])
+def test_shards_of_slow_files_are_those_of_write_shards(own_dataset, places, tmp_path, shard_mb):
+    images, annotations = own_dataset
+    lost = images / spool_coco(images, annotations).images.file_name(3)
+    lost.unlink()
+    slow_down(images, DriveProfile("test", open_s=0.05, bytes_per_s=1e9, source="made up"))
+    dataset = open_dataset(images, annotations, **places, shard_mb=shard_mb, max_bad=0.5)
+    dataset.wait()
+    again = tmp_path / "again"
+    write_shards(images, annotations, shards=again, shard_mb=shard_mb, max_bad=0.5)
+    assert read_index(places["drive"]) == read_index(again)
+    assert len(read_index(again).skipped) == 1
+    for name, _, _ in read_index(again).files():
+        assert (places["drive"] / name).read_bytes() == (again / name).read_bytes()
+
+
 def test_the_writer_of_the_first_shard_goes_before_the_others(
     tiny_dataset, places, tmp_path, monkeypatch
 ):
