@@ -359,8 +359,7 @@ class Arrival:
         with self._lock:
             present = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in present), None)
-            is_first_alone = self._begins_alone and not self.spans_s
-            if number is None or (self._moves and is_first_alone):
+            if number is None or (self._moves and self._begins_alone and not self.spans_s):
                 return None
             if self._fits(number):
                 return self._fetch, number

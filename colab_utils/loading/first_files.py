@@ -38,11 +38,11 @@ class FirstFiles:
     ) -> None:
         self._count = len(dataset)
         self._streams = _STREAMS if streams == "auto" else streams
-        read = partial(read_image, images, dataset.images)
-        self._reader = Reader(read, place=images, streams=self._streams)
-        guess = complete_recipe(recipe, _GUESSED_BYTES)
-        self._rows = split_images(guess, self._count)[0].tolist()
-        self._reader.prefetch(self._rows)
+        self._reader = Reader(
+            partial(read_image, images, dataset.images), place=images, streams=self._streams
+        )
+        rows = split_images(complete_recipe(recipe, _GUESSED_BYTES), self._count)[0]
+        self._reader.prefetch(rows.tolist())
 
     def fill(self, part: ShardPart) -> ShardPart:
         """Return the part of shard 0 with the contents of its files, once they are read.
@@ -51,16 +51,13 @@ class FirstFiles:
         that writes the shard reads them.
         """
         rows = split_images(part.recipe, self._count)[0].tolist()
-        self._reader.forget(self._rows[len(rows) :])
-        self._reader.prefetch(rows[len(self._rows) :])
+        self._reader.prefetch(row for row in rows if not self._reader.is_ahead(row))
         contents: dict[int, bytes] = {}
-        content_bytes = 0
         for place, row in enumerate(rows):
-            if content_bytes > AHEAD_BYTES:
+            if sum(map(len, contents.values())) > AHEAD_BYTES:
                 break
             with suppress(ColabUtilsError):
                 contents[place] = self._reader.take(row)
-                content_bytes += len(contents[place])
         self.close()
         return part._replace(contents=contents, streams=self._streams)
 

@@ -115,8 +115,8 @@ class Writing(Arrival):
                 stack.enter_context(hold_folder(self._drive))
             stack.enter_context(hold_folder(ssd))
             # A URL is left out: the code behind it may hold locks, and processes are forked soon.
-            is_slow = is_remote(images) and not isinstance(images, UrlPath)
-            if is_slow and "images_per_shard" not in recipe:
+            is_folder = not self._begins_alone and not isinstance(images, UrlPath)
+            if is_folder and "images_per_shard" not in recipe:
                 self._first = FirstFiles(images, dataset, recipe, streams)
                 stack.callback(self._first.close)
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
@@ -148,7 +148,7 @@ class Writing(Arrival):
         began_s = perf_counter()
         priority = _FIRST_PRIORITY if number == self._order[0] else _LOWEST_PRIORITY
         job = self.jobs[number]
-        if number == 0 and self._first is not None:
+        if number == 0 and self._first:
             job = self._first.fill(job)
         part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
         with self._lock:

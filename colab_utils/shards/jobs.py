@@ -328,9 +328,7 @@ def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading,
     contents = part.contents or {}
 
     def read(place: int) -> bytes:
-        if place in contents:
-            return contents[place]
-        return read_image(part.images, part.dataset, place, retries)
+        return contents.get(place) or read_image(part.images, part.dataset, place, retries)
 
     reader = Reader(read, place=part.images, streams=part.streams, retries=retries)
     try:
