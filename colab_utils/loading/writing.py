@@ -115,8 +115,8 @@ class Writing(Arrival):
                 stack.enter_context(hold_folder(self._drive))
             stack.enter_context(hold_folder(ssd))
             # A URL is left out: the code behind it may hold locks, and processes are forked soon.
-            is_folder = not self._begins_alone and not isinstance(images, UrlPath)
-            if is_folder and "images_per_shard" not in recipe:
+            is_planned = "images_per_shard" in recipe
+            if not (is_planned or self._begins_alone or isinstance(images, UrlPath)):
                 self._first = FirstFiles(images, dataset, recipe, streams)
                 stack.callback(self._first.close)
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
