@@ -34,7 +34,8 @@ class Faults:
     stored as zeros; the next ``cut_opens`` files that are opened to be read and have ``cut_name``
     in their names end in their middle, while their size stays what it is; the next ``call_errors``
     looks at a file or a folder fail with EIO; files that have ``hidden_name`` in their paths do not
-    show.
+    show; if ``served`` is not 0, so many files are served at once and more than twice as many are
+    refused, whatever the profile says.
     """
 
     errors: int = 0
@@ -48,6 +49,7 @@ class Faults:
     cut_name: str = ""
     call_errors: int = 0
     hidden_name: str = ""
+    served: int = 0
 
 
 def can_mount() -> str:

@@ -77,8 +77,9 @@ class Drive:
         self._known: set[str] = set()
         self._ours: set[str] = set()
         self._lock = threading.Lock()
-        self._served = threading.Semaphore(profile.streams if profile else 1)
+        self._line = threading.Condition(self._lock)
         self._in_line = 0
+        self._served = 0
         self._pipe = _Stream(total_bytes_per_s) if total_bytes_per_s else None
 
     def check(self, *, writes: bool = False, reads: bool = False, looks: bool = False) -> None:
@@ -88,6 +89,8 @@ class Drive:
             if changed != self._changed:
                 self._faults = json.loads(self.faults_file.read_text())
                 self._changed = changed
+                # More files may be served at once than before.
+                self._line.notify_all()
             if self._faults["lost"]:
                 raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
             if writes and self._faults["full"]:
@@ -172,14 +175,21 @@ class Drive:
 
     def wait_in_line(self, profile: DriveProfile) -> None:
         """Wait until a cold file is served, or refuse it, as Drive with so many streams does."""
-        with self._lock:
-            if profile.most_reads is not None and self._in_line >= profile.most_reads:
+        with self._line:
+            most_reads = profile.most_reads
+            if self._faults["served"]:
+                most_reads = 2 * self._faults["served"]
+            if most_reads is not None and self._in_line >= most_reads:
                 raise OSError(errno.EIO, "Input/output error")
             self._in_line += 1
-        with self._served:
-            time.sleep(profile.open_s)
-        with self._lock:
+            while self._served >= (self._faults["served"] or profile.streams):
+                self._line.wait()
+            self._served += 1
+        time.sleep(profile.open_s)
+        with self._line:
+            self._served -= 1
             self._in_line -= 1
+            self._line.notify()
 
     def open(self, path: str, flags: int) -> int:
         writes = bool(flags & (os.O_WRONLY | os.O_RDWR))

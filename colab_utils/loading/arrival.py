@@ -61,6 +61,9 @@ class Arrival:
             shards.
     """
 
+    # The first shard is copied alone, so that training begins early.
+    _begins_alone = True
+
     def __init__(
         self,
         source: Place,
@@ -356,8 +359,7 @@ class Arrival:
         with self._lock:
             present = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in present), None)
-            # The first shard is copied alone, so that training begins early.
-            if number is None or (self._moves and not self.spans_s):
+            if number is None or (self._moves and self._begins_alone and not self.spans_s):
                 return None
             if self._fits(number):
                 return self._fetch, number

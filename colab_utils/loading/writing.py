@@ -27,10 +27,11 @@ from colab_utils.loading.arrival import (
     read_status,
 )
 from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.first_files import FirstFiles
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.processes import ThreadPool, fork_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.columns import fill_tables, keep_columns, open_columns
@@ -56,12 +57,17 @@ from colab_utils.shards.write import (
 )
 from colab_utils.streams import is_remote
 
+# Training waits for the first shard, so its writer goes before the writers of the others.
+_FIRST_PRIORITY = 10
 _LOWEST_PRIORITY = 19
 
 
 class Writing(Arrival):
     """The writing of a dataset's shards to this machine's disk, by processes of the lowest
     priority. The shards are the same as `write_shards` makes.
+
+    If the images lie on the local disk, the first shard is written alone. From Drive, several
+    shards are begun at once, because their processes wait for files most of the time.
 
     If ``drive`` is given, each finished shard is sent there, and the index after the last shard.
 
@@ -92,6 +98,7 @@ class Writing(Arrival):
         self._max_bad = max_bad
         self._done: list[ShardIndex] = []
         self._sendings: list[Future[None]] = []
+        self._first: FirstFiles | None = None
         self.cpu_s = 0.0
         self.key = name_writing(dataset)
         retries = Retries(multiprocessing.get_context("fork").Event())
@@ -101,10 +108,17 @@ class Writing(Arrival):
             # The last file of a shard may come late. A process that waits for it needs no core, so
             # there are more processes than cores.
             workers *= 2
+            # Most of its time a process waits for files, so the others begin with the first one.
+            self._begins_alone = False
         with lock as stack:
             if self._drive is not None:
                 stack.enter_context(hold_folder(self._drive))
             stack.enter_context(hold_folder(ssd))
+            # A URL is left out: the code behind it may hold locks, and processes are forked soon.
+            is_planned = "images_per_shard" in recipe
+            if not (is_planned or self._begins_alone or isinstance(images, UrlPath)):
+                self._first = FirstFiles(images, dataset, recipe, streams)
+                stack.callback(self._first.close)
             recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
             self._plan = make_plan(ssd, images, dataset, recipe)
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
@@ -118,7 +132,7 @@ class Writing(Arrival):
             )
             self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
             progress = WorkerProgress(stop=retries.stop)
-            self._pool = fork_pool(min(workers, len(self.jobs)), _join_writing, progress)
+            self._pool = fork_pool(min(workers, len(self.jobs)), join_run, progress)
             self._begin(stack)
 
     def stop(self) -> None:
@@ -132,7 +146,11 @@ class Writing(Arrival):
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
-        part, cpu_s = self._pool.submit(_run_timed, self.jobs[number]).result()
+        priority = _FIRST_PRIORITY if number == self._order[0] else _LOWEST_PRIORITY
+        job = self.jobs[number]
+        if number == 0 and self._first:
+            job = self._first.fill(job)
+        part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
         with self._lock:
             self.cpu_s += cpu_s
             self._done.append(part)
@@ -204,14 +222,12 @@ def name_writing(dataset: SpooledCoco) -> str:
     return hash_bytes(f"writing {dataset.images.fingerprint}".encode())
 
 
-def _join_writing(progress: WorkerProgress) -> None:
-    """Give this new process the lowest priority, and join the run."""
-    os.nice(_LOWEST_PRIORITY)
-    join_run(progress)
+def _run_timed(job: ShardPart, priority: int) -> tuple[ShardIndex, float]:
+    """Write a shard, and return its index and the CPU seconds that it took.
 
-
-def _run_timed(job: ShardPart) -> tuple[ShardIndex, float]:
-    """Write a shard, and return its index and the CPU seconds that it took."""
+    The process keeps a priority that is lower already. Only root could raise it.
+    """
+    os.nice(max(0, priority - os.nice(0)))
     began_s = process_time()
     return run_part(job), process_time() - began_s
 

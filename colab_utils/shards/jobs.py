@@ -62,6 +62,8 @@ class ShardPart(NamedTuple):
     """Folder that may hold the finished shard. If it does, the shard is copied from there."""
     notes: Place | None = None
     """Folder for the arrays of a shard that has no usable image. With None, they are not kept."""
+    contents: dict[int, bytes] | None = None
+    """The files that were read already, by the place of the image in ``dataset``."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,11 @@ def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading,
     Files are read before they are needed, because each file on Drive takes long to open.
     """
     retries = Retries(progress.stop)
-    read = partial(read_image, part.images, part.dataset, retries=retries)
+    contents = part.contents or {}
+
+    def read(place: int) -> bytes:
+        return contents.get(place) or read_image(part.images, part.dataset, place, retries)
+
     reader = Reader(read, place=part.images, streams=part.streams, retries=retries)
     try:
         yield from reader.read_all(range(len(part.dataset)))

@@ -36,6 +36,7 @@ from colab_utils.shards.jobs import run_part
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, slow_down
 
 SHARD_MB = 0.02
 
@@ -183,6 +184,54 @@ def test_small_shards_come_first_and_are_those_of_write_shards(
     assert images[0] < images[1] < images[2]
     assert read_files(places["ssd"]) == read_files(folder)
     assert read_files(places["drive"]) == read_files(folder)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_first_shard_is_written_alone_unless_files_are_waited_for(own_dataset, places, is_slow):
+    images, annotations = own_dataset
+    if is_slow:
+        slow_down(images, DriveProfile("test", open_s=0.2, bytes_per_s=1e9, source="made up"))
+    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB)
+    dataset.wait()
+    spans_s = dataset.arrival.spans_s
+    assert len(spans_s) == len(dataset.arrival.jobs) > 4
+    (_, first_end_s), *others = spans_s.values()
+    begins_s = [begin_s for begin_s, _ in others]
+    assert (min(begins_s) < first_end_s) == is_slow
+
+
+@pytest.mark.parametrize("shard_mb", [SHARD_MB, 128])
+def test_shards_of_slow_files_are_those_of_write_shards(own_dataset, places, tmp_path, shard_mb):
+    images, annotations = own_dataset
+    lost = images / spool_coco(images, annotations).images.file_name(3)
+    lost.unlink()
+    slow_down(images, DriveProfile("test", open_s=0.05, bytes_per_s=1e9, source="made up"))
+    dataset = open_dataset(images, annotations, **places, shard_mb=shard_mb, max_bad=0.5)
+    dataset.wait()
+    again = tmp_path / "again"
+    write_shards(images, annotations, shards=again, shard_mb=shard_mb, max_bad=0.5)
+    assert read_index(places["drive"]) == read_index(again)
+    assert len(read_index(again).skipped) == 1
+    for name, _, _ in read_index(again).files():
+        assert (places["drive"] / name).read_bytes() == (again / name).read_bytes()
+
+
+def test_the_writer_of_the_first_shard_goes_before_the_others(
+    tiny_dataset, places, tmp_path, monkeypatch
+):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+
+    def note_priority(part):
+        (notes / part.path.stem).write_text(str(os.nice(0)))
+        return run_part(part)
+
+    monkeypatch.setattr(writing, "run_part", note_priority)
+    dataset = open_tiny(tiny_dataset, places)
+    dataset.wait()
+    priorities = sorted(int(path.read_text()) for path in notes.iterdir())
+    assert priorities[0] == max(10, os.nice(0))
+    assert set(priorities[1:]) == {19}
 
 
 def write_old_shards(dataset, folder):
