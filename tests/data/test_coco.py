@@ -402,7 +402,7 @@ def test_images_of_the_same_id_are_refused_with_the_way_out(path):
     assert [len(dataset.annotations(i)) for i in range(3)] == [1, 0, 0]
     with pytest.raises(
         ColabUtilsError,
-        match=r"has 1 images with the id of another image, such as id 7\. See `check`.*--repair",
+        match=r"has 1 image with the id of another image, such as id 7\. See `check`.*--repair",
     ):
         open_coco(path.parent, path)
 
