@@ -900,3 +900,9 @@ def test_names_of_images_that_python_takes_for_numbers_are_names(path, names):
 def test_numbers_in_text_are_numbers(path, name):
     dataset = read(path, make_coco(images=[{"id": name, "file_name": "a"}]))
     assert dataset.image_ids.tolist() == [110]
+
+
+def test_a_folder_in_place_of_the_json_is_told(tmp_path):
+    """LabelMe and Pascal VOC have a folder with a file for each image."""
+    with pytest.raises(ColabUtilsError, match=r"Is a directory\. Name the JSON in it\. If each"):
+        read_coco(tmp_path)
