@@ -14,6 +14,7 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 import xxhash
 
 from colab_utils.data.coco import read_coco
+from colab_utils.data.decoding import name_kind
 from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, escape
@@ -36,6 +37,8 @@ _DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMET
 # Korea, Taiwan, Russia and the West. cp437, the default of zip, is tried before them.
 _CODE_PAGES = ("utf-8", "gb18030", "cp932", "cp949", "cp950", "cp866", "cp1251", "cp1252", "cp850")
 _IS_UTF8 = 0x800
+# Folders that macOS and Synology add to a zip. They hold no files of the user.
+_SYSTEM_FOLDERS = {"__MACOSX", "@eaDir"}
 # A message lists at most this many names. At most this many images are looked up in the zip, to
 # find the folder in which they lie.
 _NAMED = 9
@@ -105,14 +108,33 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
                 # The next call downloads the zip again.
                 download.unlink(missing_ok=True)
                 raise ColabUtilsError(
-                    f"{path} is not a whole zip of a COCO export: "
-                    f"{str(error) or type(error).__name__}. If the zip opens on your computer, "
-                    "copy it again. If not, export it again."
+                    f"{path} is not a whole zip of a COCO export: {_explain_damage(error, path)}"
                 ) from error
             write_file(done, json.dumps(names).encode())
             download.unlink(missing_ok=True)
     images, name = json.loads(done.read_bytes())
     return target / "files" / images, target / "files" / name
+
+
+def _explain_damage(error: Exception, path: Path | UrlPath) -> str:
+    """Say why a zip cannot be unpacked, and what to do."""
+    if isinstance(error, RuntimeError):
+        return (
+            "it has a password, or a compression that Python does not know (such as Deflate64 of "
+            "Windows). Zip it again without a password, for example with `zip -r`."
+        )
+    kind = ""
+    if isinstance(path, Path):
+        with open(path, "rb") as file:
+            head = file.read(_BLOCK_BYTES)
+        # A damaged zip begins like a whole one.
+        kind = "" if head.startswith(b"PK") else name_kind(head)
+    if kind:
+        return f"it is {kind}. Then name the zip, or the folder with its images."
+    return (
+        f"{str(error) or type(error).__name__}. If the zip opens on your computer, copy it again. "
+        "If not, export it again."
+    )
 
 
 def _unpack(file: Path | UrlFile, target: Path, annotations: str, source: str) -> tuple[str, str]:
@@ -133,8 +155,9 @@ def _unpack(file: Path | UrlFile, target: Path, annotations: str, source: str) -
             raise ColabUtilsError(
                 f"{source} has none of the {len(names):,} images of {text}. {cure}"
             )
+        images = _find_folder(names, members, text, source)
         _extract(archive, wanted, target)
-        return _find_folder(names, members), text
+        return images, text
 
 
 def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipInfo]:
@@ -173,17 +196,44 @@ def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: s
     return texts[0]
 
 
-def _find_folder(names: list[str], members: dict[str, ZipInfo]) -> str:
+def _find_folder(names: list[str], members: dict[str, ZipInfo], text: str, source: str) -> str:
     """Return the folder below which the images lie.
 
-    If their names are paths of another machine, return "", which stands for the whole zip.
+    If several folders have images of these names, it is the folder of the JSON ``text``, or the
+    only one that the JSON is called after: val for instances_val.json.
+
+    If the names are paths of another machine, return "", which stands for the whole zip.
     `CocoDataset.find_image` finds such images by their base names.
+
+    Raises:
+        ColabUtilsError: if several folders have images of these names, and none is the JSON's.
     """
-    for name in names[:_NAMED]:
-        for member in members:
-            if name and f"/{member}".endswith(f"/{name}"):
-                return member.removesuffix(name)
+    for name in filter(None, names[:_NAMED]):
+        slashed = name.replace("\\", "/")
+        folders = [
+            member.removesuffix(slashed)
+            for member in members
+            if f"/{member}".endswith(f"/{slashed}")
+        ]
+        own = text.removesuffix(take_base_name(text))
+        if own in folders:
+            return own
+        stem = Path(text).stem.casefold()
+        alike = [folder for folder in folders if _is_named_after(stem, Path(folder).name)]
+        if len(folders) > 1 and len(alike) != 1:
+            raise ColabUtilsError(
+                f"{source} holds {name!r:.80} in several folders: "
+                f"{', '.join(map(repr, folders[:_NAMED]))}. Unpack the zip, and name the folder "
+                "with the images of your JSON."
+            )
+        if folders:
+            return (alike or folders)[0]
     return ""
+
+
+def _is_named_after(stem: str, folder: str) -> bool:
+    """Return whether the name of a JSON ends with that of a folder: instances_val with val."""
+    return f"_{stem}".endswith(f"_{folder.casefold()}")
 
 
 def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[str, ZipInfo]:
@@ -204,10 +254,10 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
         if not info.flag_bits & _IS_UTF8:
             name = info.orig_filename.encode("cp437").decode(page)
         name = name.replace("\\", "/")
-        if name.startswith("__MACOSX/") or name.endswith("/"):
+        path = PureWindowsPath(name)
+        if name.endswith("/") or _is_hidden(path):
             continue
         kind = stat.S_IFMT(info.external_attr >> 16)
-        path = PureWindowsPath(name)
         problem = ""
         if path.anchor or ".." in path.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
             problem = "a link or a name that leads out of it"
@@ -220,6 +270,13 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
             )
         members[name] = info
     return members
+
+
+def _is_hidden(path: PureWindowsPath) -> bool:
+    """Return whether a file was left by a system or a tool, such as ``.ipynb_checkpoints/x``."""
+    folders = set(path.parts[:-1]) - {".."}
+    is_in_hidden = any(folder.startswith(".") for folder in folders)
+    return is_in_hidden or path.name.startswith("._") or not folders.isdisjoint(_SYSTEM_FOLDERS)
 
 
 def _extract(archive: ZipFile, members: dict[str, ZipInfo], target: Path) -> None:

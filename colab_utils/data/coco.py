@@ -312,15 +312,15 @@ def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
             is unknown.
     """
     strangers = {
-        "images with the id of another image": dataset.repeated_ids,
-        "annotations of an unknown image": dataset.unknown_images,
-        "annotations of an unknown category": dataset.unknown_categories,
+        ("image", "with the id of another image"): dataset.repeated_ids,
+        ("annotation", "of an unknown image"): dataset.unknown_images,
+        ("annotation", "of an unknown category"): dataset.unknown_categories,
     }
-    for kind, ids in strangers.items():
+    for (noun, fault), ids in strangers.items():
         if ids.size:
             raise ColabUtilsError(
-                f"{annotations} has {ids.size} {kind}, such as id {ids[0]}. See `check`, "
-                "which repairs them (--repair OUT.json)."
+                f"{annotations} has {format_count(ids.size, noun)} {fault}, such as id {ids[0]}. "
+                "See `check`, which repairs them (--repair OUT.json)."
             )
 
 

@@ -66,7 +66,10 @@ def _open(path: Place, most_bytes: float) -> Iterator[FileStream]:
         with open_stream(path, most_bytes=most_bytes) as file:
             yield file
     except OSError as error:
-        reason = explain_os_error(error, "Check the name; on Colab, mount Drive first.")
+        cure = "Check the name; on Colab, mount Drive first."
+        if isinstance(error, IsADirectoryError):
+            cure = "Name the JSON in it. If each image has its own file, see docs/FORMATS.md."
+        reason = explain_os_error(error, cure)
         raise ColabUtilsError(f"The annotations {path} cannot be read: {reason}") from None
 
 

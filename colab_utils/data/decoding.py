@@ -47,6 +47,9 @@ _HEAD_BYTES = 2000
 _KINDS = {
     b"PK\x03\x04": "a zip: unpack it first",
     b"\x1f\x8b": "a gzip file: unpack it first",
+    b"Rar!\x1a\x07": "a RAR archive: unpack it first",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it first",
+    b".{257}ustar": "a tar archive: unpack it first",
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull` where it comes from",
     b"\\s*<(!doctype html|html)": "a web page: download the file itself",
     b"....ftyp(hei|hev|mif1|msf1)": "HEIC: save it as JPEG",

@@ -137,6 +137,8 @@ def require_folder(images: str | Place) -> None:
             cure = "On Colab, mount Drive first."
             if isinstance(folder, UrlPath):
                 cure = "Look at the names of the bucket and of the folder."
+            elif folder.is_file():
+                cure = "It is a file. Name a folder: if the file is an archive, unpack it first."
             raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
     _list_stems.cache_clear()
@@ -181,7 +183,7 @@ def list_base_names(folder: str) -> dict[str, str | None]:
 
     The path is None if several files have this name.
 
-    No links are followed but Drive's shortcuts.
+    No links are followed but Drive's shortcuts. Hidden folders are left out.
 
     Raises:
         ColabUtilsError: if the folder cannot be listed.
@@ -201,7 +203,9 @@ def list_base_names(folder: str) -> dict[str, str | None]:
                         follows = real not in followed and _is_shortcut(folder, Path(real))
                         followed.add(real)
                     if entry.is_dir(follow_symlinks=follows):
-                        folders.append(entry.path)
+                        # Folders such as .Trash-0 hold what the user has deleted.
+                        if not entry.name.startswith("."):
+                            folders.append(entry.path)
                     elif entry.is_file(follow_symlinks=follows):
                         base = normalize("NFC", entry.name)
                         is_new = base not in places

@@ -90,9 +90,10 @@ def convert_masks(
     parted = 0
     pairs = _pair_files(require_local_path(images), require_local_path(masks))
     for image, mask in show_progress("masks", pairs, total=len(pairs), unit="image"):
-        values = _read_mask(image, mask, background, threshold)
+        values, is_clear = _read_mask(image, mask, background, threshold)
         objects = _list_objects(values, mask)
         if background is None:
+            _require_colour(values, is_clear, mask)
             neighbours = _list_neighbours(values)
             _require_background(values, mask)
             _require_instances(objects, mask)
@@ -126,7 +127,9 @@ def _list_images(folder: Path) -> dict[str, Path]:
     known = Image.registered_extensions()
     images: dict[str, Path] = {}
     for path in sorted(folder.glob("*")):
-        if path.suffix.lower() not in known:
+        # macOS leaves files such as ._a.png, which hold no pixels.
+        is_hidden = path.name.startswith(".")
+        if is_hidden or path.suffix.lower() not in known or path.is_dir():
             continue
         if path.stem in images:
             raise ColabUtilsError(f"{folder} has two files called {path.stem}. Remove one of them.")
@@ -154,9 +157,10 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
             return [(path, drawn[stem + end]) for stem, path in pictures.items()]
     end = ends[0] if ends else ""
     alone = {stem + end for stem in pictures} ^ set(drawn)
+    count = format_count(len(alone), "file has", "files have")
     raise ColabUtilsError(
         "Each image needs a mask of the same name. If all masks have the same ending after the "
-        f"name, such as _mask, that is fine. {len(alone)} files have no partner, such as "
+        f"name, such as _mask, that is fine. {count} no partner, such as "
         f"{min(alone)}. Rename them. If each mask file is one object, see the recipe in "
         "docs/FORMATS.md."
     )
@@ -165,8 +169,11 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 @guard_pillow()
 def _read_mask(
     image: Path, mask: Path, background: int | Sequence[int] | None, threshold: int | None
-) -> NDArray[np.int64]:
-    """Return the mask's values, int64 [H, W]. Background pixels have the value -1."""
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the mask's values, int64 [H, W], and which pixels are transparent.
+
+    Background pixels have the value -1. If no pixel is transparent, the second array has no axes.
+    """
     alpha: Any = _OPAQUE
     try:
         with open_file(image) as file, open_lazily(file) as opened:
@@ -203,8 +210,19 @@ def _read_mask(
         values = values @ (65536, 256, 1)
     if threshold is not None:
         values = np.where(values > threshold, 255, 0)
-    values[np.isin(values, background or 0) | np.less(alpha, _OPAQUE)] = -1
-    return values
+    is_clear = np.asarray(alpha < _OPAQUE)
+    values[np.isin(values, background or 0) | is_clear] = -1
+    return values, is_clear
+
+
+def _require_colour(values: NDArray[np.int64], is_clear: NDArray[np.bool_], mask: Path) -> None:
+    """Raise ColabUtilsError if all opaque pixels are black: the alpha may be the mask."""
+    if values.max() < 0 and 0 < is_clear.mean() < 1:
+        raise ColabUtilsError(
+            f"The mask {mask} is black where it is opaque, and transparent elsewhere. If its "
+            "opaque pixels are an object, save its alpha channel as the mask. If it is empty, give "
+            "background=0."
+        )
 
 
 def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:

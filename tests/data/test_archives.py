@@ -266,9 +266,9 @@ def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(
     ("break_it", "words"),
     [
         # The file is empty.
-        (lambda path: path.write_bytes(b""), "not a zip file"),
+        (lambda path: path.write_bytes(b""), "an empty file"),
         # The file is a web page.
-        (lambda path: path.write_bytes(b"<!doctype html>" * 99), "not a zip file"),
+        (lambda path: path.write_bytes(b"<!doctype html>" * 99), "a web page"),
         # The file is cut short.
         (
             lambda path: path.write_bytes(path.read_bytes()[:-3000]),
@@ -322,7 +322,7 @@ def test_images_under_names_of_another_machine_are_unpacked_and_found(tmp_path, 
 def test_an_encrypted_zip_is_told(export, ssd):
     encrypt(Path(export))
     with pytest.raises(
-        ColabUtilsError, match=r"not a whole zip .* is encrypted, password required"
+        ColabUtilsError, match=r"not a whole zip .* it has a password.*Zip it again without"
     ):
         unpack_dataset(export, ssd)
 
@@ -817,3 +817,93 @@ def test_backslashes_lead_nowhere_else(tmp_path, tiny_dataset, ssd, name):
     with pytest.raises(ColabUtilsError, match="leads out of it, so nothing is unpacked"):
         unpack_dataset(source, ssd)
     assert not list(tmp_path.rglob("out.jpg"))
+
+
+@pytest.mark.parametrize(
+    ("annotations", "folders"),
+    [
+        # Roboflow: each split has its JSON beside its images.
+        ("{}/_annotations.coco.json", "{}"),
+        # COCO and CVAT: the JSON is called after its folder.
+        ("annotations/instances_{}.json", "images/{}"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "Validation"])
+def test_of_splits_with_equal_names_the_one_of_the_json_is_taken(
+    tmp_path, tiny_dataset, ssd, annotations, folders, split
+):
+    source = tmp_path / "splits.zip"
+    names = [path.name for path in tiny_dataset.images.iterdir()]
+    with zipfile.ZipFile(source, "w") as archive:
+        for part in ("train", "Validation"):
+            archive.write(tiny_dataset.annotations, annotations.format(part))
+            for name in names:
+                archive.writestr(f"{folders.format(part)}/{name}", part)
+    images, _ = unpack_dataset(str(source), ssd, annotations.format(split))
+    assert {(images / name).read_text() for name in names} == {split}
+
+
+def test_of_copies_in_several_folders_none_is_guessed(tmp_path, tiny_dataset, ssd):
+    source = tmp_path / "copies.zip"
+    with zipfile.ZipFile(source, "w") as archive:
+        archive.write(tiny_dataset.annotations, JSON)
+        for folder in ("first", "second"):
+            for path in tiny_dataset.images.iterdir():
+                archive.writestr(f"{folder}/{path.name}", folder)
+    with pytest.raises(
+        ColabUtilsError, match=r"in several folders: 'first/', 'second/'\. Unpack the zip"
+    ):
+        unpack_dataset(str(source), ssd)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "train/__MACOSX/._instances.json",
+        "._instances.json",
+        "annotations/.ipynb_checkpoints/instances_train-checkpoint.json",
+        ".vscode/settings.json",
+        "@eaDir/thumbs.json",
+        ".Trash-0/train/{}",
+    ],
+)
+def test_what_systems_and_tools_leave_in_a_zip_is_passed_over(tmp_path, tiny_dataset, ssd, left):
+    name = min(path.name for path in tiny_dataset.images.iterdir())
+    more = [(left.format(name), b"left")]
+    source = write_zip(tmp_path / "left.zip", tiny_dataset, more=more)
+    assert_same(unpack_dataset(source, ssd), tiny_dataset)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<!DOCTYPE html><title>Quota exceeded</title>", "a web page: download the file itself"),
+        (b"version https://git-lfs.github.com/spec/v1", "a Git LFS pointer"),
+        (b"Rar!\x1a\x07\x01\x00", "a RAR archive: unpack it first"),
+        (b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it first"),
+        (b"\x1f\x8b\x08", "a gzip file: unpack it first"),
+        (b"a.jpg".ljust(257, b"\0") + b"ustar", "a tar archive: unpack it first"),
+        (b"", "an empty file: copy it again"),
+    ],
+)
+def test_another_file_with_the_name_of_a_zip_is_named(tmp_path, ssd, content, message):
+    source = tmp_path / "export.zip"
+    source.write_bytes(content)
+    with pytest.raises(ColabUtilsError, match=f"it is {message}"):
+        unpack_dataset(str(source), ssd)
+
+
+def test_a_compression_that_python_does_not_know_is_told(export, ssd):
+    content = Path(export).read_bytes()
+    start = content.rindex(b"PK\x01\x02")
+    # The last entry of the listing is that of the JSON; 9 stands for Deflate64.
+    Path(export).write_bytes(content[: start + 10] + b"\x09" + content[start + 11 :])
+    with pytest.raises(ColabUtilsError, match="Deflate64"):
+        unpack_dataset(export, ssd)
+
+
+def test_an_archive_in_place_of_the_image_folder_is_told(tmp_path, tiny_dataset):
+    archive = tmp_path / "images.tar.gz"
+    archive.write_bytes(b"\x1f\x8b")
+    with pytest.raises(ColabUtilsError, match=r"It is a file\. Name a folder"):
+        check_dataset(archive, tiny_dataset.annotations)

@@ -402,7 +402,7 @@ def test_images_of_the_same_id_are_refused_with_the_way_out(path):
     assert [len(dataset.annotations(i)) for i in range(3)] == [1, 0, 0]
     with pytest.raises(
         ColabUtilsError,
-        match=r"has 1 images with the id of another image, such as id 7\. See `check`.*--repair",
+        match=r"has 1 image with the id of another image, such as id 7\. See `check`.*--repair",
     ):
         open_coco(path.parent, path)
 
@@ -900,3 +900,9 @@ def test_names_of_images_that_python_takes_for_numbers_are_names(path, names):
 def test_numbers_in_text_are_numbers(path, name):
     dataset = read(path, make_coco(images=[{"id": name, "file_name": "a"}]))
     assert dataset.image_ids.tolist() == [110]
+
+
+def test_a_folder_in_place_of_the_json_is_told(tmp_path):
+    """LabelMe and Pascal VOC have a folder with a file for each image."""
+    with pytest.raises(ColabUtilsError, match=r"Is a directory\. Name the JSON in it\. If each"):
+        read_coco(tmp_path)

@@ -113,11 +113,11 @@ def spoil_colours(folder):
 SPOILED = [
     (
         lambda folder: (folder / "PedMasks/Fudan1_mask.png").unlink(),
-        "1 files have no partner, such as Fudan1_mask",
+        "1 file has no partner, such as Fudan1_mask",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.png").unlink(),
-        "1 files have no partner, such as Fudan1_mask",
+        "1 file has no partner, such as Fudan1_mask",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.jpg").touch(),
@@ -361,7 +361,7 @@ def test_masks_without_any_object_are_refused(tmp_path):
 
 def test_a_mask_file_an_object_is_another_layout(people):
     Image.new("L", (60, 40)).save(people / "PedMasks/Fudan1_mask2.png")
-    with pytest.raises(ColabUtilsError, match=r"files have no partner.*FORMATS\.md"):
+    with pytest.raises(ColabUtilsError, match=r"file has no partner.*FORMATS\.md"):
         convert(people)
     with pytest.raises(ColabUtilsError, match=r"has no image files.*FORMATS\.md"):
         convert_masks(people, people, output=people / "people.json")
@@ -418,3 +418,22 @@ def test_objects_in_pieces_are_counted(tmp_path, capsys):
     assert (
         "2 objects; the largest covers 8% of its image; 1 lie in pieces" in capsys.readouterr().out
     )
+
+
+def test_hidden_files_and_folders_are_no_masks(people):
+    expected = convert(people).read_bytes()
+    (people / "people.json").unlink()
+    (people / "PNGImages/._Fudan0.png").write_bytes(b"macOS")
+    (people / "PedMasks/._Fudan0_mask.png").write_bytes(b"macOS")
+    (people / "PedMasks/.ipynb_checkpoints").mkdir()
+    (people / "PedMasks/old.png").mkdir()
+    assert convert(people).read_bytes() == expected
+
+
+def test_a_shape_that_only_the_alpha_shows_is_not_lost(tmp_path):
+    nothing = np.zeros_like(DISC, np.uint8)
+    alpha = (DISC * 255).astype(np.uint8)
+    mask = Image.fromarray(np.dstack([nothing, nothing, nothing, alpha]))
+    folders = save_masks(tmp_path, mask)
+    with pytest.raises(ColabUtilsError, match="save its alpha channel as the mask"):
+        convert_masks(**folders)

@@ -962,5 +962,5 @@ def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
         dataset[1]
     coco["annotations"][0]["category_id"] = 10**9
     annotations.write_text(json.dumps(coco))
-    with pytest.raises(ColabUtilsError, match="1 annotations of an unknown category"):
+    with pytest.raises(ColabUtilsError, match="1 annotation of an unknown category"):
         CocoFolder(images, annotations)
