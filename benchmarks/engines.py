@@ -6,9 +6,10 @@ The Python of the environment "engines" runs it, which `make test-engines` build
 Both write the same shards, in turns: two worker processes of this machine, and two of
 `dask.distributed` with one thread each beside a scheduler, all in processes of their own. The
 images are repeated, under names of their own, until they fill a few shards. The CPU time is that of
-all processes, user and system, and the scheduler's heartbeats, too. It begins when the workers wait
-for their first job: what a cluster takes to start is a column of its own. The bytes of the shards
-are compared before anything is reported.
+all processes, user and system. It begins when the workers wait for their first job: what a cluster
+takes to start is a column of its own. So is what its heartbeats and its profiler would have taken
+in the same seconds without a job, which grows where others work on the machine. The bytes of the
+shards are compared before anything is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
@@ -42,6 +43,8 @@ __all__ = ["DASK", "LOCAL", "DaskCluster", "main", "repeat_images", "tabulate_ru
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 2
+# Seconds in which a cluster is watched that has nothing to do.
+IDLE_S = 15
 LOCAL = "processes of this machine"
 DASK = "dask.distributed"
 
@@ -148,9 +151,13 @@ def write_on_dask(data: Path, shards: Path, settings: dict[str, Any]) -> dict[st
                 {**settings, "executor": client.get_executor()},
                 [os.getpid(), *engine],
             )
+            before_s = read_cpu_s(engine)
+            sleep(IDLE_S)
+            idle_share = (read_cpu_s(engine) - before_s) / IDLE_S
     finally:
         cluster.close()
-    return {**row, "start_cpu_s": start_cpu_s}
+    idle_cpu_s = idle_share * row["seconds"]
+    return {**row, "start_cpu_s": start_cpu_s, "idle_cpu_s": idle_cpu_s}
 
 
 def _write(
@@ -172,12 +179,19 @@ def _write(
     ]
     names = ["caller_cpu_s", "scheduler_cpu_s", "first_worker_cpu_s", "second_worker_cpu_s"]
     parts = dict(zip(names, taken_s, strict=False))
-    return {"cpu_s": sum(taken_s), "seconds": seconds, "start_cpu_s": 0.0, **parts}
+    cluster = {"start_cpu_s": 0.0, "idle_cpu_s": 0.0}
+    return {"cpu_s": sum(taken_s), "seconds": seconds, **cluster, **parts}
 
 
 WAYS: dict[str, Callable[[Path, Path, dict[str, Any]], dict[str, float]]] = {
     LOCAL: write_here,
     DASK: write_on_dask,
+}
+
+COLUMNS = {
+    "cpu_s": "CPU s",
+    "start_cpu_s": "CPU s of the cluster's start",
+    "idle_cpu_s": "CPU s of the same time idle",
 }
 
 
@@ -217,24 +231,26 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
         if row["files"] != rows[0]["files"]:
             raise ColabUtilsError(f"{row['way']} wrote other bytes than {rows[0]['way']}.")
     lines = []
-    cpu_s: dict[str, list[float]] = {}
     for way in WAYS:
         runs = [row for row in rows if row["way"] == way]
-        cpu_s[way] = [row["cpu_s"] for row in runs]
-        if runs:
-            line = {
-                "way": way,
-                "CPU s": format_spread(cpu_s[way]),
-                "CPU s of the cluster's start": format_spread([row["start_cpu_s"] for row in runs]),
-            }
-            lines.append(line)
+        line = {"way": way}
+        for name, title in COLUMNS.items():
+            line[title] = format_spread([run[name] for run in runs]) if runs else ""
+        lines.append(line)
     text = str(make_table(lines))
-    ratios = [local / dask for local, dask in zip(cpu_s[LOCAL], cpu_s[DASK], strict=False)]
-    if ratios:
+    text += f"\n\n{len(rows[0]['files'])} files with the same bytes, "
+    text += f"{rows[0]['full_shards']} full shards."
+    pairs = [
+        (local, dask)
+        for local, dask in pairwise(rows)
+        if local["way"] == LOCAL and dask["way"] == DASK
+    ]
+    if pairs:
+        ratios = [local["cpu_s"] / dask["cpu_s"] for local, dask in pairs]
+        without = [local["cpu_s"] / (dask["cpu_s"] - dask["idle_cpu_s"]) for local, dask in pairs]
         text += (
-            f"\n\n{len(rows[0]['files'])} files with the same bytes, "
-            f"{rows[0]['full_shards']} full shards. CPU time of this machine's processes / of "
-            f"Dask's: {format_spread(ratios, '.3f')}"
+            f" CPU time of this machine's processes / of Dask's: {format_spread(ratios, '.3f')}; "
+            f"without what an idle cluster takes: {format_spread(without, '.3f')}"
         )
     return text
 
