@@ -70,7 +70,9 @@ _PACKAGES = {
 # Lasting errors: the same request would fail again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
-_LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
+_LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh", "NonRetryable")
+# How gcsfs begins the error of a refused request, which has no status and no number.
+_FORBIDDEN = "Forbidden"
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 425, 429)
 _SILENT_S = 60.0
@@ -544,7 +546,8 @@ def _describe_cause(error: BaseException) -> str:
     text = getattr(error, "message", "") if status else ""
     text = " ".join(str(text or (status or error)).split())
     if status:
-        return f"{status} {text}"[:200]
+        # gcsfs writes the status behind the text.
+        return f"{status} {text.removesuffix(f', {status}')}"[:200]
     return f"{type(error).__name__}: {text}"[:200]
 
 
@@ -564,7 +567,7 @@ def _is_lasting(error: Exception) -> bool:
         return 300 <= status < 500 and status not in _PASSING_STATUS
     if isinstance(error, _LASTING_KINDS):
         return True
-    if getattr(error, "errno", None) in _LASTING_NUMBERS:
+    if getattr(error, "errno", None) in _LASTING_NUMBERS or str(error).startswith(_FORBIDDEN):
         return True
     return any(word in type(error).__name__ for word in _LASTING_WORDS)
 
