@@ -103,8 +103,15 @@ class DaskCluster:
             self._start("dask_worker", "--nthreads", "1", "--no-nanny")
 
     def _start(self, module: str, *words: str) -> None:
-        command = [sys.executable, "-m", f"distributed.cli.{module}", *words, "--no-dashboard"]
-        command += ["--scheduler-file", str(self.scheduler_file)]
+        command = [
+            sys.executable,
+            "-m",
+            f"distributed.cli.{module}",
+            "--scheduler-file",
+            str(self.scheduler_file),
+            "--no-dashboard",
+            *words,
+        ]
         process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -117,7 +124,8 @@ class DaskCluster:
         """Return a client, once all workers are there."""
         from distributed import Client
 
-        client: Any = Client(scheduler_file=str(self.scheduler_file), timeout=120)  # type: ignore[no-untyped-call]
+        open_client: Any = Client
+        client = open_client(scheduler_file=str(self.scheduler_file), timeout=120)
         client.wait_for_workers(WORKERS, timeout=120)
         return client
 
@@ -258,9 +266,24 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both ways, and print one table."""
     parser = make_parser("engines", __doc__)
-    parser.add_argument("--mb", type=float, default=700, help="of images (%(default)s)")
-    parser.add_argument("--shard-mb", type=float, default=128, help="of a shard (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
+    parser.add_argument(
+        "--mb",
+        type=float,
+        default=700,
+        help="of images (%(default)s)",
+    )
+    parser.add_argument(
+        "--shard-mb",
+        type=float,
+        default=128,
+        help="of a shard (%(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="of each, in turns (%(default)s)",
+    )
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     settings = {"shard_mb": options.shard_mb}
@@ -275,7 +298,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for way in WAYS
             ]
             about = {"mb": options.mb, "shard_mb": options.shard_mb}
-            measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)
+            measure_in_turns(
+                runs,
+                rows,
+                repeats=options.repeats,
+                about=about,
+                path=options.json,
+            )
 
     return run_to_end(measure, lambda: tabulate_runs(rows))
 

@@ -1,5 +1,7 @@
 """How time and memory grow with the images: `python -m benchmarks.scale --json FILE`.
 
+The step ``loader`` loads an epoch, and prints the memory of the training process and its workers.
+
 The data are made by code. Images are a few small files under many names, and the records of a shard
 are one record that is read again and again: what grows is what is measured.
 """

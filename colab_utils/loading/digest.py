@@ -23,10 +23,10 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to pickle a value. Nothing is ever unpickled."""
-        if isinstance(value, np.memmap):
-            raise pickle.PicklingError("a file mapped into memory")
         mapping = find_mapping(value)
-        if mapping is not None and mapping.mode == "r":
+        if mapping is not None:
+            if mapping.mode != "r":
+                raise pickle.PicklingError("a file mapped into memory, to be written")
             # All processes see the same bytes, so that nothing has to be read.
             return dict, (value.__array_interface__,)
         if isinstance(value, CocoDataset):
@@ -44,8 +44,8 @@ def digest_dataset(dataset: Any) -> str:
     objects that it holds, such as another dataset, transforms, lists and arrays. It does not cover
     globals and attributes of classes. Of an array that shows a part of a file that is mapped to be
     read, it covers the place and not the content, which all processes share. A dataset cannot be
-    compared if it holds an object that cannot be pickled (an open or mapped file, a lambda), more
-    than 256 MB of arrays, or more than 8 MB of other objects.
+    compared if it holds an object that cannot be pickled (an open file, a file that is mapped to be
+    written, a lambda), more than 256 MB of arrays, or more than 8 MB of other objects.
 
     Example:
         >>> photos = ["a.jpg"]

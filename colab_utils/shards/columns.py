@@ -170,9 +170,11 @@ def find_mapping(table: Any) -> Any:
         >>> find_mapping(np.zeros(3)) is None
         True
     """
-    while isinstance(table, np.ndarray) and not isinstance(table, np.memmap):
+    while isinstance(table, np.ndarray):
+        if isinstance(table, np.memmap):
+            return table
         table = table.base
-    return table if isinstance(table, np.memmap) else None
+    return None
 
 
 def release_pages(table: Any) -> None:

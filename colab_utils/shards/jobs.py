@@ -216,8 +216,9 @@ def find_shard(
         return None
     if index.fingerprint != fingerprint or index.recipe != recipe:
         return None
-    is_there = not index.images or has_files(index, path.parent)
-    return index if is_there else None
+    if index.images and not has_files(index, path.parent):
+        return None
+    return index
 
 
 def has_files(index: ShardIndex, folder: Place) -> bool:
@@ -239,15 +240,12 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
     retries = Retries()
     read = partial(read_image, images, dataset, retries=retries)
-    reader = Reader(read, place=images, retries=retries)
-    try:
+    with closing(Reader(read, place=images, retries=retries)) as reader:
         for place, reading in zip(places, reader.read_all(places), strict=True):
             sample = try_sample(reading.take, dataset, place, index.recipe)
             if not isinstance(sample, SkippedImage):
                 return False
         return True
-    finally:
-        reader.close()
 
 
 def _find_finished(part: ShardPart) -> ShardIndex | None:
@@ -324,11 +322,8 @@ def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading,
     """
     retries = Retries(progress.stop)
     read = partial(read_image, part.images, part.dataset, retries=retries)
-    reader = Reader(read, place=part.images, streams=part.streams, retries=retries)
-    try:
+    with closing(Reader(read, place=part.images, streams=part.streams, retries=retries)) as reader:
         yield from reader.read_all(range(len(part.dataset)))
-    finally:
-        reader.close()
 
 
 def _parse_shard_index(content: bytes) -> ShardIndex:
