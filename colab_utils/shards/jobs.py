@@ -167,6 +167,8 @@ def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
     """
     folder = part.path.parent
     retries = Retries(progress.stop)
+    # A job that waited while the run was stopped asks nothing of a server that may be gone.
+    progress.add(0)
     finished = retries.write(folder, _find_finished, part)
     if finished is None and part.drive is not None:
         finished = _copy_shard(part, part.drive, retries)
@@ -241,11 +243,10 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     retries = Retries()
     read = partial(read_image, images, dataset, retries=retries)
     with closing(Reader(read, place=images, retries=retries)) as reader:
-        for place, reading in zip(places, reader.read_all(places), strict=True):
-            sample = try_sample(reading.take, dataset, place, index.recipe)
-            if not isinstance(sample, SkippedImage):
-                return False
-        return True
+        return all(
+            isinstance(try_sample(reading.take, dataset, place, index.recipe), SkippedImage)
+            for place, reading in zip(places, reader.read_all(places), strict=True)
+        )
 
 
 def _find_finished(part: ShardPart) -> ShardIndex | None:
