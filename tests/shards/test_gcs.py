@@ -191,7 +191,7 @@ def test_a_token_that_expires_in_the_middle_is_told_and_the_same_call_continues(
 
     def call():
         if way == "copy":
-            copy_shards(GS, target)
+            copy_shards(GS, target, streams=1)
         else:
             write_shards(photos.images, photos.annotations, shards=GS, workers=1, **SETTINGS)
 
