@@ -66,11 +66,11 @@ test-formats: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats
 	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py
 
-# Shards by Dask and by Ray, in processes that are killed, in an environment of their own; downloads
-# 150 MB
+# Shards by Dask and by Ray, in processes that are killed, and at S3 and Google, in an environment of
+# their own; downloads 210 MB
 test-engines: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only engines
-	PYTHONPATH=. runs/benchmarks/envs/engines/bin/python -m pytest -W ignore tests/shards/test_engines.py tests/shards/test_servers.py
+	PYTHONPATH=. runs/benchmarks/envs/engines/bin/python -m pytest -W ignore tests/shards/test_engines.py tests/shards/test_servers.py tests/shards/test_gcs.py
 
 # For a mounted Drive to test on; without it those tests are skipped, and say so
 fuse:

@@ -1,5 +1,7 @@
 """How time and memory grow with the images: `python -m benchmarks.scale --json FILE`.
 
+The step ``loader`` loads an epoch, and prints the memory of the training process and its workers.
+
 The data are made by code. Images are a few small files under many names, and the records of a shard
 are one record that is read again and again: what grows is what is measured.
 """
@@ -22,12 +24,14 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.command import make_parser, run_to_end
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.files import write_file
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.machine import describe_machine
 from colab_utils.sample_data import make_dataset
@@ -46,6 +50,11 @@ _LINKS = 30_000
 _SHARD_IMAGES = 680
 _BATCH_SIZE = 16
 _POLYGON_POINTS = 8
+_LOADER = "loader"
+_LOADER_WORKERS = 2
+_LOADER_SIZES = (300_000,)
+# Memory is read at these shares of an epoch.
+_EPOCH_SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 
 def _write_json(path: Path, images: int) -> None:
@@ -105,7 +114,9 @@ def make_shards(folder: Path, images: int) -> Path:
     write_shards(made.images, made.annotations, shards=folder / "one", workers=1)
     index = read_index(folder / "one")
     (model,) = index.shards
-    arrays = load_arrays(folder / "one" / model.arrays_name, model)
+    arrays_path = folder / "one" / model.arrays_name
+    arrays = load_arrays(arrays_path, model)
+    arrays = replace(arrays, bits=np.fromfile(arrays_path, np.uint8, offset=arrays.bits))
     tar = (folder / "one" / model.name).read_bytes()
     shards = folder / "shards"
     shards.mkdir()
@@ -133,12 +144,13 @@ def _repeat_arrays(arrays: ShardArrays, first: int, count: int) -> ShardArrays:
     """Return arrays with the only image so many times, under ids from ``first`` on."""
     tables: dict[str, Any] = {}
     for name, table in vars(arrays).items():
-        if isinstance(table, np.ndarray):
+        if name != "bits":
             tables[name] = np.concatenate([table] * count)
     mask_bytes = np.tile(np.diff(arrays.mask_ends), count)
     tables["mask_ends"] = np.append(0, np.cumsum(mask_bytes))
     tables["image_ids"] = np.arange(first, first + count)
-    return ShardArrays(**tables, bits=np.zeros(int(mask_bytes.sum()), np.uint8))
+    tables["bits"] = np.tile(arrays.bits, count)
+    return ShardArrays(**tables)
 
 
 def _check(folder: Path, images: int) -> Any:
@@ -253,6 +265,60 @@ def measure_step(step: str, folder: Path, images: int) -> dict[str, Any]:
     return {"step": step, "images": images, **measured}
 
 
+def read_pss(process: int) -> dict[str, float]:
+    """Return the memory of a process in MB: its own, and its part of what it shares with others.
+
+    ``data_mb`` leaves out libraries, whose part grows when any other program on the machine ends.
+    """
+    total_kb = 0
+    data_kb = 0
+    is_library = False
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_library = ".so" in words[-1] or "/bin/python" in words[-1]
+        elif words[0] == "Pss:":
+            total_kb += int(words[1])
+            data_kb += 0 if is_library else int(words[1])
+    return {"pss_mb": 1024 * total_kb / 1e6, "data_mb": 1024 * data_kb / 1e6}
+
+
+def _load_here(folder: Path, images: int) -> list[dict[str, Any]]:
+    """Load an epoch in this process; return the memory at shares of it, of each process."""
+    loader = make_loader(
+        ShardDataset(folder / "shards"), batch_size=_BATCH_SIZE, workers=_LOADER_WORKERS
+    )
+    marks = [max(1, math.ceil(share * len(loader))) for share in _EPOCH_SHARES]
+    rows: list[dict[str, Any]] = []
+    for batches, _ in enumerate(loader, start=1):
+        if batches not in marks:
+            continue
+        share = _EPOCH_SHARES[marks.index(batches)]
+        workers = sorted(child.pid for child in psutil.Process().children())
+        names = ["training process", *(f"worker {number}" for number in range(len(workers)))]
+        for name, process in zip(names, [os.getpid(), *workers], strict=True):
+            rows.append({"images": images, "share": share, "process": name, **read_pss(process)})
+    loader.close()
+    return rows
+
+
+def measure_loader(folder: Path, images: int) -> list[dict[str, Any]]:
+    """Measure the memory of a loader and of its workers over an epoch, in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_load_here, folder, images).result()
+
+
+def tabulate_memory(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of a loader's memory: a row for each process, a column for each share."""
+    lines: dict[tuple[int, str], dict[str, str]] = {}
+    for row in rows:
+        start = {"process": row["process"], "images": f"{row['images']:,}"}
+        line = lines.setdefault((row["images"], row["process"]), start)
+        text = f"{row['pss_mb']:.0f} ({row['data_mb']:.1f})"
+        line[f"PSS at {row['share']:.0%}, MB (without libraries)"] = text
+    return str(make_table(list(lines.values())))
+
+
 def _prepare(kind: str, work: Path, images: int) -> Path:
     """Make the data of this kind, where they are not there, in another process."""
     folder = work / f"{kind}-{images}"
@@ -306,26 +372,45 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the steps that were asked for, and print a table."""
     parser = make_parser("scale", __doc__, builtin="scale")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=[*STEPS], metavar="STEP")
+    steps = [*STEPS, _LOADER]
+    parser.add_argument("--steps", nargs="+", choices=steps, default=steps, metavar="STEP")
     parser.add_argument("--sizes", nargs="+", type=int, metavar="IMAGES", help="of each step")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
+    memory: list[dict[str, Any]] = []
 
     def measure() -> None:
         for step in options.steps:
-            _, kind, sizes = STEPS[step]
+            if step == _LOADER:
+                kind = "shards"
+                sizes = _LOADER_SIZES
+            else:
+                _, kind, sizes = STEPS[step]
             for images in sorted(options.sizes or sizes):
                 folder = _prepare(kind, options.work, images)
                 if step == "plan":
                     shutil.rmtree(folder / "plan", ignore_errors=True)
-                if step == "open columns":
+                if step in ("open columns", _LOADER):
                     measure_step("write columns", folder, images)
-                rows.append(measure_step(step, folder, images))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                content = {"machine": asdict(describe_machine()), "rows": rows}
+                if step == _LOADER:
+                    memory.extend(measure_loader(folder, images))
+                else:
+                    rows.append(measure_step(step, folder, images))
+                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                content = {
+                    "machine": asdict(describe_machine()),
+                    "rows": rows,
+                    "loader_memory": memory,
+                }
                 write_file(options.json, json.dumps(content, indent=1, default=str).encode())
 
-    return run_to_end(measure, lambda: tabulate_runs(rows) if rows else "")
+    def tabulate() -> str:
+        tables = [tabulate_runs(rows)] if rows else []
+        if memory:
+            tables.append(tabulate_memory(memory))
+        return "\n\n".join(tables)
+
+    return run_to_end(measure, tabulate)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ _PACKAGES = {
 # Lasting errors: the same request would fail again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
-_LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh")
+_LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh", "NonRetryable")
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 425, 429)
 _SILENT_S = 60.0
@@ -526,9 +526,8 @@ def _find_cause(error: Exception) -> Exception:
         return error
     status = _find_status(cause)
     is_silence = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
-    is_failure = type(cause).__module__.startswith("aiohttp") or status != 0
-    is_absence = status in (404, 410)
-    return cause if (is_silence or is_failure) and not is_absence else error
+    is_failure = status or type(cause).__module__.startswith("aiohttp")
+    return cause if (is_silence or is_failure) and status not in (404, 410) else error
 
 
 def find_reason(error: BaseException) -> str:
@@ -541,11 +540,11 @@ def find_reason(error: BaseException) -> str:
 def _describe_cause(error: BaseException) -> str:
     """Return an error in one line, without the address: the address may hold a signature."""
     status = _find_status(error)
-    text = getattr(error, "message", "") if status else ""
-    text = " ".join(str(text or (status or error)).split())
+    text = f"{type(error).__name__}: {error}"
     if status:
-        return f"{status} {text}"[:200]
-    return f"{type(error).__name__}: {text}"[:200]
+        # gcsfs writes the status behind its message, too.
+        text = f"{status} {getattr(error, 'message', '')}".removesuffix(f", {status}")
+    return " ".join(text.split())[:200]
 
 
 def _find_status(error: BaseException) -> int:
@@ -564,7 +563,8 @@ def _is_lasting(error: Exception) -> bool:
         return 300 <= status < 500 and status not in _PASSING_STATUS
     if isinstance(error, _LASTING_KINDS):
         return True
-    if getattr(error, "errno", None) in _LASTING_NUMBERS:
+    # The error of gcsfs for a refused request has no status and no number.
+    if getattr(error, "errno", None) in _LASTING_NUMBERS or str(error).startswith("Forbidden"):
         return True
     return any(word in type(error).__name__ for word in _LASTING_WORDS)
 

@@ -14,6 +14,7 @@ from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, hash_file, open_file, read_file, write_file
 from colab_utils.places import (
+    RefusedError,
     ServerLostError,
     UrlFile,
     UrlPath,
@@ -33,6 +34,10 @@ class AnswerError(Exception):
         super().__init__(f"{status} at https://host/file?signature=secret")
         self.status = status
         self.message = "said the server"
+
+
+class NonRetryableError(Exception):
+    """That of gcsfs."""
 
 
 class NoCredentialsError(Exception):
@@ -200,6 +205,9 @@ def test_what_may_pass_is_tried_again(file, error):
         (AnswerError(401), "401 said the server"),
         (AnswerError(403), "403 said the server"),
         (OSError(errno.EINVAL, "InvalidBucketName"), "InvalidBucketName"),
+        # So gcsfs tells of Google's 403, and of credentials that cannot be renewed.
+        (OSError("Forbidden: b/bucket/o\nno access to the object"), "no access to the object"),
+        (NonRetryableError("Got error while refreshing credentials."), "refreshing"),
     ],
     ids=repr,
 )
@@ -213,6 +221,15 @@ def test_what_the_server_refuses_is_told_at_once(file, error, reason):
     assert "secret" not in str(caught.value)
     assert "space" not in str(caught.value)
     assert retries.count == 0
+
+
+def test_a_status_is_told_once():
+    """gcsfs writes it behind its message, too."""
+    error = AnswerError(401)
+    error.message = "Invalid Credentials, 401"
+    message = r"\(401 Invalid Credentials\)"
+    with pytest.raises(RefusedError, match=message), guard_server(UrlPath("gs://bucket/a")):
+        raise error
 
 
 def test_a_web_server_that_fails_is_not_a_missing_file():

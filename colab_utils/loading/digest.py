@@ -11,6 +11,7 @@ from torch import Tensor
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.files import hash_bytes
+from colab_utils.shards.columns import find_mapping
 
 # Larger datasets are not compared, because starting new workers is faster than comparing.
 _MOST_OBJECT_BYTES = 8_000_000
@@ -22,8 +23,12 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to pickle a value. Nothing is ever unpickled."""
-        if isinstance(value, np.memmap):
-            raise pickle.PicklingError("a file mapped into memory")
+        mapping = find_mapping(value)
+        if mapping is not None:
+            if mapping.mode != "r":
+                raise pickle.PicklingError("a file mapped into memory, to be written")
+            # All processes see the same bytes, so that nothing has to be read.
+            return dict, (value.__array_interface__,)
         if isinstance(value, CocoDataset):
             # A CocoDataset never changes, and its annotations are large.
             return list, ([value.fingerprint, value.image_ids],)
@@ -37,9 +42,10 @@ def digest_dataset(dataset: Any) -> str:
 
     The digest covers what the dataset's pickle contains: its attributes, and the attributes of the
     objects that it holds, such as another dataset, transforms, lists and arrays. It does not cover
-    globals and attributes of classes. A dataset cannot be compared if it holds an object that
-    cannot be pickled (an open or mapped file, a lambda), more than 256 MB of arrays, or more than
-    8 MB of other objects.
+    globals and attributes of classes. Of an array that shows a part of a file that is mapped to be
+    read, it covers the place and not the content, which all processes share. A dataset cannot be
+    compared if it holds an object that cannot be pickled (an open file, a file that is mapped to be
+    written, a lambda), more than 256 MB of arrays, or more than 8 MB of other objects.
 
     Example:
         >>> photos = ["a.jpg"]

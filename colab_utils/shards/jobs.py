@@ -169,6 +169,8 @@ def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
     """
     folder = part.path.parent
     retries = Retries(progress.stop)
+    # A job that waited while the run was stopped asks nothing of a server that may be gone.
+    progress.add(0)
     finished = retries.write(folder, _find_finished, part)
     if finished is None and part.drive is not None:
         finished = _copy_shard(part, part.drive, retries)
@@ -218,8 +220,9 @@ def find_shard(
         return None
     if index.fingerprint != fingerprint or index.recipe != recipe:
         return None
-    is_there = not index.images or has_files(index, path.parent)
-    return index if is_there else None
+    if index.images and not has_files(index, path.parent):
+        return None
+    return index
 
 
 def has_files(index: ShardIndex, folder: Place) -> bool:
@@ -241,15 +244,11 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
     retries = Retries()
     read = partial(read_image, images, dataset, retries=retries)
-    reader = Reader(read, place=images, retries=retries)
-    try:
-        for place, reading in zip(places, reader.read_all(places), strict=True):
-            sample = try_sample(reading.take, dataset, place, index.recipe)
-            if not isinstance(sample, SkippedImage):
-                return False
-        return True
-    finally:
-        reader.close()
+    with closing(Reader(read, place=images, retries=retries)) as reader:
+        return all(
+            isinstance(try_sample(reading.take, dataset, place, index.recipe), SkippedImage)
+            for place, reading in zip(places, reader.read_all(places), strict=True)
+        )
 
 
 def _find_finished(part: ShardPart) -> ShardIndex | None:
@@ -325,6 +324,7 @@ def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading,
     Files are read before they are needed, because each file on Drive takes long to open.
     """
     retries = Retries(progress.stop)
+<<<<<<< HEAD
     contents = part.contents or {}
 
     def read(place: int) -> bytes:
@@ -332,9 +332,11 @@ def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading,
 
     reader = Reader(read, place=part.images, streams=part.streams, retries=retries)
     try:
+=======
+    read = partial(read_image, part.images, part.dataset, retries=retries)
+    with closing(Reader(read, place=part.images, streams=part.streams, retries=retries)) as reader:
+>>>>>>> wt-e
         yield from reader.read_all(range(len(part.dataset)))
-    finally:
-        reader.close()
 
 
 def _parse_shard_index(content: bytes) -> ShardIndex:

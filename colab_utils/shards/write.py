@@ -327,9 +327,12 @@ def find_known(
         return None
     index = read_index(folder)
     source = read_source(folder, index.fingerprint)
-    if source is None or index.partial or not index.recipe.items() >= recipe.items():
-        return None
-    if source.json != stamp_annotations(annotations):
+    if (
+        source is None
+        or index.partial
+        or not index.recipe.items() >= recipe.items()
+        or source.json != stamp_annotations(annotations)
+    ):
         return None
     require_folder(images)
     if list_changed(index, source, images) or not has_files(index, folder):
@@ -491,20 +494,15 @@ def check_bad(
     skipped = _join_skipped(done)
     if is_patient:
         skipped = tuple(image for image in skipped if image.reason != MISSING)
-    _check_images(skipped, plan.images, max_bad)
-    require_sound_objects(_sum_faults(done), plan.annotations - plan.crowds, max_bad)
-
-
-def _check_images(bad: tuple[SkippedImage, ...], total: int, max_bad: float) -> None:
-    """Raise an error if more images are bad than are allowed."""
-    allowed = count_allowed(total, max_bad)
-    if len(bad) > allowed:
-        examples = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
+    allowed = count_allowed(plan.images, max_bad)
+    if len(skipped) > allowed:
+        examples = "; ".join(f"{image.file_name}: {image.reason}" for image in skipped[:3])
         raise ColabUtilsError(
-            f"Bad images so far: {len(bad):,}, and at most {allowed:,} of {total:,} may be bad "
-            f"({examples}). Repair them, or their annotations with `check --repair OUT.json`, "
-            "or allow more with max_bad (preprocess: --max-bad SHARE)."
+            f"Bad images so far: {len(skipped):,}, and at most {allowed:,} of {plan.images:,} may "
+            f"be bad ({examples}). Repair them, or their annotations with `check --repair "
+            "OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
         )
+    require_sound_objects(_sum_faults(done), plan.annotations - plan.crowds, max_bad)
 
 
 def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:

@@ -115,3 +115,41 @@ def test_large_arrays_and_mapped_files_cannot_be_compared(tmp_path, monkeypatch)
     assert digest_dataset(torch.zeros(100)) == ""
     mapped = np.memmap(tmp_path / "pixels", mode="w+", shape=(3,))
     assert digest_dataset(mapped) == ""
+
+
+@pytest.mark.parametrize("mode", ["c", "r+"])
+def test_a_part_of_a_mapped_file_that_is_written_cannot_be_compared(tmp_path, mode):
+    path = tmp_path / "pixels"
+    path.write_bytes(bytes(range(100)))
+    photos = Photos()
+    photos.boxes = np.memmap(path, mode=mode)[10:16]
+    assert digest_dataset(photos) == ""
+
+
+def test_a_part_of_a_mapped_file_that_is_only_read_is_known_by_its_place(tmp_path):
+    path = tmp_path / "pixels"
+    path.write_bytes(bytes(range(100)))
+    mapped = np.memmap(path, mode="r")
+    photos = Photos()
+    photos.boxes = np.ndarray((3, 2), np.uint8, mapped, 10)
+    before = digest_dataset(photos)
+    assert before
+    assert digest_dataset(photos) == before
+    photos.boxes = np.ndarray((3, 2), np.uint8, mapped, 20)
+    assert digest_dataset(photos) not in (before, "")
+    photos.boxes = np.ndarray((2, 3), np.uint8, mapped, 10)
+    assert digest_dataset(photos) not in (before, "")
+    photos.boxes = mapped
+    whole = digest_dataset(photos)
+    assert whole not in (before, "")
+    photos.boxes = mapped[10:]
+    assert digest_dataset(photos) not in (whole, before, "")
+
+
+def test_a_dataset_with_an_attribute_base_is_compared_as_any_other():
+    photos = Photos()
+    photos.base = photos
+    before = digest_dataset(photos)
+    assert before
+    photos.base = None
+    assert digest_dataset(photos) not in (before, "")

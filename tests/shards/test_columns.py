@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import dataset as dataset_module
+from colab_utils.loading import digest
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -268,6 +270,30 @@ def test_reading_does_not_grow_the_memory_of_a_process(shards):
     for row in range(len(dataset)):
         dataset.describe([row])
     assert count_resident(shards / COLUMNS_NAME) == 0
+
+
+def test_a_dataset_is_compared_without_reading_its_columns(shards, monkeypatch):
+    """A training process would hold all of them from its first batch on."""
+    dataset = open_quietly(shards)
+    dataset.describe([0])
+    monkeypatch.setattr(digest, "_MOST_ARRAY_BYTES", 2 * len(dataset))
+    before = digest.digest_dataset(dataset)
+    assert before
+    assert count_resident(shards / COLUMNS_NAME) == 0
+    assert digest.digest_dataset(dataset) == before
+    dataset.transforms = str
+    assert digest.digest_dataset(dataset) not in (before, "")
+
+
+def test_the_workers_of_a_folder_with_columns_stay_for_the_next_epoch(shards):
+    loader = make_loader(open_quietly(shards), batch_size=4, device="cpu", workers=1)
+    epochs = []
+    for _ in range(2):
+        assert list(loader)
+        epochs.append([child.pid for child in psutil.Process().children()])
+    loader.close()
+    assert len(epochs[0]) == 1
+    assert epochs[0] == epochs[1]
 
 
 def test_a_dataset_in_use_keeps_its_columns_when_they_are_replaced(shards, tiny_shards):

@@ -422,6 +422,18 @@ def test_a_stopped_job_writes_nothing(sixty, folder, monkeypatch):
     write_shard(planned.jobs[0])
 
 
+def test_a_job_that_waited_while_its_run_was_stopped_looks_for_nothing(
+    tiny_dataset, tmp_path, monkeypatch
+):
+    """At a server that refuses, each look takes half a minute, and many jobs may wait."""
+    made = tiny_dataset.images, tiny_dataset.annotations
+    job = plan(made, tmp_path / "shards", shard_mb=0.01).jobs[0]
+    job.stop_file.touch()
+    monkeypatch.setattr(jobs, "find_shard", None)
+    with pytest.raises(ColabUtilsError, match="was stopped"):
+        write_shard(job)
+
+
 # These tests use executors.
 
 
