@@ -324,18 +324,12 @@ def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading,
     Files are read before they are needed, because each file on Drive takes long to open.
     """
     retries = Retries(progress.stop)
-<<<<<<< HEAD
     contents = part.contents or {}
 
     def read(place: int) -> bytes:
         return contents.get(place) or read_image(part.images, part.dataset, place, retries)
 
-    reader = Reader(read, place=part.images, streams=part.streams, retries=retries)
-    try:
-=======
-    read = partial(read_image, part.images, part.dataset, retries=retries)
     with closing(Reader(read, place=part.images, streams=part.streams, retries=retries)) as reader:
->>>>>>> wt-e
         yield from reader.read_all(range(len(part.dataset)))
 
 
