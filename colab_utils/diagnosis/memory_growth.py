@@ -3,12 +3,17 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
 
-from colab_utils.diagnosis.system_calls import measure_machine_part, measure_memory_part
+from colab_utils.diagnosis.system_calls import (
+    measure_machine_part,
+    measure_memory_part,
+    measure_private_part,
+)
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
@@ -16,13 +21,14 @@ from colab_utils.processes import list_processes
 # is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
-# The time between two readings is at least this many times the CPU time of a reading.
-_PAUSE_TIMES = 25
-# A reading is costly, because Linux goes through all pages of each process. While the memory of the
-# machine grows by less than `_NEW_BYTES`, the last reading is repeated instead, at most
-# `_MOST_REPEATS` times in a row.
+# To measure a worker is costly, because Linux goes through all of its pages. So the workers are
+# measured in turn, and only when the memory of the machine, without that of this process, has grown
+# by this many bytes. Meanwhile, readings repeat what was measured last.
 _NEW_BYTES = 4_000_000
-_MOST_REPEATS = 4
+# The time between two measurements is at least this many times the CPU time of the first: if it
+# showed that its worker had grown, or if it did not.
+_GROWING_TIMES = 25
+_STEADY_TIMES = 500
 _LEAST_READINGS = 5
 # A slope counts if it is more than this many standard errors above 0.
 _SURE = 3
@@ -96,34 +102,42 @@ class MemoryLog:
         self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
-        # The memory of the machine at the last reading that was no repeat.
-        self._machine_bytes = 0
-        self._repeats_left = 0
+        # What was measured last of each worker, when the next measurement may come, and the least
+        # memory of the machine since the last one, without that of this process.
+        self._worker_bytes: dict[int, int] = {}
+        self._worker_due_s = self._began_s
+        self._other_bytes = 0
+        self._turns = count()
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
         now_s = perf_counter()
         if now_s < self._due_s:
             return
-        cpu_began_s = thread_time()
-        self.readings.append(Reading(batches, self._measure_own()))
-        least_s = _PAUSE_TIMES * (thread_time() - cpu_began_s)
-        self._due_s = now_s + max(_PAUSE_S, least_s, (now_s - self._began_s) * _PAUSE_SHARE)
+        own_part = measure_private_part()
+        other_bytes = measure_machine_part() - own_part
+        self._other_bytes = min(self._other_bytes, other_bytes)
+        if now_s >= self._worker_due_s and other_bytes > self._other_bytes + _NEW_BYTES:
+            self._measure_worker(now_s)
+            self._other_bytes = other_bytes
+        own_bytes = {**self._worker_bytes, os.getpid(): own_part - self.known_bytes}
+        self.readings.append(Reading(batches, own_bytes))
+        self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
 
-    def _measure_own(self) -> Mapping[int, int]:
-        """Return the own bytes of each process, or those of the last reading if memory has hardly
-        grown since.
-        """
-        machine_bytes = measure_machine_part()
-        is_new = machine_bytes > self._machine_bytes + _NEW_BYTES
-        if self._repeats_left and not is_new:
-            self._repeats_left -= 1
-            return self.readings[-1].own_bytes
-        own_bytes = _measure_own()
-        own_bytes[os.getpid()] -= self.known_bytes
-        self._machine_bytes = machine_bytes
-        self._repeats_left = _MOST_REPEATS
-        return own_bytes
+    def _measure_worker(self, now_s: float) -> None:
+        """Measure the next worker. Workers are all descendants of this process."""
+        cpu_began_s = thread_time()
+        pids = [process.pid for process in list_processes()[1:]]
+        sizes = {pid: size for pid, size in self._worker_bytes.items() if pid in pids}
+        times = _STEADY_TIMES
+        if pids:
+            pid = pids[next(self._turns) % len(pids)]
+            size = measure_memory_part(pid)
+            if size > sizes.get(pid, 0) + _NEW_BYTES / 2:
+                times = _GROWING_TIMES
+            sizes[pid] = size
+        self._worker_bytes = sizes
+        self._worker_due_s = now_s + times * (thread_time() - cpu_began_s)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
@@ -171,14 +185,3 @@ def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
     least = max(_SURE * covariance[0, 0] ** 0.5, least_bytes / np.ptp(batches))
     later_slope = np.polyfit(batches[middle:], own_bytes[middle:], 1)[0]
     return float(slope) if slope > least and later_slope > slope / 2 else 0.0
-
-
-def _measure_own() -> dict[int, int]:
-    """Return the bytes of each process by its pid. For this process, they are the bytes that it
-    does not share; for a child, they are those of `measure_memory_part`.
-    """
-    own, *others = list_processes()
-    memory = own.memory_info()
-    own_bytes = {process.pid: measure_memory_part(process.pid) for process in others}
-    own_bytes[own.pid] = memory.rss - memory.shared
-    return own_bytes
