@@ -76,7 +76,7 @@ class Looks:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
         # A worker that is starting may be importing modules, which is not the loading of a sample.
-        if self._monitor.sees_samples or not starts:
+        if not starts or self._monitor.sees_samples:
             self.waits.update(self._monitor.list_waits(samples))
 
     @property

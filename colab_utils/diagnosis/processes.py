@@ -145,6 +145,7 @@ class WorkerMonitor:
         self.dataset = dataset
         self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
         self._rows["sample"] = -1
+        self._has_seen_samples = False
 
     def enter(self) -> None:
         """Note the samples of this process, which is a worker, from now on."""
@@ -171,9 +172,8 @@ class WorkerMonitor:
         """Return a dict from the pid of each worker to the sample that it is at, or -1. The sample
         that was begun first comes first.
         """
-        rows = self._rows[self._rows["pid"] > 0]
-        rows = rows[rows["since_ns"].argsort()]
-        return dict(zip(rows["pid"].tolist(), rows["sample"].tolist(), strict=True))
+        rows = self._rows[["since_ns", "pid", "sample"]][self._rows["pid"] > 0]
+        return {pid: sample for _, pid, sample in sorted(rows.tolist())}
 
     def read_times(self) -> SampleTimes:
         """Return the times of all samples so far."""
@@ -183,7 +183,10 @@ class WorkerMonitor:
     @property
     def sees_samples(self) -> bool:
         """Return whether any sample was seen."""
-        return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
+        if not self._has_seen_samples:
+            rows = self._rows
+            self._has_seen_samples = bool(rows["sums"][:, 0].any() or (rows["sample"] >= 0).any())
+        return self._has_seen_samples
 
     def list_waits(self, samples: Mapping[int, int]) -> list[str]:
         """Return what each worker that is at a sample waits for, in the words of `find_wait`. If

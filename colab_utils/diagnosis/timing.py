@@ -327,16 +327,20 @@ def count_images(batch: Any) -> int:
     ``(images, targets, ...)`` or a dict.
     """
     columns: Iterable[Any] = [batch]
-    if isinstance(batch, Mapping):
-        columns = batch.values()
-    elif isinstance(batch, tuple | list):
+    if isinstance(batch, tuple | list):
         columns = batch
+    elif isinstance(batch, Mapping):
+        columns = batch.values()
     if isinstance(batch, list) and batch and not _is_pair(batch):
         is_sample = isinstance(batch[0], Mapping | tuple | str)
         if is_sample or getattr(batch[0], "ndim", 0) == 3:
             return len(batch)
     for column in columns:
-        if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0:
+        # The shape of a tensor is read in less time than its length.
+        shape = getattr(column, "shape", None)
+        if shape:
+            return int(shape[0])
+        if shape is None and hasattr(column, "__len__"):
             return len(column)
     return 1
 
