@@ -25,8 +25,9 @@ _PAUSE_SHARE = 1 / 12
 # measured in turn, and only when the memory of the machine, without that of this process, has grown
 # by this many bytes. Meanwhile, readings repeat what was measured last.
 _NEW_BYTES = 4_000_000
-# The time between two measurements is at least this many times the CPU time of the first: if it
-# showed that its worker had grown, or if it did not.
+# A worker has grown if it has this many bytes more than when it was measured last. Then the next
+# measurement may come after `_GROWING_TIMES` its CPU time, otherwise after `_STEADY_TIMES`.
+_GROWN_BYTES = 500_000
 _GROWING_TIMES = 25
 _STEADY_TIMES = 500
 _LEAST_READINGS = 5
@@ -133,7 +134,7 @@ class MemoryLog:
         if pids:
             pid = pids[next(self._turns) % len(pids)]
             size = measure_memory_part(pid)
-            if size > sizes.get(pid, 0) + _NEW_BYTES / 2:
+            if size > sizes.get(pid, 0) + _GROWN_BYTES:
                 times = _GROWING_TIMES
             sizes[pid] = size
         self._worker_bytes = sizes
