@@ -3,17 +3,13 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 
-from colab_utils.diagnosis.system_calls import (
-    measure_machine_part,
-    measure_memory_part,
-    measure_private_part,
-)
+from colab_utils.diagnosis.system_calls import measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
@@ -21,15 +17,12 @@ from colab_utils.processes import list_processes
 # is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
-# To measure a worker is costly, because Linux goes through all of its pages. So the workers are
-# measured in turn, and only when the memory of the machine, without that of this process, has grown
-# by this many bytes. Meanwhile, readings repeat what was measured last.
-_NEW_BYTES = 4_000_000
-# A worker has grown if it has this many bytes more than when it was measured last. Then the next
-# measurement may come after `_GROWING_TIMES` its CPU time, otherwise after `_STEADY_TIMES`.
-_GROWN_BYTES = 500_000
+# To measure workers is costly, because Linux goes through all of their pages. So readings repeat
+# what was measured last. If the workers have grown by `_GROWN_BYTES`, the next measurement comes
+# after `_GROWING_TIMES` the CPU time of this one, otherwise after `_STEADY_TIMES`.
+_GROWN_BYTES = 2_000_000
 _GROWING_TIMES = 25
-_STEADY_TIMES = 500
+_STEADY_TIMES = 1000
 _LEAST_READINGS = 5
 # A slope counts if it is more than this many standard errors above 0.
 _SURE = 3
@@ -101,42 +94,31 @@ class MemoryLog:
     def __init__(self) -> None:
         self.readings: list[Reading] = []
         self.known_bytes = 0
+        self._process = psutil.Process()
         self._began_s = perf_counter()
         self._due_s = self._began_s
-        # What was measured last of each worker, when the next measurement may come, and the least
-        # memory of the machine since the last one, without that of this process.
+        # What was measured last of each worker, and when the next measurement may come.
         self._worker_bytes: dict[int, int] = {}
         self._worker_due_s = self._began_s
-        self._other_bytes = 0
-        self._turns = count()
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
         now_s = perf_counter()
         if now_s < self._due_s:
             return
-        own_part = measure_private_part()
-        other_bytes = measure_machine_part() - own_part
-        self._other_bytes = min(self._other_bytes, other_bytes)
-        if now_s >= self._worker_due_s and other_bytes > self._other_bytes + _NEW_BYTES:
-            self._measure_worker(now_s)
-            self._other_bytes = other_bytes
-        own_bytes = {**self._worker_bytes, os.getpid(): own_part - self.known_bytes}
-        self.readings.append(Reading(batches, own_bytes))
+        if now_s >= self._worker_due_s:
+            self._measure_workers(now_s)
+        memory = self._process.memory_info()
+        own_part = memory.rss - memory.shared - self.known_bytes
+        self.readings.append(Reading(batches, {**self._worker_bytes, os.getpid(): own_part}))
         self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
 
-    def _measure_worker(self, now_s: float) -> None:
-        """Measure the next worker. Workers are all descendants of this process."""
+    def _measure_workers(self, now_s: float) -> None:
+        """Measure all descendants of this process."""
         cpu_began_s = thread_time()
-        pids = [process.pid for process in list_processes()[1:]]
-        sizes = {pid: size for pid, size in self._worker_bytes.items() if pid in pids}
-        times = _STEADY_TIMES
-        if pids:
-            pid = pids[next(self._turns) % len(pids)]
-            size = measure_memory_part(pid)
-            if size > sizes.get(pid, 0) + _GROWN_BYTES:
-                times = _GROWING_TIMES
-            sizes[pid] = size
+        sizes = {process.pid: measure_memory_part(process.pid) for process in list_processes()[1:]}
+        grown_bytes = sum(sizes.values()) - sum(self._worker_bytes.values())
+        times = _GROWING_TIMES if grown_bytes > _GROWN_BYTES else _STEADY_TIMES
         self._worker_bytes = sizes
         self._worker_due_s = now_s + times * (thread_time() - cpu_began_s)
 

@@ -22,12 +22,8 @@ from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_d
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import quiet_fork, start_thread
 
-# Seconds between two looks at a wait. This time is shorter if timeout_s is short.
+# Seconds between two looks at a loop. This time is shorter if timeout_s is short.
 _PAUSE_S = 0.2
-# Between two looks at the whole loop lies this share of the time since the pass began, and at most
-# this many seconds. The first looks are closer, so that a short pass has enough of them.
-_PAUSE_SHARE = 0.1
-_LONGEST_PAUSE_S = 0.5
 # Seconds for which a worker is observed, and seconds of each sleep meanwhile.
 _LOOK_S = 0.5
 _TICK_S = 0.1
@@ -125,8 +121,8 @@ class Pass:
         """Return the next batch, or `_END`. The monitor sees workers that are forked meanwhile."""
         waiting.monitor = self._monitor
         self._thread = threading.current_thread()
-        if self._raises and INTERRUPT > 0:
-            self._can_interrupt = self._thread is threading.main_thread()
+        is_main = self._thread is threading.main_thread()
+        self._can_interrupt = self._raises and is_main and INTERRUPT > 0
         if self._can_interrupt:
             outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._asked_s = asked_s
@@ -178,8 +174,6 @@ class Pass:
     def _watch(self) -> None:
         """Look at the loop again and again until the pass is over."""
         asked_s: float | None = None
-        began_s = perf_counter()
-        look_due_s = began_s
         while not self._over.wait(min(_PAUSE_S, self._timeout_s / 10)):
             if self._asked_s != asked_s:
                 asked_s = self._asked_s
@@ -190,12 +184,8 @@ class Pass:
                 if asked_s is not None:
                     self._look(asked_s)
                 record = self._record
-                now_s = perf_counter()
-                if now_s >= look_due_s:
-                    record.looks.take(record.phase, self._thread, starts=record.starts)
-                    pause_s = min((now_s - began_s) * _PAUSE_SHARE, _LONGEST_PAUSE_S)
-                    look_due_s = now_s + pause_s
-                record.memory.look(record.clock.count)
+                record.looks.take(record.phase, self._thread, starts=record.starts)
+                self._record.memory.look(self._record.clock.count)
 
     def _look(self, asked_s: float) -> None:
         """Look at a wait, and explain it each time that another ``timeout_s`` has passed."""
@@ -298,7 +288,7 @@ class Pass:
             alive = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
         elif self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF):
             alive = [pid for pid in alive if find_wait(pid, pid) != "process"]
-        alive.sort(key=lambda pid: self._monitor.inspect_worker(pid).idle)
+        alive.sort(key=self._monitor.is_idle)
         if alive:
             return WorkerJob(pids.index(alive[0]), alive[0])
         own_sample = self._monitor.inspect_thread(self._thread).sample

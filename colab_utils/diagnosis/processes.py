@@ -145,7 +145,6 @@ class WorkerMonitor:
         self.dataset = dataset
         self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
         self._rows["sample"] = -1
-        self._has_seen_samples = False
 
     def enter(self) -> None:
         """Note the samples of this process, which is a worker, from now on."""
@@ -183,10 +182,7 @@ class WorkerMonitor:
     @property
     def sees_samples(self) -> bool:
         """Return whether any sample was seen."""
-        if not self._has_seen_samples:
-            rows = self._rows
-            self._has_seen_samples = bool(rows["sums"][:, 0].any() or (rows["sample"] >= 0).any())
-        return self._has_seen_samples
+        return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
 
     def list_waits(self, samples: Mapping[int, int]) -> list[str]:
         """Return what each worker that is at a sample waits for, in the words of `find_wait`. If
@@ -210,18 +206,13 @@ class WorkerMonitor:
         """Return what a worker does in its main thread."""
         sample = self.list_samples().get(pid, -1)
         call, path = read_call(pid, pid)
-        idle = sample < 0 and self._waits_for_work(pid, call, path)
+        idle = sample < 0 and self.is_idle(pid)
         known = sample if sample >= 0 else None
         return Activity((), call, path, known, idle, *measure_use(f"/proc/{pid}"))
 
     def is_idle(self, pid: int) -> bool:
         """Return whether a worker that is at no sample waits for work."""
-        return self._waits_for_work(pid, *read_call(pid, pid))
-
-    def _waits_for_work(self, pid: int, call: str, path: str) -> bool:
-        """Return whether a worker that is at no sample waits for work. ``call`` and ``path`` are as
-        in `read_call`.
-        """
+        call, path = read_call(pid, pid)
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
         has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)

@@ -69,22 +69,8 @@ def measure_memory_part(pid: int) -> int:
     writes to the page gets a copy, and counts the whole copy. Even to look at a Python object is to
     write, because its reference count changes.
     """
-    return _read_size(f"/proc/{pid}/smaps_rollup", "Pss_Anon")
-
-
-def measure_private_part() -> int:
-    """Return the bytes of this process that belong to no file and no shared memory; 0 if Linux does
-    not say.
-    """
-    pages = _read("/proc/self/statm").split()
-    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE") if pages else 0
-
-
-def measure_machine_part() -> int:
-    """Return the bytes of all processes of the machine that belong to no file; 0 if Linux does not
-    say. A page that several processes share counts once.
-    """
-    return _read_size("/proc/meminfo", "AnonPages")
+    line = re.search(r"^Pss_Anon: +(\d+) kB", _read(f"/proc/{pid}/smaps_rollup"), re.M)
+    return 1024 * int(line[1]) if line else 0
 
 
 def count_runnable(pid: int) -> int:
@@ -174,12 +160,6 @@ def _read_path(pid: int, address: int) -> str:
         content = memory.read(_PATH_BYTES) or b""
     path, _, _ = content.partition(b"\0")
     return os.fsdecode(path)
-
-
-def _read_size(path: str, name: str) -> int:
-    """Return the bytes that a line of a file gives in kB; 0 if there is no such line."""
-    line = re.search(rf"^{name}: +(\d+) kB", _read(path), re.M)
-    return 1024 * int(line[1]) if line else 0
 
 
 def _read(path: str) -> str:

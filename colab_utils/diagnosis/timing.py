@@ -336,11 +336,7 @@ def count_images(batch: Any) -> int:
         if is_sample or getattr(batch[0], "ndim", 0) == 3:
             return len(batch)
     for column in columns:
-        # The shape of a tensor is read in less time than its length.
-        shape = getattr(column, "shape", None)
-        if shape:
-            return int(shape[0])
-        if shape is None and hasattr(column, "__len__"):
+        if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0:
             return len(column)
     return 1
 

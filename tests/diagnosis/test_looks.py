@@ -18,12 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
 from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
-from colab_utils.diagnosis.system_calls import (
-    classify_call,
-    find_wait,
-    measure_memory_part,
-    measure_private_part,
-)
+from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.loading.prefetcher import describe_exit, explain_death
 from colab_utils.machine import count_oom_kills
@@ -335,16 +330,6 @@ def test_a_page_that_is_written_to_counts_as_ones_own():
         os.close(reader)
         os.close(writer)
     assert measure_memory_part(pid) == 0
-
-
-def test_memory_that_is_shared_with_other_processes_is_not_private():
-    shared = mmap.mmap(-1, 40_000_000)
-    before = measure_private_part()
-    shared.write(os.urandom(40_000_000))
-    assert measure_private_part() - before < 20e6
-    private = bytearray(os.urandom(40_000_000))
-    assert measure_private_part() - before == pytest.approx(len(private), rel=0.5)
-    shared.close()
 
 
 def test_workers_are_listed_from_the_oldest_sample_on():
