@@ -94,12 +94,11 @@ class MemoryLog:
     def __init__(self) -> None:
         self.readings: list[Reading] = []
         self.known_bytes = 0
-        self._process = psutil.Process()
         self._began_s = perf_counter()
         self._due_s = self._began_s
         # What was measured last of each worker, and when the next measurement may come.
-        self._worker_bytes: dict[int, int] = {}
-        self._worker_due_s = self._began_s
+        self._worker_bytes = dict[int, int]()
+        self._worker_due_s = 0.0
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
@@ -108,9 +107,9 @@ class MemoryLog:
             return
         if now_s >= self._worker_due_s:
             self._measure_workers(now_s)
-        memory = self._process.memory_info()
-        own_part = memory.rss - memory.shared - self.known_bytes
-        self.readings.append(Reading(batches, {**self._worker_bytes, os.getpid(): own_part}))
+        memory = psutil.Process().memory_info()
+        own_bytes = {os.getpid(): memory.rss - memory.shared - self.known_bytes}
+        self.readings.append(Reading(batches, own_bytes | self._worker_bytes))
         self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
 
     def _measure_workers(self, now_s: float) -> None:
