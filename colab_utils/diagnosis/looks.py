@@ -62,23 +62,23 @@ class Looks:
         place = self.look_at_loop(phase, thread)
         self._places[phase][place] += 1
         samples = self._monitor.list_samples()
-        if samples:
+        busy = [
+            pid for pid, sample in samples.items() if sample >= 0 or not self._monitor.is_idle(pid)
+        ]
+        if busy:
             # Each look counts the threads of only one worker. The workers are listed from the one
             # with the oldest sample on, and each look at a phase takes the next place in the list.
-            count = count_runnable([*samples][self._places[phase].total() % len(samples)])
+            count = count_runnable(busy[self._places[phase].total() % len(busy)])
             if count:
                 self._extra_threads += count - _MANY_THREADS
         if phase == "wait":
-            self._workers_at[True] += any(sample >= 0 for sample in samples.values())
-            self._workers_at[False] += any(
-                sample < 0 and not self._monitor.inspect_worker(pid).idle
-                for pid, sample in samples.items()
-            )
+            self._workers_at[True] += any(samples[pid] >= 0 for pid in busy)
+            self._workers_at[False] += any(samples[pid] < 0 for pid in busy)
         if place == SAMPLE and not samples:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
         # A worker that is starting may be importing modules, which is not the loading of a sample.
-        if self._monitor.sees_samples or not starts:
+        if not starts or self._monitor.sees_samples:
             self.waits.update(self._monitor.list_waits(samples))
 
     @property

@@ -7,8 +7,9 @@ from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 
-from colab_utils.diagnosis.system_calls import measure_machine_part, measure_memory_part
+from colab_utils.diagnosis.system_calls import measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
@@ -16,13 +17,12 @@ from colab_utils.processes import list_processes
 # is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
-# The time between two readings is at least this many times the CPU time of a reading.
-_PAUSE_TIMES = 25
-# A reading is costly, because Linux goes through all pages of each process. While the memory of the
-# machine grows by less than `_NEW_BYTES`, the last reading is repeated instead, at most
-# `_MOST_REPEATS` times in a row.
-_NEW_BYTES = 4_000_000
-_MOST_REPEATS = 4
+# To measure workers is costly, because Linux goes through all of their pages. So readings repeat
+# what was measured last. If the workers have grown by `_GROWN_BYTES`, the next measurement comes
+# after `_GROWING_TIMES` the CPU time of this one, otherwise after `_STEADY_TIMES`.
+_GROWN_BYTES = 2_000_000
+_GROWING_TIMES = 25
+_STEADY_TIMES = 1000
 _LEAST_READINGS = 5
 # A slope counts if it is more than this many standard errors above 0.
 _SURE = 3
@@ -96,34 +96,30 @@ class MemoryLog:
         self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
-        # The memory of the machine at the last reading that was no repeat.
-        self._machine_bytes = 0
-        self._repeats_left = 0
+        # What was measured last of each worker, and when the next measurement may come.
+        self._worker_bytes = dict[int, int]()
+        self._worker_due_s = 0.0
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
         now_s = perf_counter()
         if now_s < self._due_s:
             return
-        cpu_began_s = thread_time()
-        self.readings.append(Reading(batches, self._measure_own()))
-        least_s = _PAUSE_TIMES * (thread_time() - cpu_began_s)
-        self._due_s = now_s + max(_PAUSE_S, least_s, (now_s - self._began_s) * _PAUSE_SHARE)
+        if now_s >= self._worker_due_s:
+            self._measure_workers(now_s)
+        memory = psutil.Process().memory_info()
+        own_bytes = {os.getpid(): memory.rss - memory.shared - self.known_bytes}
+        self.readings.append(Reading(batches, own_bytes | self._worker_bytes))
+        self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
 
-    def _measure_own(self) -> Mapping[int, int]:
-        """Return the own bytes of each process, or those of the last reading if memory has hardly
-        grown since.
-        """
-        machine_bytes = measure_machine_part()
-        is_new = machine_bytes > self._machine_bytes + _NEW_BYTES
-        if self._repeats_left and not is_new:
-            self._repeats_left -= 1
-            return self.readings[-1].own_bytes
-        own_bytes = _measure_own()
-        own_bytes[os.getpid()] -= self.known_bytes
-        self._machine_bytes = machine_bytes
-        self._repeats_left = _MOST_REPEATS
-        return own_bytes
+    def _measure_workers(self, now_s: float) -> None:
+        """Measure all descendants of this process."""
+        cpu_began_s = thread_time()
+        sizes = {process.pid: measure_memory_part(process.pid) for process in list_processes()[1:]}
+        grown_bytes = sum(sizes.values()) - sum(self._worker_bytes.values())
+        times = _GROWING_TIMES if grown_bytes > _GROWN_BYTES else _STEADY_TIMES
+        self._worker_bytes = sizes
+        self._worker_due_s = now_s + times * (thread_time() - cpu_began_s)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
@@ -171,14 +167,3 @@ def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
     least = max(_SURE * covariance[0, 0] ** 0.5, least_bytes / np.ptp(batches))
     later_slope = np.polyfit(batches[middle:], own_bytes[middle:], 1)[0]
     return float(slope) if slope > least and later_slope > slope / 2 else 0.0
-
-
-def _measure_own() -> dict[int, int]:
-    """Return the bytes of each process by its pid. For this process, they are the bytes that it
-    does not share; for a child, they are those of `measure_memory_part`.
-    """
-    own, *others = list_processes()
-    memory = own.memory_info()
-    own_bytes = {process.pid: measure_memory_part(process.pid) for process in others}
-    own_bytes[own.pid] = memory.rss - memory.shared
-    return own_bytes

@@ -288,7 +288,7 @@ class Pass:
             alive = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
         elif self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF):
             alive = [pid for pid in alive if find_wait(pid, pid) != "process"]
-        alive.sort(key=lambda pid: self._monitor.inspect_worker(pid).idle)
+        alive.sort(key=self._monitor.is_idle)
         if alive:
             return WorkerJob(pids.index(alive[0]), alive[0])
         own_sample = self._monitor.inspect_thread(self._thread).sample

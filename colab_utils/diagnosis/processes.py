@@ -171,8 +171,8 @@ class WorkerMonitor:
         """Return a dict from the pid of each worker to the sample that it is at, or -1. The sample
         that was begun first comes first.
         """
-        rows = np.sort(self._rows[self._rows["pid"] > 0], order="since_ns")
-        return dict(zip(rows["pid"].tolist(), rows["sample"].tolist(), strict=True))
+        rows = self._rows[["since_ns", "pid", "sample"]][self._rows["pid"] > 0]
+        return {pid: sample for _, pid, sample in sorted(rows.tolist())}
 
     def read_times(self) -> SampleTimes:
         """Return the times of all samples so far."""
@@ -206,13 +206,17 @@ class WorkerMonitor:
         """Return what a worker does in its main thread."""
         sample = self.list_samples().get(pid, -1)
         call, path = read_call(pid, pid)
+        idle = sample < 0 and self.is_idle(pid)
+        known = sample if sample >= 0 else None
+        return Activity((), call, path, known, idle, *measure_use(f"/proc/{pid}"))
+
+    def is_idle(self, pid: int) -> bool:
+        """Return whether a worker that is at no sample waits for work."""
+        call, path = read_call(pid, pid)
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
         has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
-        waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
-        idle = sample < 0 and has_worked and waits_for_pipe
-        known = sample if sample >= 0 else None
-        return Activity((), call, path, known, idle, *measure_use(f"/proc/{pid}"))
+        return has_worked and call in ("poll", "read") and not path.startswith("/")
 
     def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""

@@ -4,7 +4,6 @@ import os
 import platform
 import re
 from contextlib import suppress
-from pathlib import Path
 from threading import get_native_id
 
 import psutil
@@ -70,14 +69,8 @@ def measure_memory_part(pid: int) -> int:
     writes to the page gets a copy, and counts the whole copy. Even to look at a Python object is to
     write, because its reference count changes.
     """
-    return _read_size(f"/proc/{pid}/smaps_rollup", "Pss_Anon")
-
-
-def measure_machine_part() -> int:
-    """Return the bytes of all processes of the machine that belong to no file; 0 if Linux does not
-    say. A page that several processes share counts once.
-    """
-    return _read_size("/proc/meminfo", "AnonPages")
+    line = re.search(r"^Pss_Anon: +(\d+) kB", _read(f"/proc/{pid}/smaps_rollup"), re.M)
+    return 1024 * int(line[1]) if line else 0
 
 
 def count_runnable(pid: int) -> int:
@@ -169,15 +162,11 @@ def _read_path(pid: int, address: int) -> str:
     return os.fsdecode(path)
 
 
-def _read_size(path: str, name: str) -> int:
-    """Return the bytes that a line of a file gives in kB; 0 if there is no such line."""
-    line = re.search(rf"^{name}: +(\d+) kB", _read(path), re.M)
-    return 1024 * int(line[1]) if line else 0
-
-
 def _read(path: str) -> str:
     """Return the text of a file; "" if it cannot be read."""
     try:
-        return Path(path).read_bytes().decode(errors="replace")
+        # Without a buffer, a file is read in half the time.
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode(errors="replace")
     except OSError:
         return ""

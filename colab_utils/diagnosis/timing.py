@@ -327,10 +327,10 @@ def count_images(batch: Any) -> int:
     ``(images, targets, ...)`` or a dict.
     """
     columns: Iterable[Any] = [batch]
-    if isinstance(batch, Mapping):
-        columns = batch.values()
-    elif isinstance(batch, tuple | list):
+    if isinstance(batch, tuple | list):
         columns = batch
+    elif isinstance(batch, Mapping):
+        columns = batch.values()
     if isinstance(batch, list) and batch and not _is_pair(batch):
         is_sample = isinstance(batch[0], Mapping | tuple | str)
         if is_sample or getattr(batch[0], "ndim", 0) == 3:

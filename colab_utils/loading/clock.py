@@ -14,6 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+# Batches are measured this many at a time. That takes less time than to measure each by itself,
+# between steps that have used the caches of the core for other data.
+_BLOCK = 64
+
 
 class LoopClock:
     """A clock that notes when each batch is requested, when it arrives, when its step ends, and
@@ -47,7 +51,7 @@ class LoopClock:
         self.ends_s = 0.0
         # The current batch: when it was requested, when it arrived, and when its step ended.
         self._moments: list[_Moment] = []
-        # These batches are over for the loop, but the GPU may not have finished them.
+        # These batches are over for the loop, but not measured: the GPU may not have finished them.
         self._pending: deque[list[_Moment]] = deque()
         # All earlier batches: the seconds of wait, step and rest, one batch after the other.
         self._parts = array("d")
@@ -102,6 +106,7 @@ class LoopClock:
         # If the last request returned no batch, the pass ended at that request.
         left = _note_moment() if len(self._moments) > 1 else self._moments[0]
         self._end_batch(left)
+        self._settle()
         if self.firsts:
             self._left = self._left or left
 
@@ -123,7 +128,8 @@ class LoopClock:
     def _end_batch(self, left: "_Moment") -> None:
         if len(self._moments) > 1:
             self._pending.append([*self._moments, left])
-            self._settle()
+            if len(self._pending) % _BLOCK == 0:
+                self._settle()
         self._moments = []
 
     def _settle(self) -> None:

@@ -349,6 +349,16 @@ def test_a_page_that_is_written_to_counts_as_ones_own():
     assert measure_memory_part(pid) == 0
 
 
+def test_workers_are_listed_from_the_oldest_sample_on():
+    monitor = WorkerMonitor(None)
+    rows = monitor._rows
+    for place, since_ns in ((1, 30), (2, 10), (5, 20)):
+        rows[place]["pid"] = 100 + place
+        rows[place]["sample"] = place
+        rows[place]["since_ns"] = since_ns
+    assert list(monitor.list_samples().items()) == [(102, 2), (105, 5), (101, 1)]
+
+
 def test_a_bus_error_names_the_mapped_file_that_was_cut(tmp_path):
     ending = describe_exit(-7)
     assert find_cut_file() == ""
