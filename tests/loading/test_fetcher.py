@@ -83,7 +83,9 @@ def test_a_sampler_of_something_else_than_indices_is_refused(indices):
         list(load(Numbers(), sampler=indices))
 
 
-@pytest.mark.parametrize("make", [list, np.array, torch.tensor, tuple], ids=str)
+@pytest.mark.parametrize(
+    "make", [list, np.array, torch.tensor, tuple], ids=["list", "array", "tensor", "tuple"]
+)
 def test_indices_of_any_kind_are_taken(make):
     assert list_ids(load(Numbers(), sampler=make([4, 1, -1]))) == [4, 1, 5]
     subset = Subset(Numbers(), make([4, 1, 5]))
