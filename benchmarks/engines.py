@@ -79,7 +79,12 @@ def repeat_images(images: Path, annotations: Path, target: Path, image_bytes: fl
             for annotation in objects[image["id"]]:
                 annotation_id = len(repeated["annotations"]) + 1
                 ids = {"id": annotation_id, "image_id": image_id}
-                repeated["annotations"].append({**annotation, **ids})
+                repeated["annotations"].append(
+                    {
+                        **annotation,
+                        **ids,
+                    }
+                )
 
 
 class DaskCluster:

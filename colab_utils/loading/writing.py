@@ -63,7 +63,7 @@ _LOWEST_PRIORITY = 19
 
 
 class Writing(Arrival):
-    """The writing of a dataset's shards to this machine's disk, by processes of the lowest
+    """The writing of a dataset's shards to this machine's disk, by processes of low
     priority. The shards are the same as `write_shards` makes.
 
     If the images lie on the local disk, the first shard is written alone. From Drive, several

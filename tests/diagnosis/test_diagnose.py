@@ -152,9 +152,9 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
 @pytest.mark.parametrize(
     ("samples", "settings", "has_restarts"),
     [
-        (16, {"num_workers": 1}, True),
-        (16, {"num_workers": 1, "persistent_workers": True}, False),
-        (16, {}, False),
+        (4, {"num_workers": 1}, True),
+        (4, {"num_workers": 1, "persistent_workers": True}, False),
+        (4, {}, False),
         (40_000, {"num_workers": 1}, False),
     ],
     ids=["start anew", "stay", "none", "no end of an epoch was seen"],

@@ -287,10 +287,12 @@ def test_a_dataset_is_compared_without_reading_its_columns(shards, monkeypatch):
 
 def test_the_workers_of_a_folder_with_columns_stay_for_the_next_epoch(shards):
     loader = make_loader(open_quietly(shards), batch_size=4, device="cpu", workers=1)
+    # Earlier tests may have left children.
+    before = {child.pid for child in psutil.Process().children()}
     epochs = []
     for _ in range(2):
         assert list(loader)
-        epochs.append([child.pid for child in psutil.Process().children()])
+        epochs.append({child.pid for child in psutil.Process().children()} - before)
     loader.close()
     assert len(epochs[0]) == 1
     assert epochs[0] == epochs[1]
