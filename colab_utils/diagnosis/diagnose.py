@@ -19,7 +19,7 @@ from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, is_gain, time_loop
 from colab_utils.diagnosis.memory_growth import MemoryLog
-from colab_utils.diagnosis.stages import Stage, find_tensors, time_stages
+from colab_utils.diagnosis.stages import LoadingStages, Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
@@ -243,8 +243,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         )
     causes = refine_causes(
         summary.causes,
-        # Without the stages of a sample, there is nothing to compare the hand-off with.
-        loading if loading_stages.indices else [],
+        _list_comparable(loading_stages, now),
         waits=waits,
     )
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
@@ -266,6 +265,18 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         now.error,
         causes=tuple(causes),
     )
+
+
+def _list_comparable(timed: LoadingStages, now: BatchTimes) -> list[Stage]:
+    """Return the stages of which one may be named as a cause.
+
+    If no sample was timed, there is nothing to compare the hand-off with. The hand-off is then left
+    out unless it takes at least half of the wait.
+    """
+    least_ms = 0.0
+    if not timed.indices:
+        least_ms = 500 * float(np.mean(now.wait_s)) / now.batch_size
+    return [stage for stage in timed.stages.values() if stage.mean_ms >= least_ms]
 
 
 def _find_slowdown(now: BatchTimes, cached: BatchTimes, lost_share: float) -> float:
