@@ -62,8 +62,11 @@ class Looks:
         place = self.look_at_loop(phase, thread)
         self._places[phase][place] += 1
         samples = self._monitor.list_samples()
+        # To see whether a worker that is at no sample is busy takes long. It matters in waits only.
         busy = [
-            pid for pid, sample in samples.items() if sample >= 0 or not self._monitor.is_idle(pid)
+            pid
+            for pid, sample in samples.items()
+            if sample >= 0 or (phase == "wait" and not self._monitor.is_idle(pid))
         ]
         if busy:
             # Each look counts the threads of only one worker. The workers are listed from the one

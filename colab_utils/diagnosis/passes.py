@@ -23,7 +23,7 @@ from colab_utils.machine import count_oom_kills
 from colab_utils.processes import quiet_fork, start_thread
 
 # Seconds between two looks at a loop. This time is shorter if timeout_s is short.
-_PAUSE_S = 0.2
+_PAUSE_S = 0.25
 # Seconds for which a worker is observed, and seconds of each sleep meanwhile.
 _LOOK_S = 0.5
 _TICK_S = 0.1
