@@ -32,6 +32,8 @@ _LEAST_LOST = 0.2
 # Another loader is a cause if it has this share of the loop's time. A look needs Python's lock,
 # which a loader often releases, so looks meet it too often.
 _LEAST_OTHER = 0.2
+# Ids of the causes that are no matter of the loader's speed.
+_OUTSIDE = {"hang", "memory", "other_programs", "other_loader"}
 # Ids of the causes in which the loop waits because workers compute.
 _LOADING = {"work", "collate"}
 
@@ -87,11 +89,11 @@ def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, waits: bo
     Args:
         causes: Causes that `find_causes` returned.
         stages: Stages of loading, timed alone. Empty if a sample could not be timed.
-        waits: Whether faster loading can win something. If not, only stalls, growing memory and
-            other programs are kept.
+        waits: Whether faster loading can win something. If not, only stalls, growing memory,
+            other programs and other loaders are kept.
     """
     if not waits:
-        return [cause for cause in causes if cause.id in ("hang", "memory", "other_programs")]
+        return [cause for cause in causes if cause.id in _OUTSIDE]
     # A diagnosis itself copies batches after steps, so what follows a step is no cause.
     kept = [cause for cause in causes if cause.id not in ("between", "periodic")]
     return [_name_stage(cause, stages) for cause in kept]

@@ -70,7 +70,9 @@ class Diagnosis:
     change: Change | None = None
     """Comparison with an earlier diagnosis, if there is one."""
     causes: tuple[Cause, ...] = ()
-    """Why training waits, the largest share first. Empty if the loader is fine."""
+    """Why training waits, the largest share first. If the loader is fine, only what is no matter of
+    its speed.
+    """
 
     def __str__(self) -> str:
         parts: list[Any] = [*self.stages, *self.fixes]

@@ -139,8 +139,8 @@ class WorkerMonitor:
     """
 
     def __init__(self, dataset: Any) -> None:
-        # A Subset holds the dataset that loads the samples.
-        while hasattr(dataset, "dataset"):
+        # A Subset, or a wrapper like it, holds the dataset that loads the samples.
+        while not isinstance(getattr(dataset, "dataset", None), str | None):
             dataset = dataset.dataset
         self.dataset = dataset
         self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)

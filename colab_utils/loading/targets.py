@@ -429,12 +429,13 @@ def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> st
                 "leave out objects whose masks a crop has emptied."
             )
     if any(
-        image.is_floating_point() and image[..., ::8, ::8].max() > _LARGEST_SCALED
+        # NaN is not at most a number, either.
+        image.is_floating_point() and not image[..., ::8, ::8].max() <= _LARGEST_SCALED
         for image in images
     ):
         return (
-            "The images from your transforms are floats up to 255, and torchvision's models need "
-            "0 to 1. Use v2.ToDtype(torch.float32, scale=True)."
+            "The images from your transforms hold NaN, or floats up to 255, and torchvision's "
+            "models need 0 to 1. Use v2.ToDtype(torch.float32, scale=True)."
         )
     return ""
 

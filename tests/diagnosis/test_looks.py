@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
 from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
@@ -347,6 +347,17 @@ def test_a_page_that_is_written_to_counts_as_ones_own():
         os.close(reader)
         os.close(writer)
     assert measure_memory_part(pid) == 0
+
+
+class _Cached(list):
+    """A dataset with an attribute that happens to be called like that of a Subset."""
+
+    dataset = "photos of today"
+
+
+def test_only_a_dataset_within_a_dataset_is_watched_in_its_place():
+    photos = _Cached([1, 2])
+    assert WorkerMonitor(Subset(photos, [1])).dataset is photos
 
 
 def test_workers_are_listed_from_the_oldest_sample_on():

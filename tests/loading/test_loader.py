@@ -1114,10 +1114,17 @@ def test_transforms_whose_parts_do_not_belong_together_are_refused(
         list(make(ShardDataset(tiny_shards), batch_size=2, workers=0, transforms=transforms))
 
 
-def test_images_of_floats_up_to_255_are_told(tiny_shards, make):
+def divide_by_zero(image, target):
+    return (image.float() - image) / 0, target
+
+
+@pytest.mark.parametrize(
+    "transforms", [v2.ToDtype(torch.float32), divide_by_zero], ids=["up to 255", "NaN"]
+)
+def test_images_that_are_not_scaled_or_have_no_numbers_are_told(transforms, tiny_shards, make):
     dataset = ShardDataset(tiny_shards)
-    with pytest.warns(ColabUtilsWarning, match="floats up to 255"):
-        list(make(dataset, batch_size=2, workers=0, transforms=v2.ToDtype(torch.float32)))
+    with pytest.warns(ColabUtilsWarning, match="hold NaN, or floats up to 255"):
+        list(make(dataset, batch_size=2, workers=0, transforms=transforms))
 
 
 class OneBuffer(Numbers):
