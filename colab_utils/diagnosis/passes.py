@@ -18,7 +18,12 @@ from colab_utils.diagnosis.system_calls import find_wait, read_call, read_ending
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
-from colab_utils.loading.prefetcher import WorkerDiedError, WorkerJob, explain_death
+from colab_utils.loading.prefetcher import (
+    WorkerDiedError,
+    WorkerJob,
+    describe_exit,
+    explain_death,
+)
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import quiet_fork, start_thread
 
@@ -300,13 +305,19 @@ class Pass:
         """
         if isinstance(self._loader, Loader):
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
+        # A DataLoader keeps the exit codes of its workers. With persistent workers, it may fail as
+        # it starts a pass, and then it keeps its iterator.
+        batches = self._batches or getattr(self._loader, "_iterator", None)
+        for place, worker in enumerate(getattr(batches, "_workers", ())):
+            if worker.exitcode:
+                return WorkerJob(place, worker.pid), describe_exit(worker.exitcode)
         text = f"{error} {error.__cause__}"
         for place, (pid, sample) in enumerate(sorted(self._monitor.list_samples().items())):
             ending = read_ending(pid)
             was_killed = "signal" in ending
             if was_killed:
                 return WorkerJob(place, pid), ending
-            # Linux gives an exit code only once. The loader has taken the code, so its error says
+            # Linux gives an exit code only once. If the loader has taken the code, its error says
             # how the worker ended.
             if ending and (sample >= 0 or str(pid) in text):
                 return WorkerJob(place, pid), text

@@ -581,6 +581,22 @@ def test_two_passes_with_workers_that_stay(tmp_path):
         _list_ids(watched)
 
 
+def test_a_worker_that_ended_between_two_passes_is_named(tmp_path):
+    loader = DataLoader(
+        _Photos(tmp_path), batch_size=2, num_workers=1, collate_fn=_collate, persistent_workers=True
+    )
+    watched = watch(loader)
+    _list_ids(watched)
+    # Without its handler, torch does not notice the end at once.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    try:
+        with pytest.raises(ColabUtilsError, match=r"worker 0 .* ended .killed by signal: Killed"):
+            _list_ids(watched)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
 def test_a_shuffled_epoch_is_the_loaders_own(tmp_path):
     loader = DataLoader(
         _Photos(tmp_path), batch_size=2, num_workers=2, collate_fn=_collate, shuffle=True
