@@ -25,7 +25,7 @@ from colab_utils.shards.verify import verify_shards
 from tests.fuzz import mutate
 from tests.fuzz.originals import HEIGHT, WIDTH, read_tree, store, write_tree
 from tests.fuzz.pool import Case
-from tests.fuzz.truth import Truth, WrongDataError, compare_record, compare_sample
+from tests.fuzz.truth import Truth, WrongDataError, compare_record, compare_sample, shrink
 
 
 def _begin(case: Case) -> dict[str, Any]:
@@ -82,6 +82,11 @@ def _judge_json(case: Case, images: Path, path: Path) -> list[str]:
     dataset = ShardDataset(shards)
     for i, number in enumerate(dataset.image_ids.tolist()):
         expected = truth(number)
+        shrunk = shrink(expected, 800, 1333)
+        if storage != "keep" and shrunk is not expected:
+            # A changed header has made the image larger than training needs.
+            compare_sample(*dataset[i], shrunk, dataset.category_ids, pixels=False)
+            continue
         compare_sample(*dataset[i], expected, dataset.category_ids)
         compare_record(dataset.record(i), expected)
     return skipped
