@@ -96,8 +96,9 @@ class DaskCluster:
 
     def __init__(self, folder: Path) -> None:
         """Start the processes; they leave their files in ``folder``."""
-        self.folder = folder
-        self.scheduler_file = folder / "scheduler.json"
+        # The processes run in this folder, so that a relative path would lead elsewhere.
+        self.folder = folder.resolve()
+        self.scheduler_file = self.folder / "scheduler.json"
         self.processes: list[subprocess.Popen[bytes]] = []
         self._start("dask_scheduler", "--port", "0")
         while not self.scheduler_file.exists():
