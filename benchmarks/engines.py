@@ -3,10 +3,11 @@ DIR --annotations FILE --json FILE`.
 
 The Python of the environment "engines" runs it, which `make test-engines` builds.
 
-Both write the same shards, in turns: two worker processes of this machine, and two of
-`dask.distributed` with one thread each beside a scheduler, all in processes of their own. The
-images are repeated, under names of their own, until they fill a few shards. The CPU time is that of
-all processes, user and system. It begins when the workers wait for their first job: what a cluster
+All write the same shards, in turns: two worker processes of this machine, and two of
+`dask.distributed` with one thread each beside a scheduler, all in processes of their own; once as
+Dask is installed, and once with its profiler off and its ticks a second apart. The images are
+repeated, under names of their own, until they fill a few shards. The CPU time is that of all
+processes, user and system. It begins when the workers wait for their first job: what a cluster
 takes to start is a column of its own. So is what its heartbeats and its profiler would have taken
 in the same seconds without a job, which grows where others work on the machine. The bytes of the
 shards are compared before anything is reported.
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import count, pairwise
+from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
@@ -47,6 +48,12 @@ WORKERS = 2
 IDLE_S = 15
 LOCAL = "processes of this machine"
 DASK = "dask.distributed"
+DASK_SLOW_CLOCKS = "dask.distributed, slow clocks"
+# Settings of Dask, as environment variables, for what it does by the clock.
+SLOW_CLOCKS = {
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
+}
 
 
 def repeat_images(images: Path, annotations: Path, target: Path, image_bytes: float) -> None:
@@ -94,8 +101,11 @@ class DaskCluster:
         >>> cluster = DaskCluster(Path("runs"))  # doctest: +SKIP
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Start the processes; they leave their files in ``folder``."""
+    def __init__(self, folder: Path, **environment: str) -> None:
+        """Start the processes with these environment variables beside the usual ones; they leave
+        their files in ``folder``.
+        """
+        self.environment = environment
         # The processes run in this folder, so that a relative path would lead elsewhere.
         self.folder = folder.resolve()
         self.scheduler_file = self.folder / "scheduler.json"
@@ -121,7 +131,7 @@ class DaskCluster:
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **self.environment},
             stderr=subprocess.DEVNULL,
         )
         self.processes.append(process)
@@ -152,9 +162,11 @@ def write_here(data: Path, shards: Path, settings: dict[str, Any]) -> dict[str, 
     return _write(data, shards, settings, [os.getpid()])
 
 
-def write_on_dask(data: Path, shards: Path, settings: dict[str, Any]) -> dict[str, float]:
+def write_on_dask(
+    data: Path, shards: Path, settings: dict[str, Any], **environment: str
+) -> dict[str, float]:
     """Write shards by a cluster of Dask; return what all its processes took."""
-    cluster = DaskCluster(shards.parent)
+    cluster = DaskCluster(shards.parent, **environment)
     try:
         with cluster.connect() as client:
             engine = [process.pid for process in cluster.processes]
@@ -200,6 +212,7 @@ def _write(
 WAYS: dict[str, Callable[[Path, Path, dict[str, Any]], dict[str, float]]] = {
     LOCAL: write_here,
     DASK: write_on_dask,
+    DASK_SLOW_CLOCKS: partial(write_on_dask, **SLOW_CLOCKS),
 }
 
 COLUMNS = {
@@ -254,23 +267,24 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     text = str(make_table(lines))
     text += f"\n\n{len(rows[0]['files'])} files with the same bytes, "
     text += f"{rows[0]['full_shards']} full shards."
-    pairs = [
-        (local, dask)
-        for local, dask in pairwise(rows)
-        if local["way"] == LOCAL and dask["way"] == DASK
-    ]
-    if pairs:
+    for way in (DASK, DASK_SLOW_CLOCKS):
+        pairs = [
+            (local, dask)
+            for local, dask in product(rows, rows)
+            if local["way"] == LOCAL and dask["way"] == way and local["repeat"] == dask["repeat"]
+        ]
+        if not pairs:
+            continue
         ratios = [local["cpu_s"] / dask["cpu_s"] for local, dask in pairs]
         without = [local["cpu_s"] / (dask["cpu_s"] - dask["idle_cpu_s"]) for local, dask in pairs]
-        text += (
-            f" CPU time of this machine's processes / of Dask's: {format_spread(ratios, '.3f')}; "
-            f"without what an idle cluster takes: {format_spread(without, '.3f')}"
-        )
+        text += f"\nCPU time of this machine's processes / of {way}: "
+        text += f"{format_spread(ratios, '.3f')}; without what an idle cluster takes: "
+        text += f"{format_spread(without, '.3f')}"
     return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both ways, and print one table."""
+    """Measure all ways, and print one table."""
     parser = make_parser("engines", __doc__)
     parser.add_argument(
         "--mb",
