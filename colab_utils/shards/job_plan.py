@@ -254,7 +254,7 @@ def _dump_part(part: CocoDataset) -> memoryview:
     for name, text in texts.items():
         tables[name] = np.frombuffer(text, np.uint8)
     file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **tables)
+    np.savez(file, **tables)
     return file.getbuffer()
 
 
