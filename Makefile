@@ -1,13 +1,15 @@
 # make setup | demo | slides | site | workshop | badges | setup-cells
-# make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | test-engines | stress
+# make test | lint | fuse | fuzz | test-browser | test-colab | test-lowest | test-formats
+# make test-engines | stress
 # make peers | benchmark | gpu
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+LOWEST := runs/lowest/bin/python
 
 .PHONY: setup demo slides site workshop badges setup-cells test fuse fuzz lint test-browser test-colab
-.PHONY: test-formats test-engines stress peers benchmark gpu
+.PHONY: test-lowest test-formats test-engines stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -59,6 +61,15 @@ test-browser: setup
 # The notebooks with the versions that Colab has; downloads them once, about 3 GB, to runs/colab
 test-colab: setup
 	$(RUN) -m tools.run_as_colab
+
+# The tests with the lowest versions that requirements.txt allows; downloads 3 GB to runs/lowest.
+# The newest ones, which make test has, would hide what these do not know yet
+test-lowest: setup
+	mkdir -p runs/lowest
+	sed 's/>=/==/' requirements.txt > runs/lowest/constraints.txt
+	test -x $(LOWEST) || $(RUN) -m venv --without-pip runs/lowest
+	$(RUN) -m pip --python $(LOWEST) install -q -c runs/lowest/constraints.txt -e '.[dev]'
+	PYTHONPATH=. $(LOWEST) -m pytest -W default -n 3 --dist loadfile -m "not clock and not browser"
 
 # The recipes of docs/FORMATS.md with the converters that they name, in an environment of their own;
 # downloads 300 MB

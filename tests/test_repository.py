@@ -593,6 +593,7 @@ def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
         (["slides"], "-m tools.slides"),
         (["test-browser"], "-m pytest -m browser"),
         (["test-colab"], "-m tools.run_as_colab"),
+        (["test-lowest"], "sed 's/>=/==/' requirements.txt > runs/lowest/constraints.txt"),
         (["gpu"], "-m benchmarks.gpu --json"),
     ],
 )
