@@ -24,6 +24,7 @@ from colab_utils.data.coco_json import UNREADABLE, Columns, read_columns
 from colab_utils.data.fields import FAULTS, read_annotation
 from colab_utils.data.image_paths import find_file, list_meanings, require_folder
 from colab_utils.data.masks import number_within
+from colab_utils.data.segmentations import Entry
 from colab_utils.drive import Retries, ShortReadError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
@@ -31,6 +32,7 @@ from colab_utils.machine import find_free_memory
 from colab_utils.places import Place, open_place
 from colab_utils.units import format_count
 
+Integers = NDArray[np.int64]
 # The numbers that `Columns` holds for each image.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
 ROW = np.dtype(
@@ -52,19 +54,19 @@ class CocoDataset:
 
     fingerprint: str
     """XXH3-128 of the JSON file, in hexadecimal."""
-    categories: tuple[dict[str, Any], ...]
+    categories: tuple[Entry, ...]
     """Each category's ``id`` and ``name``, in order of id."""
-    image_ids: NDArray[np.int64]
+    image_ids: Integers
     """int64 [I]: image ids, in the order of the file."""
     sizes: NDArray[np.int32]
     """int32 [I, 2]: height and width in pixels; 0 if the file gives none."""
     names: bytes
     """All values of ``file_name``, one after another, in UTF-8."""
-    name_ends: NDArray[np.int64]
+    name_ends: Integers
     """int64 [I + 1]: where each file name starts in ``names``, and where the last one ends."""
-    first: NDArray[np.int64]
+    first: Integers
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
-    ids: NDArray[np.int64]
+    ids: Integers
     """int64 [A]: annotation ids. If an id is missing, or is not a number, the annotation's row in
     the file takes its place. Rows are counted from 1.
     """
@@ -72,19 +74,19 @@ class CocoDataset:
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
     texts: bytes | bytearray
     """The JSON text of the annotations, in UTF-8, in any order."""
-    text_spans: NDArray[np.int64]
+    text_spans: Integers
     """int64 [A, 2]: where the text of each annotation starts in ``texts``, and where it ends."""
     shared_names: frozenset[str]
     """Base names that images in several folders have. Such a name alone does not say which image
     is meant.
     """
-    repeated_ids: NDArray[np.int64]
+    repeated_ids: Integers
     """The id of each image whose id an earlier image has, too. If three images share an id, it is
     listed twice.
     """
-    unknown_images: NDArray[np.int64]
+    unknown_images: Integers
     """Ids of the annotations whose image is unknown."""
-    unknown_categories: NDArray[np.int64]
+    unknown_categories: Integers
     """Ids of the annotations whose image is known, but whose category is unknown."""
     text_ids: tuple[str, ...] = ()
     """Image ids that are text in the file. ``image_ids`` has an integer for each of them."""
@@ -105,7 +107,7 @@ class CocoDataset:
         """
         return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
 
-    def image(self, index: int) -> dict[str, Any]:
+    def image(self, index: int) -> Entry:
         """Return the image's ``id``, ``file_name``, ``width`` and ``height``."""
         height, width = self.sizes[index].tolist()
         number = int(self.image_ids[index])
@@ -136,12 +138,12 @@ class CocoDataset:
         """Return how many annotations are crowds."""
         return int(self.is_crowd.sum())
 
-    def count_objects(self) -> NDArray[np.int64]:
+    def count_objects(self) -> Integers:
         """Count the annotations of each image, without crowds: int64 [I]."""
         ends = np.append(0, np.cumsum(~self.is_crowd))
         return np.diff(ends[self.first])
 
-    def annotations(self, index: int) -> list[dict[str, Any]]:
+    def annotations(self, index: int) -> list[Entry]:
         """Return the image's annotations as COCO has them. Their text is parsed on each call.
 
         The segmentations stay as they are in the file.
@@ -155,12 +157,12 @@ class CocoDataset:
             raise ColabUtilsError(f"annotation {number}: {reason}")
         return sound
 
-    def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+    def read_annotations(self, index: int) -> tuple[list[Entry], list[tuple[int, str]]]:
         """Return the image's sound annotations, and the id and the fault of each faulty one.
 
         The sound ones are as :meth:`annotations` gives them.
         """
-        sound: list[dict[str, Any]] = []
+        sound: list[Entry] = []
         faults: list[tuple[int, str]] = []
         size = self.sizes[index].tolist()
         known = {category["id"] for category in self.categories}
@@ -194,7 +196,7 @@ class CocoDataset:
         """Return a dataset of images ``start`` to ``stop - 1``; see :meth:`select`."""
         return self.select(np.arange(start, stop))
 
-    def select(self, indices: NDArray[np.int64]) -> "CocoDataset":
+    def select(self, indices: Integers) -> "CocoDataset":
         """Return a dataset of these images alone, in this order.
 
         It has arrays of its own, so it is small to send to another process.
@@ -224,9 +226,7 @@ class CocoDataset:
         )
 
 
-def join_parts(
-    content: bytes | bytearray, spans: NDArray[np.int64]
-) -> tuple[bytes, NDArray[np.int64]]:
+def join_parts(content: bytes | bytearray, spans: Integers) -> tuple[bytes, Integers]:
     """Join some parts of a text; return the joined text, and where its parts start and end.
 
     Element i of the array says where part i starts, and element i + 1 says where it ends.
@@ -340,7 +340,7 @@ def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
         )
 
 
-def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
+def find_repeated_names(dataset: CocoDataset) -> Integers:
     """Return the indices of the images that share their file name with another image."""
     names = (dataset.file_name(index) for index in range(len(dataset)))
     hashes = (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names)
@@ -435,7 +435,7 @@ def make_images(columns: Columns, fingerprint: str) -> CocoDataset:
 
 
 def _find_shared_names(
-    names: bytes, name_ends: NDArray[np.int64], base_hashes: "array[int]"
+    names: bytes, name_ends: Integers, base_hashes: "array[int]"
 ) -> frozenset[str]:
     """Return the base names that several file names have."""
     # A dict of all names takes much memory. It is needed only if two base names may be equal.
@@ -470,7 +470,7 @@ class Strangers:
         self.unknown_images: list[int] = []
         self.unknown_categories: list[int] = []
 
-    def find_images(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+    def find_images(self, rows: NDArray[Any]) -> Integers:
         """Return the index of each row's image, or -1 if the image is unknown.
 
         If several images have the same id, the row belongs to the first one.

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import (
     ROW,
     CocoDataset,
+    Integers,
     Strangers,
     find_repeated_names,
     group_annotations,
@@ -106,11 +107,11 @@ class SpooledCoco:
     def __len__(self) -> int:
         return len(self.images)
 
-    def select(self, indices: NDArray[np.int64]) -> CocoDataset:
+    def select(self, indices: Integers) -> CocoDataset:
         """Return these images alone, with their annotations, in this order."""
         return next(self.cut([indices]))
 
-    def cut(self, parts: Sequence[NDArray[np.int64]]) -> Iterator[CocoDataset]:
+    def cut(self, parts: Sequence[Integers]) -> Iterator[CocoDataset]:
         """Yield a dataset for each part: its images with their annotations.
 
         No image may be in two parts.
@@ -151,9 +152,7 @@ def _order_texts(
     return rows, ordered_texts
 
 
-def _join_blocks(
-    images: CocoDataset, spool: _Spool, bounds: list[NDArray[np.int64]]
-) -> CocoDataset:
+def _join_blocks(images: CocoDataset, spool: _Spool, bounds: list[Integers]) -> CocoDataset:
     """Return the dataset of one part: its images, and its rows and texts from all blocks.
 
     ``bounds`` holds, for each block, the rows at which the part starts and ends.

@@ -3,7 +3,7 @@
 import io
 from collections import Counter
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from colab_utils.data.decoding import (
 from colab_utils.data.defects import EFFECTS, Defect
 from colab_utils.data.image_paths import explain_missing
 from colab_utils.data.object_checks import check_object
+from colab_utils.data.segmentations import Entry
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
 from colab_utils.files import read_file
@@ -157,7 +158,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
 
 
 def _check_objects(
-    annotations: list[dict[str, Any]], size: tuple[int, ...]
+    annotations: list[Entry], size: tuple[int, ...]
 ) -> tuple[list[Defect], list[tuple[float, ...]]]:
     """Return the defects of an image's annotations, and the rows of `Findings.objects`."""
     defects: list[Defect] = []

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.data.segmentations import (
+    Rle,
     identify_segmentation,
     read_numbers,
     read_polygons,
@@ -56,7 +57,7 @@ class PackedMasks(NamedTuple):
     """int64 [N + 1]: where each mask's bytes start in ``bits``, and where the last ones end."""
 
 
-def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+def encode_segmentation(segmentation: Any, height: int, width: int) -> Rle:
     """Convert one COCO segmentation to compressed RLE.
 
     The segmentation is a list of polygons, uncompressed RLE or compressed RLE. Polygons are drawn
@@ -98,7 +99,7 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
         ) from None
 
 
-def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+def _encode(segmentation: Any, height: int, width: int) -> Rle:
     if isinstance(segmentation, dict):
         return _encode_rle(segmentation, height, width)
     if isinstance(segmentation, list) and segmentation:
@@ -111,7 +112,7 @@ def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     raise ColabUtilsError("the annotation has no mask: polygons or RLE")
 
 
-def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[str, Any]:
+def _encode_polygons(segmentation: list[Any], height: int, width: int) -> Rle:
     from pycocotools import mask as coco_mask
 
     rles = coco_mask.frPyObjects(read_polygons(segmentation), height, width)
@@ -121,7 +122,7 @@ def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[s
     return coco_mask.merge(rles)
 
 
-def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
     from pycocotools import mask as coco_mask
 
     counts = rle.get("counts")
@@ -135,7 +136,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     runs: list[Any] = []
     with suppress(TypeError, ValueError, OverflowError):
         # Some tools write runs as floats without a fraction, or as text.
-        numbers = read_numbers(counts) if isinstance(counts, list) else _read_counts(counts)
+        numbers = read_numbers(counts) if isinstance(counts, list) else read_counts(counts)
         # A list within the list is no run.
         runs = np.ravel(numbers).tolist() if np.ndim(numbers) == 1 else []
     if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
@@ -163,7 +164,7 @@ def _join_runs(runs: list[int]) -> list[int]:
     return joined
 
 
-def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
+def measure_mask(rle: Rle) -> tuple[list[float], int]:
     """Return the tight box (x, y, width, height) of a mask in RLE, and its number of pixels.
 
     Example:
@@ -175,7 +176,7 @@ def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
     return coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))
 
 
-def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list[dict[str, Any]]:
+def resize_rles(rles: Sequence[Rle], height: int, width: int) -> list[Rle]:
     """Resize N masks of one image with the nearest neighbour, as torchvision's Mask R-CNN does.
 
     N may be 0. torchvision calls ``torch.nn.functional.interpolate(mode="nearest")``, which takes
@@ -189,7 +190,7 @@ def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list
     return [_resize_rle(rle, height, width) for rle in rles]
 
 
-def _resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def _resize_rle(rle: Rle, height: int, width: int) -> Rle:
     from pycocotools import mask as coco_mask
 
     height_in, width_in = rle["size"]
@@ -200,11 +201,11 @@ def _resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     top, bottom = np.searchsorted(rows, (y0, y0 + drawn.shape[1]))
     mask = np.zeros((width, height), np.uint8)
     mask[left:right, top:bottom] = drawn[columns[left:right] - x0][:, rows[top:bottom] - y0]
-    resized: dict[str, Any] = coco_mask.encode(mask.T)
+    resized: Rle = coco_mask.encode(mask.T)
     return resized
 
 
-def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
+def pack_masks(rles: Sequence[Rle]) -> PackedMasks:
     """Pack N masks of one image from compressed RLE; N may be 0."""
     crops = (_draw_crop(rle) for rle in rles)
     return _pack_crops((x0, y0, drawn.T) for x0, y0, drawn in crops)
@@ -241,13 +242,13 @@ def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
     return xs[0], ys[0], mask[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
 
 
-def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
+def _draw_crop(rle: Rle) -> tuple[int, int, NDArray[np.uint8]]:
     """Draw only the tight box of a mask; return left, top and uint8 [columns, rows].
 
     A mask of the image's full size is never made, because it would take much more memory.
     """
     height = rle["size"][0]
-    runs = _read_counts(rle["counts"])
+    runs = read_counts(rle["counts"])
     if len(runs) < 2:
         return 0, 0, np.zeros((0, 0), np.uint8)
     # Bounds are where each run of ones starts and ends, in pixels counted column by column.
@@ -304,7 +305,7 @@ def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _read_counts(text: bytes) -> list[int]:
+def read_counts(text: bytes) -> list[int]:
     """Decode the lengths of the runs of a compressed RLE; return no runs if it is damaged.
 
     pycocotools would read past the end of its memory if the RLE is damaged, so it is decoded here.
@@ -314,7 +315,7 @@ def _read_counts(text: bytes) -> list[int]:
     places before.
 
     Example:
-        >>> _read_counts(b"71100000O10")
+        >>> read_counts(b"71100000O10")
         [7, 1, 1, 1, 1, 1, 1, 1, 0, 2, 0]
     """
     runs: list[int] = []

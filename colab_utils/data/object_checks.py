@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.defects import Defect
+from colab_utils.data.defects import SERIOUS, Defect
 from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, unpack_masks
-from colab_utils.data.segmentations import count_numbers, is_nothing, read_polygons
+from colab_utils.data.segmentations import Entry, Rle, count_numbers, is_nothing, read_polygons
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
@@ -25,9 +25,12 @@ _FEW_PIXELS = 64
 # The numbers of a normalised outline are shares of the image size, 0 to 1. They may still lie
 # outside of 0 to 1 by up to this share.
 _BEYOND_SHARE = 0.1
+# What `count_faults` counts: what spoils training, and signs that a mask or a box is another
+# object's.
+_COUNTED = SERIOUS | {"loose box", "area and mask disagree"}
 
 
-def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defect], int]:
+def check_object(annotation: Entry, size: tuple[int, ...]) -> tuple[list[Defect], int]:
     """Return the defects of an annotation, and the number of pixels of its mask.
 
     This number is 0 if the object cannot be used in training.
@@ -61,7 +64,7 @@ def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[lis
     return defects, pixels if is_usable else 0
 
 
-def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
+def _is_area_odd(annotation: Entry, mask: Rle) -> bool:
     """Return whether an object's area fits neither its mask nor its box.
 
     An area that fits the box is not odd, because many tools export the area of the box. Some
@@ -78,7 +81,7 @@ def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
     return not is_of_box and not 0.8 <= area / pixels <= 1.25
 
 
-def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[Defect]:
+def compare_outline(annotation: Entry, mask: Rle) -> list[Defect]:
     """Compare an annotation's box with the image and with its mask in RLE.
 
     If they disagree, the segmentation is read in other ways. If the box fits one of these, the
@@ -96,7 +99,7 @@ def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[De
     return defects
 
 
-def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _list_readings(segmentation: Any, mask: Rle) -> Iterator[tuple[str, Any]]:
     """Yield other ways to read a segmentation, and the points (x, y) that it would have then."""
     height, width = mask["size"]
     if isinstance(segmentation, list):
@@ -117,9 +120,7 @@ def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[st
                 yield reading, np.argwhere(pixels)[:, ::-1]
 
 
-def count_faults(
-    annotations: Sequence[dict[str, Any]], rles: Sequence[dict[str, Any]]
-) -> Counter[str]:
+def count_faults(annotations: Sequence[Entry], rles: Sequence[Rle]) -> Counter[str]:
     """Count the objects of an image that may be trained wrongly or not at all, by kind of defect.
 
     Args:
@@ -154,7 +155,7 @@ def count_faults(
     return Counter(filter(None, kinds))
 
 
-def _is_object(crowd: dict[str, Any]) -> bool:
+def _is_object(crowd: Entry) -> bool:
     """Return whether an annotation is marked as a crowd, but may be a single object.
 
     V7 Darwin exports objects with holes as crowds in RLE without an area. COCO's own crowds have an
@@ -164,24 +165,15 @@ def _is_object(crowd: dict[str, Any]) -> bool:
     return bool(crowd["iscrowd"] and is_rle and crowd["area"] == 0)
 
 
-def _find_fault(annotation: dict[str, Any], mask: dict[str, Any]) -> str:
+def _find_fault(annotation: Entry, mask: Rle) -> str:
     """Return the defect because of which an object may be trained wrongly or not at all.
 
     The text is empty if there is no such defect.
     """
     if annotation["iscrowd"]:
         return "crowd without area" if _is_object(annotation) else ""
-    outline = annotation["segmentation"]
-    tight, _ = measure_mask(mask)
-    # The mask of a normalised polygon lies in the corner at (0, 0). Other polygons are not read
-    # again, because that takes time.
-    if isinstance(outline, list) and max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR:
-        if is_normalised(np.concatenate(read_polygons(outline))):
-            return "normalised polygon"
-    for kind, _ in compare_outline(annotation, mask):
-        # An object whose box has no area is left out of training, which is no fault.
-        return "" if kind == "box without area" else kind
-    return "area and mask disagree" if _is_area_odd(annotation, mask) else ""
+    defects, _ = check_object(annotation, mask["size"])
+    return next((kind for kind, _ in defects if kind in _COUNTED), "")
 
 
 def _check_polygons(

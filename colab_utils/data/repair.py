@@ -27,6 +27,8 @@ from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.object_checks import NEAR, check_object, compare_outline, is_normalised
 from colab_utils.data.segmentations import (
     OUTLINE_NUMBERS,
+    Entry,
+    Rle,
     count_numbers,
     identify_segmentation,
     read_polygons,
@@ -105,7 +107,7 @@ def repair_annotations(
     for number in dataset.unknown_images.tolist():
         done["annotation without an image left out"].append(f"annotation {number}")
     gone = Counter[str]()
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     kept: list[bytes] = []
     has_objects = False
     for group, is_alone in _group_entries(dataset):
@@ -179,7 +181,7 @@ class _MendedImage:
         self.entry = dataset.image(group[0])
         self._size = self._mend_entry(dataset, group, header)
         self._as_objects = as_objects
-        self.annotations: dict[str, dict[str, Any]] = {}
+        self.annotations: dict[str, Entry] = {}
         """Annotations by category and outline. Of equal ones, only the first is kept."""
         categories = {category["id"] for category in dataset.categories}
         for i in group:
@@ -222,7 +224,7 @@ class _MendedImage:
             raise _LostObjectError("size mismatch")
         return size
 
-    def _add(self, entry: dict[str, Any]) -> None:
+    def _add(self, entry: Entry) -> None:
         """Mend an annotation by its mask, and add it.
 
         It is left out if it has no area, or the same category and outline as another one.
@@ -266,7 +268,7 @@ class _MendedImage:
         else:
             self.annotations[key] = entry | values
 
-    def _mend_box(self, values: dict[str, Any], rle: dict[str, Any]) -> None:
+    def _mend_box(self, values: Entry, rle: Rle) -> None:
         """Take the box from the mask if box and mask disagree.
 
         Raises:
@@ -287,7 +289,7 @@ class _MendedImage:
         values["bbox"], _ = measure_mask(rle)
         self.changes.append("box from the mask")
 
-    def _read_values(self, entry: dict[str, Any]) -> dict[str, Any]:
+    def _read_values(self, entry: Entry) -> Entry:
         """Return the numeric fields of an annotation, as COCO has them.
 
         Raises:
@@ -370,7 +372,7 @@ def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> boo
     return (in_box > 1 and in_mask > 1.1) or (in_box < 0.1 and in_mask < 0.5)
 
 
-def _try_field(entry: dict[str, Any], name: str) -> Any:
+def _try_field(entry: Entry, name: str) -> Any:
     try:
         return read_field(entry, name)
     except FAULTS:

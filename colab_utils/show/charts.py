@@ -12,6 +12,7 @@ from colab_utils.data.statistics import DatasetStatistics
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, DescribedFigure, make_figure
 from colab_utils.streams import StreamTrial
+from colab_utils.units import format_count
 
 BLUE = PALETTE[0]
 ORANGE = PALETTE[1]
@@ -86,9 +87,8 @@ def plot_first_seconds(
                 color="white",
                 edgecolor=GREY,
             )
-            batches = count_batches(spans, shown_s)
-            noun = "batch" if batches == 1 else "batches"
-            text = f"{white} {waits[name]}, {batches:,} {noun}"
+            batches = format_count(count_batches(spans, shown_s), "batch", "batches")
+            text = f"{white} {waits[name]}, {batches}"
             _write(axis, text, shown_s, row)
             figure.words.append(f"{name}: {text}")
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]

@@ -25,6 +25,7 @@ from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.places import Place, open_place
+from colab_utils.units import format_count
 
 # Okabe and Ito's colours. People with any common colour blindness can tell them apart
 # (jfly.uni-koeln.de/color).
@@ -131,8 +132,8 @@ def draw_predictions(
         panels.append((f"sample {i}, prediction", image, {**shown, "fits": fits.any(1)}))
         objects_that_fit.extend(fits.any(0))
         predictions_that_fit.extend(fits.any(1))
-    objects = _count(len(objects_that_fit), "object")
-    drawn = _count(len(predictions_that_fit), "prediction")
+    objects = format_count(len(objects_that_fit), "object")
+    drawn = format_count(len(predictions_that_fit), "prediction")
     title = (
         f"{sum(objects_that_fit)} of {objects} found (thick outlines), "
         f"by {drawn} with a score of {min_score:g} or more"
@@ -145,7 +146,6 @@ def draw_annotations(
     panels: Sequence[tuple[str, CocoDataset, int]],
     *,
     title: str,
-    columns: int = 3,
 ) -> DescribedFigure:
     """Draw images with their annotations as they are in the JSON, with all faults.
 
@@ -154,7 +154,6 @@ def draw_annotations(
         panels: A heading, a dataset and an index in the dataset, for each image. A file that is
             not an image is drawn as a grey area.
         title: Title, which states the finding.
-        columns: Images in a row. Default: 3.
     """
     drawn: list[_Panel] = []
     names: dict[int, str] = {}
@@ -165,7 +164,7 @@ def draw_annotations(
         title,
         drawn,
         names,
-        columns=min(columns, len(panels)),
+        columns=min(3, len(panels)),
         inches=4.4,
     )
 
@@ -381,8 +380,3 @@ def _to_array(values: Any) -> Any:
     if hasattr(values, "cpu"):
         values = values.cpu()
     return np.asarray(values)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "" if number == 1 else "s"
-    return f"{number:,} {noun}{plural}"

@@ -15,6 +15,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_whole
 from colab_utils.places import Place
 
+State = Mapping[str, Any]
+"""What a checkpoint holds."""
 TORN = "is torn (cut short or damaged)"
 # A seal begins with this text, where the number is the version of the format. The checksum follows.
 _SEAL = b"colab_utils 2 "
@@ -26,7 +28,7 @@ class TornError(ColabUtilsError):
     """A checkpoint is not as it was written. It gave the same wrong bytes twice."""
 
 
-def pack_state(state: Mapping[str, Any]) -> tuple[memoryview, bytes]:
+def pack_state(state: State) -> tuple[memoryview, bytes]:
     """Return the content of a file that holds a state, and the seal to write after it.
 
     Example:
@@ -83,7 +85,7 @@ def _check_seal(path: Place, content: bytes) -> bytes:
 
 
 @contextmanager
-def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
+def explain_state(state: State | None) -> Iterator[None]:
     """Refuse a checkpoint if the block, which uses its state, fails.
 
     ``state`` is what `CheckpointFolder.read` returned.
@@ -110,30 +112,19 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         raise _refuse(state["path"]) from error
 
 
-def choose_weights(state: Mapping[str, Any]) -> Any:
-    """Return the weights of a checkpoint: the averaged ones if an earlier version stored them.
-
-    Example:
-        >>> choose_weights({"model": {"weight": 1}, "ema": {"weight": 2}})
-        {'weight': 2}
-    """
-    averaged = state.get("ema")
-    return state["model"] if averaged is None else averaged
-
-
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) -> None:
-    """Load the weights of the checkpoint at ``path`` into a model.
+def load_weights(model: torch.nn.Module, state: State) -> None:
+    """Load the weights of a checkpoint, which `CheckpointFolder.read` returned, into a model.
 
     Raises:
         ColabUtilsError: A weight is not finite.
         RuntimeError: The weights are those of another model.
     """
-    model.load_state_dict(weights)
+    model.load_state_dict(state["model"])
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise ColabUtilsError(
-                f"The checkpoint {path} cannot be used: {name} has values that are not finite. "
-                f"{_CURE}"
+                f"The checkpoint {state['path']} cannot be used: {name} has values that are not "
+                f"finite. {_CURE}"
             )
 
 
@@ -144,16 +135,14 @@ def _refuse(path: str | Place) -> ColabUtilsError:
     )
 
 
-def load_content(path: Place, content: bytes) -> dict[str, Any]:
+def load_content(path: Place, content: bytes) -> State:
     """Return the state that a file holds.
 
     `read_sealed` has checked the seal of ``content``, so the file is not torn. Only torn files are
     renamed, by `CheckpointFolder.read`. So this file keeps its name even if it cannot be loaded.
     """
     try:
-        state: dict[str, Any] = torch.load(
-            io.BytesIO(content), map_location="cpu", weights_only=True
-        )
+        state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ColabUtilsError(

@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_bytes
@@ -31,6 +31,7 @@ from colab_utils.places import (
 )
 from colab_utils.training.checkpoint import (
     TORN,
+    State,
     TornError,
     explain_read,
     load_content,
@@ -132,7 +133,7 @@ class CheckpointFolder:
 
     def save(
         self,
-        state: Mapping[str, Any],
+        state: State,
         *,
         step: int,
         which: Which = "newest",
@@ -215,7 +216,7 @@ class CheckpointFolder:
             ) from error
         return path
 
-    def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
+    def read(self, which: Which = "newest", *, repair: bool = False) -> State | None:
         """Read the newest or the best complete checkpoint to the CPU.
 
         A file is torn if it is cut short or fails its checksum, and a second read gives the same

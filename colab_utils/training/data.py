@@ -68,20 +68,15 @@ class OpenData:
     def describe(self) -> dict[str, Any]:
         """Return facts that all processes must agree on, because they share the batches."""
         order = hash_bytes(self.dataset.image_ids.tobytes(), self.dataset.sizes.tobytes())
-        facts: dict[str, Any] = {
+        return {
             "dataset": self.dataset.fingerprint,
             "number of images": len(self.dataset),
             "number of images with objects": len(self.rows),
             # Two copies of a dataset may have the same number of images, but not the same images.
             # The sizes are in the checksum, because they decide which images share a batch.
             "order of the images": order,
-            "validation dataset": None,
-            "number of validation images": None,
+            "validation dataset": getattr(self.validation, "fingerprint", None),
         }
-        if self.validation is not None:
-            facts["validation dataset"] = self.validation.fingerprint
-            facts["number of validation images"] = len(self.validation)
-        return facts
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ masks meanwhile, and computes the average precision at the end.
 
 import io
 import signal
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,20 +20,20 @@ from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.samples import has_moved_names
 from colab_utils.processes import ThreadPool, explain_shared_memory, fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.precision import keep_boxes_exact
-from colab_utils.training.sizes import Size, choose_sizes, fit_shape
+from colab_utils.training.sizes import Size, find_size
 
 _DECODING_THREADS = 2
 
 
 class EvaluationProcessError(ColabUtilsError):
-    """The process that draws masks for an evaluation was killed twice, or cannot start."""
+    """The process that draws masks for an evaluation was killed, or cannot start."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ def evaluate(
         batch_size: The most images in a batch. Default: 8.
 
     Raises:
-        EvaluationProcessError: The process that draws masks was killed twice, for example because
-            memory was full. Or it cannot start, and the message says why.
+        EvaluationProcessError: The process that draws masks was killed, for example because memory
+            was full. Or it cannot start, and the message says why.
         ColabUtilsError: The images hold no objects, or the model's classes are not those of the
             dataset.
 
@@ -106,20 +105,14 @@ def evaluate(
             f"None of the {len(dataset)} images has objects to measure against. Evaluate on a "
             "dataset with annotations."
         )
-    with _set_up(model.to(device)):
-        with suppress(BrokenProcessPool):
+    try:
+        with _set_up(model.to(device)):
             return _evaluate(model, dataset, truth, device, batch_size)
-        text = (
-            "the process that draws masks was killed (is memory full?): this evaluation starts "
-            "once more"
-        )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=2)
-        with suppress(BrokenProcessPool):
-            return _evaluate(model, dataset, truth, device, batch_size)
-    raise EvaluationProcessError(
-        "The process that draws masks was killed twice, probably because memory is full. Evaluate "
-        "on fewer images."
-    )
+    except BrokenProcessPool:
+        raise EvaluationProcessError(
+            "The process that draws masks was killed, probably because memory is full. Evaluate on "
+            "fewer images."
+        ) from None
 
 
 def _check_classes(model: Any, dataset: Any) -> None:
@@ -208,9 +201,11 @@ def _group_images(
     if not isinstance(model, MaskRCNN):
         return [[i] for i in range(len(dataset))]
     groups: dict[Size, list[int]] = {}
-    for i, size in enumerate(choose_sizes(model.transform, dataset.sizes.tolist())):
-        shape = fit_shape([size], step=model.transform.size_divisible)
-        groups.setdefault(shape, []).append(i)
+    step = model.transform.size_divisible
+    for i, size in enumerate(dataset.sizes.tolist()):
+        height, width = find_size(model.transform, *size)
+        # torchvision pads each side to a multiple of the step.
+        groups.setdefault((-(-height // step), -(-width // step)), []).append(i)
     batches = []
     for group in groups.values():
         batches += [group[i : i + batch_size] for i in range(0, len(group), batch_size)]

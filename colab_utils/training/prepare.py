@@ -10,7 +10,7 @@ from colab_utils.errors import ColabUtilsWarning
 from colab_utils.loading.ranks import Ranks
 from colab_utils.places import Place
 from colab_utils.training.agreement import share_errors
-from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.data import OpenData
 from colab_utils.training.memory import MemoryPlan, plan_memory
 from colab_utils.training.model import assemble_mask_rcnn, build_mask_rcnn
@@ -43,7 +43,7 @@ def prepare_step(
     ranks: Ranks,
     seed: int,
     weights: str | Place | None,
-    state: dict[str, Any] | None,
+    state: State | None,
 ) -> PreparedStep:
     """Build the model on its device, the same in every process, and choose the batch size.
 
@@ -88,14 +88,13 @@ def _build_network(
     data: OpenData,
     ranks: Ranks,
     weights: str | Place | None,
-    state: dict[str, Any] | None,
+    state: State | None,
 ) -> Any:
     """Return the layers to load a checkpoint into, or the model that a new run starts from."""
-    sizes: dict[str, Any] = {
+    sizes = {
         "num_classes": data.dataset.num_classes,
         "min_size": settings.min_size,
         "max_size": settings.max_size,
-        "norms": settings.norms,
     }
     if state:
         starts_from = state["plan"].get("starts_from", "")

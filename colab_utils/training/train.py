@@ -22,12 +22,11 @@ from colab_utils.places import Place, open_place
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
-from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import DataSource, OpenData, open_data
 from colab_utils.training.heartbeat import watch_ranks
 from colab_utils.training.model import GPU_MODEL
-from colab_utils.training.norms import Norms
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
 from colab_utils.training.prepare import prepare_step
 from colab_utils.training.ranks import join_ranks
@@ -58,7 +57,6 @@ def train(
     annotations: str | Place | None = None,
     drive: str | Place | None = None,
     ssd: str | Path | None = None,
-    local: str | Path | None = None,
     limit_gb: float | None = None,
     val_shards: str | Place | None = None,
     steps: int | None = None,
@@ -73,7 +71,6 @@ def train(
     min_size: int | None = None,
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
-    norms: Norms | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
     device: str | torch.device | None = None,
@@ -107,7 +104,6 @@ def train(
         ssd: Folder on this machine's SSD. ``shards`` are copied into it during training, which
             begins when the first shard has arrived. With ``images``, their shards are written into
             it.
-        local: Another name of ``ssd``.
         limit_gb: The most that the copies of ``shards`` may take in ``ssd``, in GB. Use it if the
             disk is too small for all shards.
         val_shards: Shards to measure the average precision on, after each epoch and after the last
@@ -137,8 +133,6 @@ def train(
             ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"none"`` mirrors none. Or
             your own ``torchvision.transforms.v2`` of (image, target), which run on the device.
-        norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms;
-            ``"trained"`` trains them. See ``build_mask_rcnn``.
         workers: Loading workers, see ``make_loader``. On a CPU ``"auto"`` is one worker, because
             the step needs the cores. If the workers do not deliver a batch within a minute, it
             moves to the end of its epoch, and a warning names the image.
@@ -168,7 +162,6 @@ def train(
         min_size=min_size,
         max_size=max_size,
         augment=OWN_TRANSFORMS if callable(augment) else augment,
-        norms=norms,
         batch_size=None if batch_size == "auto" else batch_size,
         learning_rate=learning_rate,
     )
@@ -178,7 +171,7 @@ def train(
     require_count("seed", seed, minimum=0, maximum=_LARGEST_SEED)
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
-    source = DataSource(shards, images, annotations, drive, ssd or local, limit_gb)
+    source = DataSource(shards, images, annotations, drive, ssd, limit_gb)
     _check_paths(source, val_shards, run, weights)
     with ExitStack() as stack:
         stack.enter_context(use_training_defaults())
@@ -186,7 +179,7 @@ def train(
         ranks = stack.enter_context(join_ranks(device))
         heartbeat = stack.enter_context(watch_ranks(ranks, _end_before_training))
         folder = CheckpointFolder(run)
-        state: dict[str, Any] | None = None
+        state: State | None = None
         with share_errors(ranks):
             data = stack.enter_context(
                 open_data(
@@ -341,7 +334,7 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
 
 def _choose_settings(
     asked: AskedSettings,
-    state: dict[str, Any] | None,
+    state: State | None,
     data: OpenData,
     *,
     transforms: Transforms | None,
@@ -364,7 +357,7 @@ def _choose_settings(
 
 
 def _check_checkpoint(
-    state: dict[str, Any],
+    state: State,
     settings: Settings,
     data: OpenData,
     *,
@@ -389,7 +382,6 @@ def _check_checkpoint(
         "num_classes": data.dataset.num_classes,
         "min_size": settings.min_size,
         "max_size": settings.max_size,
-        "norms": settings.norms,
         "seed": seed,
     }
     if data.is_loose:

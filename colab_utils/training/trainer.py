@@ -23,7 +23,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_erro
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
-from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
@@ -343,7 +343,7 @@ class Trainer:
         )
         os._exit(1)
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Take the step, the losses and the best precision so far from a checkpoint.
 
         The step and the loader have loaded their own parts of the checkpoint before.
