@@ -37,6 +37,8 @@ from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.units import format_count
 
+Validation = tuple[str | Place, str | Place]
+"""The image folder and the JSON of a validation set."""
 # Number of examples that the report keeps of each kind of defect.
 _EXAMPLES = 5
 # Number of images that the report lists as the worst.
@@ -106,7 +108,7 @@ def check_dataset(
     annotations: str | Place | CocoDataset,
     *,
     deep: bool = False,
-    validation: tuple[str | Place, str | Place] | None = None,
+    validation: Validation | None = None,
 ) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset, on all cores.
 

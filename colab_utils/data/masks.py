@@ -218,7 +218,7 @@ def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
         >>> pack_pixels([np.array([[0, 0, 1], [0, 1, 1]])]).crops.tolist()
         [[1, 0, 3, 2]]
     """
-    return _pack_crops(map(_crop_pixels, masks))
+    return _pack_crops(map(crop_pixels, masks))
 
 
 def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
@@ -233,7 +233,7 @@ def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
     return PackedMasks(np.concatenate(parts), np.array(crops, np.int32).reshape(-1, 4), offsets)
 
 
-def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
+def crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
     """Crop a mask to its tight box; return left, top and the pixels in the box."""
     ys = np.flatnonzero(mask.any(1))
     xs = np.flatnonzero(mask.any(0))

@@ -134,24 +134,7 @@ def count_faults(annotations: Sequence[Entry], rles: Sequence[Rle]) -> Counter[s
         >>> count_faults([one], [encode_segmentation(outline, 6, 8)])
         Counter({'empty mask': 1})
     """
-    from pycocotools import mask as coco_mask
-
-    if not annotations:
-        return Counter()
-    limits = rles[0]["size"][::-1]
-    boxes = np.array([annotation["bbox"] for annotation in annotations], np.float64)
-    starts = boxes[:, :2].clip(0, limits)
-    ends = (boxes[:, :2] + boxes[:, 2:]).clip(0, limits)
-    tight = coco_mask.toBbox(rles)
-    tight_ends = tight[:, :2] + tight[:, 2:]
-    # Most boxes equal those of their masks. Only the other objects are looked at one by one, which
-    # is slower.
-    is_near = np.abs(np.hstack([starts - tight[:, :2], ends - tight_ends])).max(1) <= NEAR
-    has_area = (boxes[:, 2:] > 0).all(1) & (ends > starts).all(1) & (tight[:, 2:] > 0).all(1)
-    is_sound = is_near & has_area & (tight_ends.max(1) > NEAR)
-    is_sound &= [not _is_object(annotation) for annotation in annotations]
-    is_sound &= [not _is_area_odd(*pair) for pair in zip(annotations, rles, strict=True)]
-    kinds = [_find_fault(annotations[i], rles[i]) for i in np.flatnonzero(~is_sound).tolist()]
+    kinds = map(_find_fault, annotations, rles)
     return Counter(filter(None, kinds))
 
 
@@ -172,6 +155,13 @@ def _find_fault(annotation: Entry, mask: Rle) -> str:
     """
     if annotation["iscrowd"]:
         return "crowd without area" if _is_object(annotation) else ""
+    tight, _ = measure_mask(mask)
+    # The mask of a normalised polygon lies in the corner at (0, 0).
+    is_in_corner = max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR
+    differs = compare_box(annotation["bbox"], tight, *mask["size"])
+    # Most boxes equal those of their masks. Only the other objects are read again, which is slower.
+    if not (is_in_corner or differs or _is_area_odd(annotation, mask)):
+        return ""
     defects, _ = check_object(annotation, mask["size"])
     return next((kind for kind, _ in defects if kind in _COUNTED), "")
 

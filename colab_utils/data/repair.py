@@ -16,6 +16,7 @@ import numpy as np
 from colab_utils.data.checks import (
     DatasetReport,
     Problem,
+    Validation,
     check_dataset,
     find_shared,
     inspect_images,
@@ -33,6 +34,7 @@ from colab_utils.data.segmentations import (
     identify_segmentation,
     read_polygons,
 )
+from colab_utils.data.sizes import Size
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
@@ -60,7 +62,7 @@ def repair_annotations(
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",
     deep: bool = False,
-    validation: tuple[str | Place, str | Place] | None = None,
+    validation: Validation | None = None,
 ) -> DatasetReport:
     """Write a repaired copy of the annotations. The original file is not changed.
 
@@ -190,9 +192,7 @@ class _MendedImage:
                     raise _LostObjectError("unknown category")
                 self._add(annotation)
 
-    def _mend_entry(
-        self, dataset: CocoDataset, group: list[int], header: Header
-    ) -> tuple[int, int]:
+    def _mend_entry(self, dataset: CocoDataset, group: list[int], header: Header) -> Size:
         """Mend the image's entry by its file. Return the height and width of its masks."""
         size = self.entry["height"], self.entry["width"]
         if not all(header.size):
@@ -313,7 +313,7 @@ def _read_headers(
     folder: Place,
     dataset: CocoDataset,
     deep: bool,
-    validation: tuple[str | Place, str | Place] | None,
+    validation: Validation | None,
 ) -> list[Header]:
     """Return the header of each image. An image that is also in the validation set counts as
     unusable.
@@ -345,7 +345,7 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
     return swapped if len(swapped) >= _NEARLY_ALL * total else []
 
 
-def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
+def _fit(dataset: CocoDataset, group: list[int], size: Size) -> bool:
     """Return whether all polygons lie in an image of this size, and all RLE is made for it."""
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
     for i in group:
@@ -379,7 +379,7 @@ def _try_field(entry: Entry, name: str) -> Any:
         return None
 
 
-def _mend_outline(outline: Any, size: tuple[int, int]) -> Any:
+def _mend_outline(outline: Any, size: Size) -> Any:
     """Return a segmentation as COCO has it: a list of polygons in pixels, or RLE.
 
     Raises:

@@ -14,6 +14,8 @@ from colab_utils.show.pictures import PALETTE, DescribedFigure, make_figure
 from colab_utils.streams import StreamTrial
 from colab_utils.units import format_count
 
+# The start and the end of each step, in seconds.
+Spans = Sequence[tuple[float, float]]
 BLUE = PALETTE[0]
 ORANGE = PALETTE[1]
 GREY = "#949494"
@@ -28,7 +30,7 @@ _CLASSES = 20
 
 
 def plot_first_seconds(
-    rows: Mapping[str, Sequence[tuple[float, float]]],
+    rows: Mapping[str, Spans],
     *,
     seconds: float | None = None,
     title: str = "",
@@ -100,7 +102,7 @@ def plot_first_seconds(
     return figure
 
 
-def count_batches(spans: Sequence[tuple[float, float]], seconds: float) -> int:
+def count_batches(spans: Spans, seconds: float) -> int:
     """Return the number of steps that ended in the first ``seconds`` seconds."""
     return sum(end_s <= seconds for _, end_s in spans)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
+from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.samples import has_moved_names
@@ -27,7 +28,7 @@ from colab_utils.processes import ThreadPool, explain_shared_memory, fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.precision import keep_boxes_exact
-from colab_utils.training.sizes import Size, find_size
+from colab_utils.training.sizes import find_size
 
 _DECODING_THREADS = 2
 

@@ -3,12 +3,13 @@
 import math
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
-from typing import cast
+from typing import NoReturn, cast
 
 from torch import distributed
 
@@ -144,6 +145,17 @@ class Heartbeat:
             return f"The machine of torchrun's store, {store}, was not heard for {_SILENCE_S:.0f} s"
         lost = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in silent)
         return f"No sign of life came from {lost} for {_SILENCE_S:.0f} s"
+
+
+def end_process(text: str, outlook: str) -> NoReturn:
+    """End this process at once, because another one is lost. The main thread waits for that one."""
+    print(
+        f"error: {text}. Look at that machine and its network, and start all processes again: "
+        f"{outlook}.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def _name_key(rank: int) -> str:

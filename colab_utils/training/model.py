@@ -33,6 +33,9 @@ from colab_utils.training.norms import freeze_norms
 from colab_utils.training.small_models import assemble_light, assemble_tiny
 from colab_utils.training.torch_defaults import use_cpu
 
+Names = Mapping[int, str]
+"""The name of each class, by its label."""
+
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
@@ -63,7 +66,7 @@ def build_mask_rcnn(
     weights: str | Place | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
-    class_names: Mapping[int, str] | None = None,
+    class_names: Names | None = None,
 ) -> MaskRCNN:
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
@@ -107,7 +110,7 @@ def build_mask_rcnn(
         )
     sizes = {"min_size": min_size, "max_size": max_size}
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
-    known: Mapping[int, str] = {}
+    known: Names = {}
     if weights not in (None, "coco"):
         model, known = _load_run(name, weights)
         model.transform.min_size = (min_size,)
@@ -252,7 +255,7 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         socket.setdefaulttimeout(timeout)
 
 
-def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]:
+def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Names]:
     """Load the model and the class names of a run's best checkpoint.
 
     Without a best checkpoint, take the newest.
@@ -274,44 +277,32 @@ def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]
 
 
 @torch.no_grad()
-def _replace_heads(
-    model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]
-) -> None:
+def _replace_heads(model: MaskRCNN, num_classes: int, names: Names, known: Names) -> None:
     """Replace the last layers by layers for other classes.
 
     Args:
         model: The model to change.
         num_classes: Classes of the new layers, the background included.
         names: The new name of each label. If a class of this name is in ``known``, its weights are
-            copied. All other weights are random.
+            copied, as are those of the background. All other weights are random.
         known: The name of each label in the old layers.
     """
-    labels = {
-        name.lower(): label
-        for label, name in known.items()
-        if name not in ("__background__", "N/A")
-    }
-    matches: dict[int, int] = {}
+    labels = {name.lower(): label for label, name in known.items()}
+    # Label 0 is the background on both sides.
+    matches = {0: 0}
     for label, name in names.items():
         if name.lower() in labels:
             matches[label] = labels[name.lower()]
-            # Label 0 is the background on both sides.
-            matches[0] = 0
-    heads = model.roi_heads
-    boxes = heads.box_predictor
-    masks = heads.mask_predictor
+    boxes = model.roi_heads.box_predictor
+    masks = model.roi_heads.mask_predictor
     classes = boxes.cls_score.out_features
-    convolution = masks.conv5_mask
-    heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
-    heads.mask_predictor = MaskRCNNPredictor(
-        convolution.in_channels, convolution.out_channels, num_classes
-    )
-    heads.mask_predictor.conv5_mask = convolution
+    new_boxes = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
+    channels = masks.mask_fcn_logits.in_channels
+    new_logits = MaskRCNNPredictor(channels, channels, num_classes).mask_fcn_logits
     sources = [*boxes.parameters(), *masks.mask_fcn_logits.parameters()]
-    targets = [
-        *heads.box_predictor.parameters(),
-        *heads.mask_predictor.mask_fcn_logits.parameters(),
-    ]
+    targets = [*new_boxes.parameters(), *new_logits.parameters()]
+    model.roi_heads.box_predictor = new_boxes
+    masks.mask_fcn_logits = new_logits
     for source, target in zip(sources, targets, strict=True):
         rows = source.unflatten(0, (classes, -1))[[*matches.values()]]
         target.unflatten(0, (num_classes, -1))[[*matches]] = rows

@@ -2,10 +2,7 @@
 
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from colab_utils.data.sizes import fit_size
-
-Size = tuple[int, int]
-"""Height and width in pixels."""
+from colab_utils.data.sizes import Size, fit_size
 
 
 def find_size(transform: GeneralizedRCNNTransform, height: int, width: int) -> Size:

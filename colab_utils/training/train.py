@@ -1,7 +1,6 @@
 """Train a Mask R-CNN: ``train`` opens data, chooses settings, prepares a step and makes a plan."""
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -25,7 +24,7 @@ from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import DataSource, OpenData, open_data
-from colab_utils.training.heartbeat import watch_ranks
+from colab_utils.training.heartbeat import end_process, watch_ranks
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
 from colab_utils.training.prepare import prepare_step
@@ -270,13 +269,7 @@ def train(
 
 def _end_before_training(text: str) -> None:
     """End this process, because another one is lost before the first step."""
-    print(
-        f"error: {text}. Nothing was trained. Look at that machine and its network, and start all "
-        "processes again.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
+    end_process(text, "nothing was trained yet")
 
 
 def _warn_of_faults(data: OpenData) -> None:
@@ -291,14 +284,12 @@ def _warn_of_faults(data: OpenData) -> None:
 
 def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int | None) -> None:
     """Refuse bad numbers of steps or epochs, and both of them at once."""
-    if steps is not None:
-        require_count("steps", steps, maximum=LARGEST_COUNT)
-    if epochs is not None:
-        require_count("epochs", epochs, maximum=LARGEST_COUNT)
-        if steps is not None:
-            raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
-    if checkpoint_steps is not None:
-        require_count("checkpoint_steps", checkpoint_steps, maximum=LARGEST_COUNT)
+    counts = {"steps": steps, "epochs": epochs, "checkpoint_steps": checkpoint_steps}
+    for name, count in counts.items():
+        if count is not None:
+            require_count(name, count, maximum=LARGEST_COUNT)
+    if steps and epochs:
+        raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
 
 
 def _check_paths(source: DataSource, val_shards: Any, *others: str | Place | None) -> None:

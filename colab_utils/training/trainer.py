@@ -1,9 +1,7 @@
 """The training loop, and what a checkpoint saves of it between two steps."""
 
 import math
-import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
+from colab_utils.training.heartbeat import end_process
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
@@ -335,13 +334,7 @@ class Trainer:
         saving = threading.Thread(target=self._save_last, daemon=True)
         saving.start()
         saving.join(_LAST_CHECKPOINT_S)
-        print(
-            f"error: {text}. Look at that machine and its network, and start all processes again: "
-            f"they go on from {self.folder.newest or 'the start'}.",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
+        end_process(text, f"they go on from {self.folder.newest or 'the start'}")
 
     def load_state(self, state: State) -> None:
         """Take the step, the losses and the best precision so far from a checkpoint.
