@@ -72,8 +72,10 @@ class CocoDataset:
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
-    texts: bytes | bytearray
-    """The JSON text of the annotations, in UTF-8, in any order."""
+    texts: Any
+    """The JSON text of the annotations, in UTF-8, in any order: bytes, or an object that returns
+    bytes for each slice.
+    """
     text_spans: Integers
     """int64 [A, 2]: where the text of each annotation starts in ``texts``, and where it ends."""
     shared_names: frozenset[str]
@@ -206,8 +208,8 @@ class CocoDataset:
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
         name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
-        names, name_ends = join_parts(self.names, name_spans)
-        texts, text_ends = join_parts(self.texts, self.text_spans[objects])
+        names, name_ends = _join_parts(self.names, name_spans)
+        texts, text_ends = _join_parts(self.texts, self.text_spans[objects])
         return replace(
             self,
             image_ids=self.image_ids[indices],
@@ -226,7 +228,7 @@ class CocoDataset:
         )
 
 
-def join_parts(content: bytes | bytearray, spans: Integers) -> tuple[bytes, Integers]:
+def _join_parts(content: Any, spans: Integers) -> tuple[bytes, Integers]:
     """Join some parts of a text; return the joined text, and where its parts start and end.
 
     Element i of the array says where part i starts, and element i + 1 says where it ends.
@@ -280,10 +282,7 @@ def _read(path: Place) -> CocoDataset:
     most_bytes = find_free_memory() / _MEMORY_OF_JSON
     fingerprint = read_columns(path, columns, most_bytes=most_bytes)
     images = make_images(columns, fingerprint)
-    rows = np.frombuffer(columns.rows, ROW)
-    strangers = Strangers(images)
-    image_of = strangers.find_images(rows)
-    return group_annotations(strangers.add_to(images), rows, image_of, columns.texts)
+    return attach_annotations(images, np.frombuffer(columns.rows, ROW), columns.texts)
 
 
 def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
@@ -452,60 +451,28 @@ def _find_shared_names(
     return frozenset(shared)
 
 
-class Strangers:
-    """Find the image of each annotation; collect annotations whose image or category is unknown.
-
-    Attributes:
-        unknown_images: Ids of annotations whose image is unknown.
-        unknown_categories: Ids of annotations whose image is known, but whose category is unknown.
-    """
-
-    def __init__(self, dataset: CocoDataset) -> None:
-        self._ids, self._places = np.unique(dataset.image_ids, return_index=True)
-        if not len(dataset):
-            self._ids = np.array([UNREADABLE])
-            self._places = np.array([-1])
-        # A category id that cannot be read is reported later, as a fault of its annotation.
-        self._categories = [UNREADABLE, *(category["id"] for category in dataset.categories)]
-        self.unknown_images: list[int] = []
-        self.unknown_categories: list[int] = []
-
-    def find_images(self, rows: NDArray[Any]) -> Integers:
-        """Return the index of each row's image, or -1 if the image is unknown.
-
-        If several images have the same id, the row belongs to the first one.
-        """
-        order = np.searchsorted(self._ids, rows["image_id"])
-        order = np.minimum(order, len(self._ids) - 1)
-        image_of = np.where(self._ids[order] == rows["image_id"], self._places[order], -1)
-        is_known = image_of >= 0
-        is_strange = is_known & ~np.isin(rows["category_id"], self._categories)
-        self.unknown_images += rows["id"][~is_known].tolist()
-        self.unknown_categories += rows["id"][is_strange].tolist()
-        return image_of
-
-    def add_to(self, dataset: CocoDataset) -> CocoDataset:
-        """Return the dataset with the ids of the annotations that were collected."""
-        return replace(
-            dataset,
-            unknown_images=np.array(self.unknown_images, np.int64),
-            unknown_categories=np.array(self.unknown_categories, np.int64),
-        )
-
-
-def group_annotations(
-    images: CocoDataset, rows: NDArray[Any], image_of: NDArray[Any], texts: bytes | bytearray
-) -> CocoDataset:
+def attach_annotations(images: CocoDataset, rows: NDArray[Any], texts: Any) -> CocoDataset:
     """Return a dataset of these images with their annotations, sorted by image.
+
+    If several images have the same id, the annotations belong to the first one.
 
     Args:
         images: I images without annotations.
         rows: the numbers of annotations, as in `ROW`, in the order of their texts.
-        image_of: the index of each row's image. Rows with -1 are left out.
         texts: the texts of all annotations, without gaps.
     """
-    # Annotations of unknown images have index -1, so they are sorted to the front.
-    order = np.argsort(image_of, kind="stable")[np.count_nonzero(image_of < 0) :]
+    ids, places = np.unique(images.image_ids, return_index=True)
+    nearest = np.searchsorted(ids, rows["image_id"])
+    # An annotation whose image is unknown gets the index -1.
+    ids = np.append(ids, UNREADABLE)
+    places = np.append(places, -1)
+    image_of = np.where(ids[nearest] == rows["image_id"], places[nearest], -1)
+    is_known = image_of >= 0
+    # A category id that cannot be read is reported later, as a fault of its annotation.
+    categories = [UNREADABLE, *(category["id"] for category in images.categories)]
+    is_strange = is_known & ~np.isin(rows["category_id"], categories)
+    # Annotations of unknown images are sorted to the front, and left out.
+    order = np.argsort(image_of, kind="stable")[np.count_nonzero(~is_known) :]
     counts = np.bincount(image_of[order], minlength=len(images))
     text_ends = rows["text_end"]
     text_starts = np.append(0, text_ends)[:-1]
@@ -516,4 +483,6 @@ def group_annotations(
         is_crowd=rows["is_crowd"][order].astype(np.bool_),
         texts=texts,
         text_spans=np.stack([text_starts[order], text_ends[order]], axis=1),
+        unknown_images=rows["id"][~is_known],
+        unknown_categories=rows["id"][is_strange],
     )
